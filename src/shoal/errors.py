@@ -1,0 +1,62 @@
+"""Every error that a user can meet, as one tree.
+
+    ShoalError
+    ├── ConfigError            the configuration is wrong: key path, what it got, what is allowed
+    │   └── NotSupportedYet    a published key that a later version will honour
+    ├── UsageError             a call in the wrong place or with the wrong object
+    │   ├── ReleasedError      the data of a sharded parameter was read outside a gather
+    │   └── OptimizerError     an optimizer that cannot step on slices
+    ├── RanksDisagree          ranks built or did different things
+    ├── CollectiveTimeout      a collective did not finish: rank, unit, collective
+    ├── LossScaleError         gradients overflow even at the smallest loss scale
+    ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
+    └── LaunchError            ranks could not be started, or one of them failed
+
+A message says what, where, got, allowed, and how to fix it. `assert` is for our own mistakes.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """The root of every error that this library raises on purpose."""
+
+
+class ConfigError(ShoalError, ValueError):
+    """The configuration is wrong."""
+
+
+class NotSupportedYet(ConfigError):
+    """A published configuration key that a later version will honour."""
+
+
+class UsageError(ShoalError, RuntimeError):
+    """A call in the wrong place or with the wrong object."""
+
+
+class ReleasedError(UsageError):
+    """The data of a released (sharded) parameter was read where it cannot be gathered."""
+
+
+class OptimizerError(UsageError):
+    """An optimizer that cannot step on slices of parameters."""
+
+
+class RanksDisagree(ShoalError, RuntimeError):
+    """Ranks built different models, or took different paths."""
+
+
+class CollectiveTimeout(ShoalError, RuntimeError):
+    """A collective did not finish in time."""
+
+
+class LossScaleError(ShoalError, RuntimeError):
+    """Gradients overflow even at the smallest loss scale."""
+
+
+class CheckpointError(ShoalError, RuntimeError):
+    """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class LaunchError(ShoalError, RuntimeError):
+    """Ranks could not be started, or one of them failed."""
