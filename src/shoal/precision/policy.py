@@ -1,0 +1,94 @@
+"""Four dtypes decide the precision of training; each has one default and is chosen in one place.
+
+    compute      weights and activations in forward and backward    the model's dtype, or 16-bit by fp16 / bf16
+    reduce       gradients on the wire between ranks                compute
+    accumulate   gradients at rest between microbatches             compute
+    master       the copy of the weights that the optimizer steps   fp32; fp64 for an fp64 model
+
+The two 16-bit formats never meet in one policy: fp16 cannot hold the range of bf16 gradients (they are not scaled), and
+bf16 drops three of fp16's eleven significant bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.errors import ConfigError
+
+__all__ = ["Policy", "dtype_named", "policy"]
+
+_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_HALVES = {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The dtypes of one engine; build it with `policy`, which checks the combination."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    accumulate: torch.dtype
+    master: torch.dtype
+
+
+def dtype_named(name: str | torch.dtype, *, key: str) -> torch.dtype:
+    """Return the dtype that a configuration value names, in any case: fp32, fp16, bf16 and their long forms.
+
+    `key` is the configuration path for the error. Raises `ConfigError` for any other name.
+    """
+    if isinstance(name, torch.dtype):
+        return name
+    try:
+        return _DTYPES[name.lower()]
+    except KeyError:
+        raise ConfigError(f"{key}: got {name!r}; choose one of {', '.join(_DTYPES)}") from None
+
+
+def policy(*, fp16: bool = False, bf16: bool = False, communication_data_type: str | torch.dtype | None = None,
+           grad_accum_dtype: str | torch.dtype | None = None, model_dtype: torch.dtype = torch.float32) -> Policy:
+    """Build the policy of a model of `model_dtype` from the configuration's flags.
+
+    Raises `ConfigError` for combinations that cannot train: fp16 with bf16, the two 16-bit formats mixed, or a 16-bit
+    model without the flag that gives it master weights.
+    """
+    compute = _compute(fp16, bf16, model_dtype)
+    reduce = _gradient("communication_data_type", communication_data_type, compute)
+    accumulate = _gradient("data_types.grad_accum_dtype", grad_accum_dtype, compute)
+    if {reduce, accumulate} == _HALVES:
+        raise ConfigError(f"communication_data_type: got {_SHORT[reduce]} with data_types.grad_accum_dtype "
+                          f"{_SHORT[accumulate]}; the two 16-bit formats cannot be mixed: choose one of them, or fp32")
+    master = torch.float64 if model_dtype == torch.float64 else torch.float32
+    return Policy(compute=compute, reduce=reduce, accumulate=accumulate, master=master)
+
+
+def _compute(fp16: bool, bf16: bool, model: torch.dtype) -> torch.dtype:
+    if fp16 and bf16:
+        raise ConfigError("fp16.enabled and bf16.enabled: got true for both; enable one of them")
+    if model not in _SHORT:
+        raise ConfigError(f"model: its parameters are {model}; training needs fp64, fp32, fp16 or bf16 parameters")
+    if fp16:
+        return torch.float16
+    if bf16:
+        return torch.bfloat16
+    if model in _HALVES:
+        flag = f"{_SHORT[model]}.enabled"
+        raise ConfigError(f"{flag}: got false for a model whose parameters are {_SHORT[model]}, so it would have no "
+                          f"fp32 master weights; set {flag} to true, or call model.float() first")
+    return model
+
+
+def _gradient(key: str, name: str | torch.dtype | None, compute: torch.dtype) -> torch.dtype:
+    if name is None:
+        return compute
+    dtype = dtype_named(name, key=key)
+    if {dtype, compute} == _HALVES:
+        raise ConfigError(f"{key}: got {_SHORT[dtype]} with {_SHORT[compute]}.enabled; the two 16-bit formats cannot "
+                          f"be mixed: choose {_SHORT[compute]} or fp32")
+    return dtype
