@@ -1,0 +1,255 @@
+"""The published top-level keys that are no settings of ours, with the defaults at which they ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.config.published import Published, inert, later, later_block, refused
+
+SCALARS: Mapping[str, Published] = {
+    "managed_gradient_accumulation": later("let each `step()` be the boundary", True),
+    "prescale_gradients": later("divide gradients before they are summed", False),
+    "gradient_predivide_factor": later("the part of the division that is done before the sum", 1.0),
+    "gradient_allreduce_op": later("sum gradients over ranks in place of their mean", "mean"),
+    "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
+    "sparse_gradients": later("exchange embedding gradients as indices and values", False),
+    "use_data_before_expert_parallelism": later("the order of ranks with experts", False),
+    "sequence_parallel_size": later("ranks that share one sequence", 1),
+    "data_parallel_size": later("data ranks of a mesh with sequence parallelism"),
+    "graph_harvesting": later("capture CUDA graphs", False),
+    "disable_python_gc": later("collect garbage at chosen points only", False),
+    "wall_clock_breakdown": later("time forward, backward and step", False),
+    "memory_breakdown": later("report memory at each phase", False),
+    "zero_force_ds_cpu_optimizer": inert(
+        "demand a CPU optimizer when offloading", True, False, reason="any optimizer may be offloaded"
+    ),
+    "disable_allgather": inert("without effect since 2020", False, reason="the stage decides which collectives run"),
+    "allgather_size": refused(
+        "elements per gather, beside the oldest form of zero_optimization",
+        reason="write zero_optimization.allgather_bucket_size",
+    ),
+    "msamp": inert("written by accelerate for its FP8 recipe", reason="accelerate reads it, training does not"),
+}
+
+BLOCKS: Mapping[str, Published] = {
+    "amp": later_block("Apex mixed precision; fp16 and bf16 are built in", switch="enabled"),
+    "torch_autocast": later_block(
+        "torch's autocast",
+        {"enabled": False, "dtype": "bfloat16", "lower_precision_safe_modules": None},
+        switch="enabled",
+    ),
+    "aio": later_block(
+        "asynchronous disk I/O",
+        {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": False,
+        },
+    ),
+    "activation_checkpointing": later_block(
+        "recompute and partition activations",
+        {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "number_checkpoints": None,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        },
+    ),
+    "sparse_attention": later_block(
+        "block-sparse attention",
+        {
+            "mode": "fixed",
+            "block": 16,
+            "different_layout_per_head": False,
+            "num_local_blocks": 4,
+            "num_global_blocks": 1,
+            "attention": "bidirectional",
+            "horizontal_global_attention": False,
+            "num_different_global_patterns": 1,
+            "num_random_blocks": 0,
+            "local_window_blocks": [4],
+            "global_block_indices": [0],
+            "global_block_end_indices": None,
+            "num_sliding_window_blocks": 3,
+        },
+        switch="mode",
+        off=("dense",),
+    ),
+    "pipeline": later_block(
+        "pipeline parallelism",
+        {
+            "stages": "auto",
+            "partition": "best",
+            "seed_layers": False,
+            "activation_checkpoint_interval": 0,
+            "pipe_partitioned": True,
+            "grad_partitioned": True,
+            "use_reentrant": True,
+        },
+    ),
+    "progressive_layer_drop": later_block(
+        "drop layers while training", {"enabled": False, "theta": 1.0, "gamma": 0.001}, switch="enabled"
+    ),
+    "timers": later_block(
+        "timers",
+        {
+            "throughput": later_block(
+                "the throughput timer", {"enabled": later("", True, False), "synchronized": later("", True, False)}
+            )
+        },
+    ),
+    "flops_profiler": later_block(
+        "the profiler of operations",
+        {
+            "enabled": False,
+            "recompute_fwd_factor": 0.0,
+            "profile_step": 1,
+            "module_depth": -1,
+            "top_modules": 1,
+            "detailed": True,
+            "output_file": None,
+        },
+        switch="enabled",
+    ),
+    "tensorboard": later_block(
+        "the TensorBoard monitor",
+        {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+        switch="enabled",
+    ),
+    "wandb": later_block(
+        "the Weights & Biases monitor",
+        {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
+        switch="enabled",
+    ),
+    "csv_monitor": later_block(
+        "the CSV monitor", {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}, switch="enabled"
+    ),
+    "comet": later_block(
+        "the Comet monitor",
+        {
+            "enabled": False,
+            "samples_log_interval": 100,
+            "project": None,
+            "workspace": None,
+            "api_key": None,
+            "experiment_name": None,
+            "experiment_key": None,
+            "online": None,
+            "mode": None,
+        },
+        switch="enabled",
+    ),
+    # Its presence alone switches it on.
+    "comms_logger": later_block(
+        "the log of collectives",
+        {"enabled": True, "prof_all": True, "prof_ops": [], "verbose": False, "debug": False},
+        switch="enabled",
+    ),
+    "elasticity": later_block(
+        "batch sizes that fit any number of ranks",
+        {
+            "enabled": False,
+            "max_train_batch_size": 2000,
+            "micro_batch_sizes": [2, 4, 6],
+            "min_gpus": 1,
+            "max_gpus": 10000,
+            "min_time": 0,
+            "prefer_larger_batch": True,
+            "ignore_non_elastic_batch_info": False,
+            "version": 0.2,
+            "num_gpus_per_node": 1,
+            "model_parallel_size": 1,
+        },
+        switch="enabled",
+    ),
+    "autotuning": later_block(
+        "the search for a fast configuration",
+        {
+            "enabled": False,
+            "fast": True,
+            "results_dir": "autotuning_results",
+            "exps_dir": "autotuning_exps",
+            "overwrite": True,
+            "start_profile_step": 3,
+            "end_profile_step": 5,
+            "metric": "throughput",
+            "metric_path": None,
+            "tuner_type": "gridsearch",
+            "tuner_early_stopping": 5,
+            "tuner_num_trials": 50,
+            "arg_mappings": None,
+            "mp_size": 1,
+            "max_train_batch_size": None,
+            "min_train_batch_size": 1,
+            "max_train_micro_batch_size_per_gpu": 1024,
+            "min_train_micro_batch_size_per_gpu": 1,
+            "num_tuning_micro_batch_sizes": 3,
+            "model_info": None,
+            "model_info_path": None,
+        },
+        switch="enabled",
+    ),
+    "tensor_parallel": later_block(
+        "tensor parallelism",
+        {
+            "autotp_size": 0,
+            "dtype": None,
+            "tp_overlap_comm": False,
+            "tp": None,
+            "partition_config": None,
+            "preset_model": None,
+            "injection_policy_tuple": None,
+            "keep_module_on_host": False,
+            "kernel_inject": False,
+        },
+    ),
+    "expert_parallel": later_block("expert parallelism", switch="enabled"),
+    "hybrid_engine": later_block(
+        "training and generation in one engine",
+        {
+            "enabled": False,
+            "max_out_tokens": 512,
+            "inference_tp_size": 1,
+            "release_inference_cache": False,
+            "pin_parameters": True,
+            "tp_gather_partition_size": 8,
+            "enable_cuda_graph": False,
+        },
+        switch="enabled",
+    ),
+    "compile": later_block(
+        "passes over the compiled graph",
+        {
+            "deepcompile": False,
+            "free_activation": False,
+            "free_activation_threshold": 10 * 1024 * 1024,
+            "offload_activation": False,
+            "offload_activation_pin_memory": True,
+            "offload_opt_states": False,
+            "offload_parameters": False,
+            "double_buffer": True,
+            "symmetric_memory": False,
+            "debug_log": False,
+            "sync_before_reduce": False,
+            "sync_after_reduce": False,
+            "sync_before_allgather": False,
+            "sync_after_allgather": False,
+            "keep_int_input_tensors": True,
+            "keep_all_input_tensors": False,
+            "passes": None,
+        },
+    ),
+    "data_efficiency": later_block("curricula and token dropping", switch="enabled"),
+    "curriculum_learning": later_block("the older form of curricula", switch="enabled"),
+    "quantize_training": later_block("mixture of quantisation", switch="enabled"),
+    "eigenvalue": later_block("eigenvalues of the Hessian", switch="enabled"),
+    "compression_training": later_block("pruning and quantisation while training"),
+    "nebula": later_block("checkpoints on Azure", switch="enabled"),
+    "datastates_ckpt": later_block("another writer of checkpoints"),
+}

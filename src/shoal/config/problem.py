@@ -1,0 +1,97 @@
+"""Everything that is wrong with a configuration is said at once, one line per problem: path, got, allowed, fix.
+
+zero_optimization.stage: got 4; choose 0, 1, 2 or 3
+zero_optimization.stag: unknown key; did you mean 'stage'?
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from shoal.errors import ConfigError, NotSupportedYet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with one key."""
+
+    path: str
+    message: str
+    later: bool = False  # a published key that a later version will honour, so nothing is mistyped
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+def join(path: str, key: object) -> str:
+    """Return the path of `key` inside `path`: `a` and `b` give `a.b`, `a` and 3 give `a[3]`."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    return f"{path}.{key}" if path else str(key)
+
+
+def shown(value: object, width: int = 60) -> str:
+    """Return `value` as JSON spells it, cut to `width` characters."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def one_of(values: Sequence[object]) -> str:
+    """Return `0, 1, 2 or 3` for the values 0 to 3."""
+    texts = [shown(value) for value in values]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+# What is allowed, by pydantic's error type; a brace takes a value from the error's context.
+_ALLOWED = {
+    "literal_error": "choose {expected}",
+    "int_type": "give a whole number",
+    "float_type": "give a number",
+    "finite_number": "give a finite number",
+    "bool_type": "choose true or false",
+    "string_type": "give a string",
+    "greater_than": "give a number greater than {gt:g}",
+    "greater_than_equal": "give a number of at least {ge:g}",
+    "less_than_equal": "give a number of at most {le:g}",
+    "mapping_type": "give a JSON object",
+    "dict_type": "give a JSON object",
+}
+
+
+def _from_details(details: ErrorDetails) -> Problem:
+    path = ""
+    for key in details["loc"]:
+        path = join(path, key)
+    context = cast(Mapping[str, object], details.get("ctx") or {})
+    allowed = _ALLOWED.get(details["type"], details["msg"]).format(**context)
+    return Problem(path=path, message=f"got {shown(details['input'])}; {allowed}")
+
+
+def from_pydantic(error: ValidationError) -> dict[tuple[int | str, ...], Problem]:
+    """Return one problem per value that pydantic refused, by the location of the value."""
+    return {details["loc"]: _from_details(details) for details in error.errors(include_url=False)}
+
+
+def raise_all(problems: Sequence[Problem], source: str | None) -> None:
+    """Raise one error with every problem, if there is one.
+
+    `source` is the file that the configuration came from, or None. Raises NotSupportedYet when nothing is wrong but
+    keys of a later version, else ConfigError.
+    """
+    if not problems:
+        return
+    kind = NotSupportedYet if all(problem.later for problem in problems) else ConfigError
+    prefix = f"{source}: " if source else ""
+    if len(problems) == 1:
+        raise kind(f"{prefix}{problems[0]}")
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    raise kind(f"{prefix}{len(problems)} problems in the configuration{lines}")

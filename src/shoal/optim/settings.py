@@ -1,0 +1,42 @@
+"""The optimizer by name: which class, with which keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from shoal.config.kinds import Text
+from shoal.config.published import Published, inert
+from shoal.config.section import Conflict, Section
+
+LATER = frozenset({"lamb", "onebitadam", "onebitlamb", "zerooneadam", "muon", "muadam", "muadamw", "musgd"})
+"""Published optimizers that a later version will know, in lower case."""
+
+
+class OptimizerSettings(Section):
+    """The optimizer that `initialize` builds when it is given none."""
+
+    type: Text | None = None
+    """Adam, AdamW, SGD, Adagrad or Lion (in any case), another registered name, or a class of `torch.optim`."""
+
+    params: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+    """Keywords of the optimizer's constructor, such as lr, betas, eps and weight_decay."""
+
+    published: ClassVar[Mapping[str, Published]] = {
+        "legacy_fusion": inert("the older fused fp16 path", False, reason="there is one path, and it is the fused one"),
+    }
+
+    def conflicts(self) -> Iterable[Conflict]:
+        if self.type is None and self.params:
+            yield Conflict(keys=("type", "params"), message="missing beside params; name an optimizer such as 'AdamW'")
+        if self.type is not None and self.type.lower() in LATER:
+            yield Conflict(
+                keys=("type",), message=f"got '{self.type}'; not supported yet; use 'AdamW' or another", later=True
+            )
+        if "max_grad_norm" in self.params:
+            yield Conflict(
+                keys=("params.max_grad_norm",),
+                message="no optimizer clips by itself; write gradient_clipping at the top level instead",
+            )

@@ -1,0 +1,96 @@
+"""Which dtypes training uses, and how fp16 keeps small gradients from vanishing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from shoal.config.kinds import Count, Dtype, Number, Positive, Switch
+from shoal.config.published import Published, inert, later
+from shoal.config.section import Conflict, Section
+
+
+class Fp16Settings(Section):
+    """Half precision with fp32 masters and a loss scale."""
+
+    enabled: Switch = False
+    """Compute in fp16, keep fp32 masters, and scale the loss."""
+
+    auto_cast: Switch = False
+    """Cast floating-point inputs of the model to fp16."""
+
+    loss_scale: Annotated[Number, Field(ge=0)] = 0.0
+    """The loss scale; 0 finds it while training (dynamic)."""
+
+    initial_scale_power: Annotated[Count, Field(le=127)] = 16
+    """A dynamic loss scale starts at 2 to this power."""
+
+    loss_scale_window: Positive = 1000
+    """Steps without overflow after which a dynamic loss scale doubles."""
+
+    hysteresis: Positive = 2
+    """Overflows until a dynamic loss scale halves: the first `hysteresis - 1` only skip their step."""
+
+    consecutive_hysteresis: Switch = False
+    """Refill `hysteresis` at every step without overflow, so that only overflows in a row count."""
+
+    min_loss_scale: Annotated[Number, Field(gt=0)] = 1.0
+    """The lowest dynamic loss scale; an overflow at it raises LossScaleError."""
+
+    published: ClassVar[Mapping[str, Published]] = {
+        "fp16_master_weights_and_grads": later("masters and gradients in fp16, without an fp32 copy", False),
+    }
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale is found while training."""
+        return self.loss_scale == 0
+
+    @property
+    def initial_scale(self) -> float:
+        """The loss scale of the first step."""
+        return 2.0**self.initial_scale_power if self.dynamic else self.loss_scale
+
+    def conflicts(self) -> Iterable[Conflict]:
+        if self.dynamic and self.min_loss_scale > self.initial_scale:
+            yield Conflict(
+                keys=("min_loss_scale", "initial_scale_power", "loss_scale"),
+                message=f"got {self.min_loss_scale:g}, above the first scale 2^{self.initial_scale_power}; "
+                "lower it or raise initial_scale_power",
+            )
+
+
+class Bf16Settings(Section):
+    """bfloat16: the range of fp32, so no loss scale."""
+
+    enabled: Switch = False
+    """Compute in bf16 and keep fp32 masters."""
+
+    check_grad_overflow: Switch = True
+    """Skip a step whose gradients hold an infinity or NaN."""
+
+    published: ClassVar[Mapping[str, Published]] = {
+        "immediate_grad_update": inert(
+            "add each gradient to its accumulator as soon as it is ready",
+            False,
+            True,
+            reason="gradients are always added as soon as they are ready",
+        ),
+        "bf16_master_weights_and_grads": later("masters and gradients in bf16, without an fp32 copy", False),
+        "bf16_optimizer_states": later("moments in bf16", False),
+    }
+
+
+class DataTypes(Section):
+    """Dtypes beside the compute dtype."""
+
+    grad_accum_dtype: Dtype | None = None
+    """The dtype in which gradients are accumulated over microbatches; null: the compute dtype."""
+
+    published: ClassVar[Mapping[str, Published]] = {
+        "param_dtype": later("another dtype for the parameters"),
+        "buffer_dtype": later("another dtype for buffers"),
+        "keep_in_fp32_modules": later("modules whose buffers stay in fp32", "auto"),
+    }

@@ -1,0 +1,32 @@
+"""The learning-rate schedule by name: which class, with which keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from shoal.config.kinds import Text
+from shoal.config.section import Conflict, Section
+
+LATER = frozenset({"LRRangeTest", "OneCycle"})
+"""Published schedules that a later version will know."""
+
+
+class ScheduleSettings(Section):
+    """The schedule that `initialize` builds when it is given none; it steps once per applied optimizer step."""
+
+    type: Text | None = None
+    """WarmupLR, WarmupDecayLR or WarmupCosineLR, another registered name, or a class of `torch.optim.lr_scheduler`."""
+
+    params: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+    """Keywords of the schedule's constructor."""
+
+    def conflicts(self) -> Iterable[Conflict]:
+        if self.type is None and self.params:
+            yield Conflict(keys=("type", "params"), message="missing beside params; name a schedule such as 'WarmupLR'")
+        if self.type in LATER:
+            yield Conflict(
+                keys=("type",), message=f"got '{self.type}'; not supported yet; use 'WarmupLR' or another", later=True
+            )

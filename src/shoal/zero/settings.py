@@ -1,0 +1,147 @@
+"""Where weights, gradients, masters and moments rest (the stage), and how much of them moves at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from shoal.config.kinds import Count, Positive, Switch, whole
+from shoal.config.published import Published, inert, later, later_block, refused
+from shoal.config.section import Section
+
+_SAME = "every setting of it gives the same training, and what moves is the same bytes"
+
+_OFFLOAD_PARAM: Mapping[str, object] = {
+    "device": "none",
+    "nvme_path": None,
+    "buffer_count": 5,
+    "buffer_size": 1e8,
+    "max_in_cpu": 1e9,
+    "pin_memory": True,
+}
+_OFFLOAD_OPTIMIZER: Mapping[str, object] = {
+    "device": "none",
+    "nvme_path": None,
+    "buffer_count": 4,
+    "pin_memory": True,
+    "pipeline": False,
+    "pipeline_read": False,
+    "pipeline_write": False,
+    "fast_init": False,
+    "ratio": 1.0,
+    "super_offload": False,
+    "cpuadam_cores_perc": 0.8,
+}
+
+
+class ZeroSettings(Section):
+    """ZeRO: which training state is sharded over the data ranks. `true` alone is the oldest form of stage 1."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
+    """What is sharded: 0 nothing; 1 masters and moments; 2 gradients too; 3 weights too."""
+
+    overlap_comm: Switch = True
+    """Reduce gradients while backward runs. Bit-identical either way, so it is on at every stage."""
+
+    reduce_bucket_size: Positive = 500_000_000
+    """The most elements that one reduction carries; larger units are cut into pieces of it."""
+
+    allgather_bucket_size: Positive = 500_000_000
+    """The most elements that one all-gather carries; larger units are cut into pieces of it."""
+
+    ignore_unused_parameters: Switch = True
+    """Let a parameter go without gradient in a step (it counts as zero); false raises an error that names it."""
+
+    sub_group_size: Positive = 1_000_000_000
+    """Stage 3: the most elements that one optimizer update takes at once."""
+
+    stage3_max_live_parameters: Count = 1_000_000_000
+    """Stage 3: the most elements that run-ahead keeps gathered at once; the unit in use is gathered in any case."""
+
+    stage3_max_reuse_distance: Count = 0
+    """Stage 3: keep a unit gathered when it is used again within so many elements. DeepSpeed's default is 1e9; here
+    nothing is kept gathered unless asked, so that memory follows the formula."""
+
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    """Stage 3: how many elements are gathered ahead of their use; 0 gathers nothing ahead."""
+
+    stage3_param_persistence_threshold: Count = 0
+    """Stage 3: parameters of at most so many elements always stay gathered. DeepSpeed's default is 1e5; here units are
+    gathered whole, so that small tensors cost no collective of their own and have no reason to stay."""
+
+    stage3_model_persistence_threshold: Count = sys.maxsize
+    """Stage 3: the most elements that may stay gathered for `stage3_param_persistence_threshold`."""
+
+    stage3_gather_16bit_weights_on_model_save: Switch = False
+    """Stage 3: let `save_16bit_model` gather the whole weights."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "max_live_parameters": "stage3_max_live_parameters",
+        "max_reuse_distance": "stage3_max_reuse_distance",
+        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "param_persistence_threshold": "stage3_param_persistence_threshold",
+        "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "module_granularity_threshold": "stage3_module_granularity_threshold",
+        "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+        "allgather_sequential": "stage3_allgather_sequential",
+    }
+
+    published: ClassVar[Mapping[str, Published]] = {
+        "contiguous_gradients": inert(
+            "copy gradients into one buffer", True, reason="gradients of a unit always rest in one buffer"
+        ),
+        "reduce_scatter": inert(
+            "reduce-scatter in place of all-reduce", True, reason="the stage decides which collective runs"
+        ),
+        "use_multi_rank_bucket_allreduce": inert("let one reduction span several owners", True, reason=_SAME),
+        "allgather_partitions": inert(
+            "all-gather after the step in place of broadcasts", True, reason="an all-gather moves the fewest bytes"
+        ),
+        "round_robin_gradients": inert(
+            "interleave gradient copies to the CPU", False, reason="gradients are not copied to the CPU"
+        ),
+        "elastic_checkpoint": inert(
+            "load on another number of ranks", False, True, reason="every checkpoint loads on any number of ranks"
+        ),
+        "memory_efficient_linear": inert(
+            "patch the linear function", True, reason="no function is patched, and gathered weights are not kept"
+        ),
+        "override_module_apply": inert(
+            "patch Module.apply", True, reason="sharded parameters are gathered wherever `zero.Init` needs them"
+        ),
+        "load_from_fp32_weights": later("rebuild masters from 16-bit weights on load", True),
+        "legacy_stage1": refused("the first form of stage 1", False, reason='it is gone; write "stage": 1'),
+        "grad_hooks": refused(
+            "listed in DeepSpeed's documents, refused by its code", reason="it never had a meaning; remove it"
+        ),
+        "offload_param": later_block("weights that rest on the host or on disk", _OFFLOAD_PARAM, switch="device"),
+        "offload_optimizer": later_block(
+            "masters and moments that rest on the host or on disk", _OFFLOAD_OPTIMIZER, switch="device"
+        ),
+        "cpu_offload": later("the old form of offload_optimizer", False),
+        "cpu_offload_param": later("the old form of offload_param", False),
+        "cpu_offload_use_pin_memory": later("the old form of pin_memory", False),
+        "pipeline_loading_checkpoint": later("overlap the loading of a checkpoint", False),
+        "stage3_module_granularity_threshold": later("gather finely grained modules whole", 0),
+        "stage3_use_all_reduce_for_fetch_params": later("gather by all-reduce", False),
+        "stage3_allgather_sequential": later("gather one parameter at a time", False),
+        "log_trace_cache_warnings": later("warn when the order of modules changes", False),
+        "enable_sanity_checks": later("check more while training", False),
+        "zero_hpz_partition_size": later("a second shard of the weights within a node (ZeRO++)", 1),
+        "zero_quantized_weights": later("quantised weight gathers (ZeRO++)", False),
+        "zero_quantized_nontrainable_weights": later("quantised gathers of frozen weights (ZeRO++)", False),
+        "zero_quantized_gradients": later("quantised gradient reduction (ZeRO++)", False),
+        "zeropp_loco_param": later_block("quantised gradients with error feedback (ZeRO++)"),
+        "mics_shard_size": later("shard over groups of so many ranks (MiCS)", -1),
+        "mics_hierarchical_params_gather": later("gather within nodes first (MiCS)", False),
+        "save_muon_momentum_buffer_in_memory": later("keep Muon's momentum gathered", False),
+        "leaf_module": later_block("modules gathered whole", {"classes": [], "names": [], "name_suffixes": []}),
+        "compute_grad_norm": later("do without the gradient norm", True),
+        "parameter_alignment": later("pad parameters to 16 bytes", False),
+        "zenflow": later_block("updates that hide behind the next steps"),
+    }
