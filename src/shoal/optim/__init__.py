@@ -1,0 +1,8 @@
+"""Optimizers: by name, by class, and which of them can step on slices of parameters."""
+
+from __future__ import annotations
+
+from shoal.optim.lion import Lion
+from shoal.optim.registry import make_optimizer, register_optimizer
+
+__all__ = ["Lion", "make_optimizer", "register_optimizer"]

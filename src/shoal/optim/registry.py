@@ -1,0 +1,120 @@
+"""An optimizer has a name in the configuration; the names are open to others.
+
+Registered names are found in any case; every class of `torch.optim` is there under its exact name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.errors import ConfigError
+from shoal.optim.lion import Lion
+from shoal.registry import Registry
+
+__all__ = ["Groups", "make_optimizer", "register_optimizer"]
+
+Groups = list[Tensor] | list[dict[str, Any]]
+F = TypeVar("F", bound=Callable[..., Optimizer])
+
+_LATER = frozenset({"lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
+_TORCH: dict[str, Callable[..., Optimizer]] = {
+    name: member for name, member in vars(torch.optim).items()
+    if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
+    and name.lower() not in _LATER
+}  # fmt: skip
+_optimizers: Registry[Optimizer] = Registry("optimizer", lent=_TORCH, later=_LATER)
+
+
+def register_optimizer(name: str) -> Callable[[F], F]:
+    """Make an optimizer class, or a function that returns one, known as `name` in `optimizer.type`.
+
+    It is called with the parameters or groups first and `optimizer.params` as keywords. Use it as a decorator or as
+    `register_optimizer("mine")(Mine)`. Raises `UsageError` when another one has the name.
+    """
+    def register(factory: F) -> F:
+        return _optimizers.register(name, factory)
+
+    return register
+
+
+def make_optimizer(type: str, params: Mapping[str, object] | None,
+                   groups: Iterable[Tensor | dict[str, Any]]) -> Optimizer:
+    """Build the optimizer called `type` over `groups` (tensors or torch's group dicts) with the keywords `params`.
+
+    Raises `ConfigError` naming what is allowed for an unknown name or keyword or a bad value, `NotSupportedYet` for a
+    published name of a later version.
+    """
+    if "max_grad_norm" in (params or {}):
+        raise ConfigError("optimizer.params.max_grad_norm: the engine clips, not the optimizer; set gradient_clipping "
+                          "at the top of the configuration")
+    return _optimizers.make(type, params, list(groups))
+
+
+@register_optimizer("Adam")
+def adam(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+         weight_decay: float | None = None, *, amsgrad: bool = False, adam_w_mode: bool = True,
+         torch_adam: bool = False, bias_correction: bool = True, fp32_optimizer_states: bool = True,
+         set_grad_none: bool = True, maximize: bool = False, foreach: bool | None = None,
+         fused: bool | None = None) -> Optimizer:
+    """Build torch's AdamW, or Adam with decay in the gradient when `adam_w_mode` is false.
+
+    `weight_decay` is 0 unless given; with `torch_adam` it is the default of torch's class. `fused` (one pass over
+    memory) is chosen wherever torch has it and steps a slice bitwise as it steps the whole.
+    """
+    _always_true("bias_correction", bias_correction)
+    _always_true("fp32_optimizer_states", fp32_optimizer_states)
+    _always_true("set_grad_none", set_grad_none)
+    if weight_decay is None:
+        weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
+    # Fused amsgrad on CPU rounds the tail of a tensor differently, as fused SGD does (seen in torch 2.13).
+    if fused is None and foreach is None and not amsgrad and _fusable(groups):
+        fused = True
+    build = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return build(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                 maximize=maximize, foreach=foreach, fused=fused)
+
+
+@register_optimizer("AdamW")
+@functools.wraps(adam, assigned=())
+def adamw(groups: Groups, **keywords: Any) -> Optimizer:
+    """Build `adam` with decoupled weight decay, whatever `adam_w_mode` says."""
+    keywords["adam_w_mode"] = True
+    return adam(groups, **keywords)
+
+
+@register_optimizer("Lion")
+def lion(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, *,
+         fp32_optimizer_states: bool = True, set_grad_none: bool = True) -> Optimizer:
+    """Build Lion with the published defaults."""
+    _always_true("fp32_optimizer_states", fp32_optimizer_states)
+    _always_true("set_grad_none", set_grad_none)
+    return Lion(groups, lr=lr, betas=(betas[0], betas[1]), weight_decay=weight_decay)
+
+
+# Not fused unless asked: torch's fused SGD on CPU rounds the tail of a tensor differently (seen in torch 2.13), so a
+# slice would not step as the whole does.
+register_optimizer("SGD")(torch.optim.SGD)
+register_optimizer("Adagrad")(torch.optim.Adagrad)
+
+
+def _always_true(keyword: str, value: bool) -> None:
+    if not value:
+        raise ConfigError(f"optimizer.params.{keyword}: got false; only true is supported: remove it")
+
+
+def _fusable(groups: Groups) -> bool:
+    return all(tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point() for tensor in _tensors(groups))
+
+
+def _tensors(groups: Groups) -> Iterable[Tensor]:
+    for group in groups:
+        members: Any = group["params"] if isinstance(group, dict) else [group]
+        for member in [members] if isinstance(members, Tensor) else members:
+            yield member[1] if isinstance(member, tuple) else member
