@@ -1,0 +1,1 @@
+"""The command line: start ranks, look at configurations, look at checkpoints."""

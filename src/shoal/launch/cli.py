@@ -1,0 +1,68 @@
+"""One word chooses a command; only that command's module is imported, and torch only where the command needs it.
+
+A command is a module of this package with `add_arguments(parser)` and `main(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from shoal.errors import ShoalError, UsageError
+from shoal.version import __version__
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "run": "start a script on several ranks",
+    "config": "show what a configuration resolves to, and where each value comes from",
+    "checkpoint": "inspect, verify or export a checkpoint",
+}
+
+
+class _Command(Protocol):
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 for a user's mistake, 130 after Ctrl-C, else the command's own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"shoal {__version__}")
+        return 0
+    try:
+        return _dispatch(words[0], words[1:])
+    except ShoalError as error:
+        print(f"shoal {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(name: str, words: list[str]) -> int:
+    if name not in COMMANDS:
+        raise UsageError(_unknown(name))
+    command = cast(_Command, importlib.import_module(f"shoal.launch.{name}"))
+    parser = argparse.ArgumentParser(prog=f"shoal {name}", description=COMMANDS[name], allow_abbrev=False)
+    command.add_arguments(parser)
+    return command.main(parser.parse_args(words))
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean `shoal {near[0]}`?" if near else "a script is started with `shoal run SCRIPT`"
+    return f"there is no command {name!r}; choose {', '.join(COMMANDS)}; {hint}"
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
+    return (f"usage: shoal COMMAND ...\n\ncommands:\n{commands}\n\n"
+            "`shoal COMMAND --help` explains one of them; `shoal --version` prints the version.")
