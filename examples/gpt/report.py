@@ -1,0 +1,75 @@
+"""What rank 0 says when training has ended: how good, how large, where it is, and how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from curve import Mark
+from display import size
+from shoal.zero.placement import StateBytes
+
+BAR = 40
+
+
+def quality(model: Mark, marks: Sequence[Mark], held_out: str) -> Table:
+    """Lay the model's bits per byte beside those of `marks`, longest first, with a bar each."""
+    table = Table(title=f"Bits per byte of {held_out}", title_justify="left", box=None, padding=(0, 2, 0, 0),
+                  show_header=False)
+    longest = max(mark.bits for mark in (model, *marks))
+    for mark in sorted((model, *marks), key=lambda mark: -mark.bits):
+        style = "bold cyan" if mark is model else "dim"
+        table.add_row(Text(mark.name, style), Text(f"{mark.bits:.3f}", style),
+                      Text("█" * max(1, round(BAR * mark.bits / longest)), style))
+    return table
+
+
+def state(formula: StateBytes, measured: Mapping[str, int], heading: str) -> Table:
+    """Lay the model-state bytes of one rank that the stage's formula gives beside those that were measured."""
+    table = Table(title=heading, title_justify="left", header_style="bold", border_style="dim")
+    for name in ("", "formula", "measured", "measured / formula"):
+        table.add_column(name, justify="right" if name else "left")
+    rows = {field.name: int(getattr(formula, field.name)) for field in fields(formula)}
+    for name, expected in rows.items():
+        table.add_row(name, size(expected), size(measured[name]), _ratio(measured[name], expected))
+    table.add_section()
+    total = sum(measured[name] for name in rows)
+    table.add_row("total", size(formula.total), size(total), _ratio(total, formula.total), style="bold")
+    return table
+
+
+def sample(prompt: bytes, written: bytes) -> Panel:
+    """Show what the model wrote after `prompt` as coloured Python."""
+    code = (prompt + written).replace(b"\0", b"\n# (a new file)\n").decode("utf-8", errors="replace").strip("\n")
+    return Panel(Syntax(code, "python", theme="ansi_dark", word_wrap=True), title="Written by the model",
+                 title_align="left", border_style="dim")
+
+
+def places(rows: Mapping[str, Path | str]) -> Group:
+    """List where things are, and commands, each on a line of its own that can be copied whole."""
+    lines: list[Text] = []
+    for name, place in rows.items():
+        lines += [Text(name, "dim"), Text(f"  {place}", "bold", no_wrap=True, overflow="ignore")]
+    return Group(*lines)
+
+
+def show(console: Console, *parts: Table | Panel | Group | Text) -> None:
+    """Print the parts of the report one below the other."""
+    console.print(Rule(style="dim"))
+    for part in parts:
+        console.print(Padding(part, (1, 0, 0, 0)), soft_wrap=isinstance(part, Group))
+
+
+def _ratio(measured: float, expected: float) -> str:
+    if expected == 0:
+        return "-" if measured == 0 else "not expected"
+    return f"{measured / expected:.3f}"
