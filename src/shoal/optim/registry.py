@@ -1,6 +1,6 @@
 """An optimizer has a name in the configuration; the names are open to others.
 
-Registered names are found in any case; every class of `torch.optim` is there under its exact name.
+Registered names are found in any case; every elementwise class of `torch.optim` is there under its exact name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
+from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
 from shoal.optim.lion import Lion
 from shoal.registry import Registry
 
@@ -27,8 +28,9 @@ _LATER = frozenset({"lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam", "
 _TORCH: dict[str, Callable[..., Optimizer]] = {
     name: member for name, member in vars(torch.optim).items()
     if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
-    and name.lower() not in _LATER
+    and member not in WHOLE_TENSOR
 }  # fmt: skip
+_WHOLE_TENSOR = {member.__name__: member for member in WHOLE_TENSOR if member.__name__.lower() not in _LATER}
 _optimizers: Registry[Optimizer] = Registry("optimizer", lent=_TORCH, later=_LATER)
 
 
@@ -49,8 +51,10 @@ def make_optimizer(type: str, params: Mapping[str, object] | None,
     """Build the optimizer called `type` over `groups` (tensors or torch's group dicts) with the keywords `params`.
 
     Raises `ConfigError` naming what is allowed for an unknown name or keyword or a bad value, `NotSupportedYet` for a
-    published name of a later version.
+    published name of a later version, `OptimizerError` for a class of `torch.optim` that cannot step slices.
     """
+    if type in _WHOLE_TENSOR:
+        check_elementwise(_WHOLE_TENSOR[type], {})
     if "max_grad_norm" in (params or {}):
         raise ConfigError("optimizer.params.max_grad_norm: the engine clips, not the optimizer; set gradient_clipping "
                           "at the top of the configuration")
@@ -66,15 +70,16 @@ def adam(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
     """Build torch's AdamW, or Adam with decay in the gradient when `adam_w_mode` is false.
 
     `weight_decay` is 0 unless given; with `torch_adam` it is the default of torch's class. `fused` (one pass over
-    memory) is chosen wherever torch has it and steps a slice bitwise as it steps the whole.
+    memory) is chosen wherever torch has it. On CPU, torch's fused kernels round the last, partial vector of a tensor
+    differently (seen in torch 2.13): a slice steps bitwise as the whole does if it starts and ends at multiples of 16
+    elements, else an element in some thousands differs by one rounding.
     """
     _always_true("bias_correction", bias_correction)
     _always_true("fp32_optimizer_states", fp32_optimizer_states)
     _always_true("set_grad_none", set_grad_none)
     if weight_decay is None:
         weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
-    # Fused amsgrad on CPU rounds the tail of a tensor differently, as fused SGD does (seen in torch 2.13).
-    if fused is None and foreach is None and not amsgrad and _fusable(groups):
+    if fused is None and foreach is None and _fusable(groups):
         fused = True
     build = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     return build(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
@@ -98,8 +103,7 @@ def lion(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
     return Lion(groups, lr=lr, betas=(betas[0], betas[1]), weight_decay=weight_decay)
 
 
-# Not fused unless asked: torch's fused SGD on CPU rounds the tail of a tensor differently (seen in torch 2.13), so a
-# slice would not step as the whole does.
+# As torch builds them: fused only when asked, so that they step bitwise as a plain torch script does.
 register_optimizer("SGD")(torch.optim.SGD)
 register_optimizer("Adagrad")(torch.optim.Adagrad)
 

@@ -1,0 +1,93 @@
+"""A rank steps flat slices of parameters; that is the same training only if each element steps by itself.
+
+Torch's own classes are known by exact class. Any other class is asked: three steps on one random matrix, and on the
+same numbers cut into two flat pieces, must give bitwise equal weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from shoal.errors import OptimizerError
+from shoal.log import warn_once
+from shoal.optim.lion import Lion
+
+__all__ = ["ELEMENTWISE", "WHOLE_TENSOR", "check_elementwise"]
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
+    Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, RAdam, RMSprop, Rprop, SGD,
+})  # fmt: skip
+WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
+    torch.optim.Adafactor: "keeps row and column means of whole matrices, and the norm of whole tensors",
+    torch.optim.LBFGS: "takes inner products over all parameters at once, and evaluates the model many times a step",
+    torch.optim.Muon: "orthogonalises whole matrices",
+    torch.optim.SparseAdam: "steps only sparse gradients, and slices of a flat buffer are dense",
+}
+_USE_INSTEAD = "use an elementwise one instead: AdamW, Adam, SGD, Adagrad, Lion, RMSprop, RAdam, NAdam or Adamax"
+
+# The matrix of a probe and where its flat pieces are cut: whole vectors on either side, since a kernel may round the
+# elements of a last, partial vector differently without mixing any.
+_SHAPE, _CUT, _STEPS = (16, 12), 64, 3
+
+
+def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, Any], *, trusted: bool = False) -> None:
+    """Raise `OptimizerError` unless `optimizer_class` steps every element by itself.
+
+    `defaults` are an instance's (they become the keywords of a probe). `trusted` (`zero_allow_untested_optimizer`)
+    lets a class through that cannot be probed; one that was seen to mix elements is refused all the same.
+    """
+    name = optimizer_class.__name__
+    if optimizer_class in ELEMENTWISE:
+        return
+    if optimizer_class in WHOLE_TENSOR:
+        raise OptimizerError(f"optimizer: {name} {WHOLE_TENSOR[optimizer_class]}, but a rank steps flat slices of "
+                             f"parameters; {_USE_INSTEAD}")
+    try:
+        same = _same_on_slices(optimizer_class, defaults)
+    except Exception as error:  # a foreign class may raise anything when it is built or stepped on a probe
+        problem = f"{type(error).__name__}: {error}"
+        if not trusted:
+            raise OptimizerError(
+                f"optimizer: {name} could not be probed for stepping slices as it steps whole tensors ({problem}); "
+                f"{_USE_INSTEAD}, or set zero_allow_untested_optimizer to true if you know that every element of a "
+                f"parameter steps by itself") from error
+        warn_once(f"optimizer: {name} could not be probed ({problem}); zero_allow_untested_optimizer lets it step "
+                  f"slices, which is right only if every element of a parameter steps by itself")
+        return
+    if not same:
+        raise OptimizerError(f"optimizer: {name} is not elementwise: {_STEPS} steps on a matrix of {_SHAPE[0]} x "
+                             f"{_SHAPE[1]} and on the same numbers in two flat pieces gave different weights, but a rank "
+                             f"steps flat slices of parameters; {_USE_INSTEAD}")
+
+
+def _same_on_slices(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:
+    accepted = inspect.signature(optimizer_class).parameters
+    keywords = {keyword: value for keyword, value in defaults.items() if keyword in accepted}
+    random = torch.Generator().manual_seed(0)
+    weight, *gradients = (torch.randn(_SHAPE, generator=random) for _ in range(_STEPS + 1))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = _stepped(optimizer_class, keywords, [weight], [[gradient] for gradient in gradients])
+        pieces = _stepped(optimizer_class, keywords, _pieces(weight), [_pieces(gradient) for gradient in gradients])
+    return torch.equal(whole, pieces)
+
+
+def _stepped(optimizer_class: type[Optimizer], keywords: Mapping[str, Any], weights: list[Tensor],
+             gradients: list[list[Tensor]]) -> Tensor:
+    torch.default_generator.manual_seed(0)  # the CPU's alone, which the caller forked
+    weights = [weight.clone().requires_grad_() for weight in weights]
+    optimizer = optimizer_class(weights, **keywords)
+    for step in gradients:
+        for weight, gradient in zip(weights, step, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+    return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.flatten().split([_CUT, tensor.numel() - _CUT]))
