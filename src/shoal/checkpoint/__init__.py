@@ -1,0 +1,13 @@
+"""Checkpoints without a topology: what any ranks saved, any other ranks load.
+
+A checkpoint is a set of pieces of named tensors (`piece`), written by `Writer`, read by `read`, and kept in a folder
+under a tag (`folder`).
+"""
+
+from shoal.checkpoint.folder import Tag, latest, tags
+from shoal.checkpoint.piece import Piece, boxes
+from shoal.checkpoint.ranks import Ranks
+from shoal.checkpoint.read import Snapshot, read
+from shoal.checkpoint.write import Pending, Writer, write
+
+__all__ = ["Pending", "Piece", "Ranks", "Snapshot", "Tag", "Writer", "boxes", "latest", "read", "tags", "write"]
