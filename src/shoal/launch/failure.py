@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.launch import rank as bootstrap
+
 __all__ = ["Failure", "describe", "first", "read", "status_code"]
 
 ECHOES = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError", "torch.distributed.DistStoreError",
@@ -55,6 +57,11 @@ class Failure:
             return f"exit code {self.status}"
         return f"killed by {signal_name(-self.status)}"
 
+    @property
+    def headline(self) -> str:
+        """What happened, in one line."""
+        return (self.summary or self.ending).splitlines()[0]
+
 
 def signal_name(number: int) -> str:
     """Return `SIGKILL` for 9; numbers without a name stay numbers."""
@@ -74,7 +81,7 @@ def read(path: str, *, rank: int, local_rank: int, pid: int, status: int, time: 
     fact = _json(Path(path))
     if not fact:
         return Failure(rank=rank, local_rank=local_rank, pid=pid, status=status, time=time, stopped=stopped,
-                       text=_text(Path(f"{path}.fault")) if status < 0 else "")
+                       text=_fault(Path(f"{path}.fault")) if status < 0 else "")
     message, raised = fact["message"], fact.get("time", time)
     return Failure(rank=rank, local_rank=local_rank, pid=pid, status=status, time=raised,
                    stopped=stopped and raised >= time, summary=message["message"],
@@ -90,8 +97,7 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
     """Return the block that tells a person which rank failed first, where and how, and what became of the others."""
     failures = sorted(failures, key=lambda failure: failure.rank)
     cause = first(failures)
-    title = f"rank {cause.rank} of {ranks} failed: {(cause.summary or cause.ending).splitlines()[0]}"
-    lines = [f"---- {title} ".ljust(WIDTH, "-"),
+    lines = [_fit(f"---- rank {cause.rank} of {ranks} failed: {cause.headline} ").ljust(WIDTH, "-"),
              f"host {socket.gethostname()}, rank {cause.rank}, local rank {cause.local_rank}, pid {cause.pid}, "
              f"{cause.ending}"]
     if cause.text:
@@ -106,7 +112,17 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
 
 
 def _also(failure: Failure) -> str:
-    return f"then rank {failure.rank} (pid {failure.pid}): {(failure.summary or failure.ending).splitlines()[0]}"
+    return _fit(f"then rank {failure.rank} (pid {failure.pid}): {failure.headline}")
+
+
+def _fit(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[:WIDTH - 3]}..."
+
+
+def _fault(path: Path) -> str:
+    """Return where the threads were, without the bootstrap's own frames and the list of extension modules."""
+    lines = _text(path).split("\nExtension modules:")[0].splitlines()
+    return "\n".join(line for line in lines if f'"{bootstrap.__file__}"' not in line)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import time
 import traceback
 import types
 from dataclasses import asdict, dataclass
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         os.execvp(target, [target, *args])
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # live, and whole lines where ranks share a terminal
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # live, and whole lines where ranks share it
     faults = open(f"{path}.fault", "w") if path and not faulthandler.is_enabled() else None  # noqa: SIM115  lives as long
     if faults:
         faulthandler.enable(faults)
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         execute(order.kind, target, args)
     except SystemExit as end:
         if end.code not in (None, 0):
-            record(path, end, "")
+            record(path, end, "", summary=f"sys.exit({end.code!r})")
         raise
     except BaseException as error:
         _end(path, error)
@@ -102,12 +102,12 @@ def execute(kind: str, target: str, args: list[str]) -> None:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def record(path: str, error: BaseException, text: str) -> None:
+def record(path: str, error: BaseException, text: str, summary: str = "") -> None:
     """Write down what ended this rank, in torch's error file format, with the exact time and the kind of error added."""
     if not path:
         return
     now = time.time()
-    summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    summary = summary or (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     fact = {"message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
             "time": now, "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]}
     with open(f"{path}.part", "w") as file:
@@ -123,16 +123,11 @@ def _end(path: str, error: BaseException) -> NoReturn:
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start))
     record(path, error, text)
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, start)
-    elif not path:
-        _write(sys.stderr, text)
+    if not path:
+        sys.stderr.write(text)
+    elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
+        sys.excepthook(type(error), error, start)  # the user's own; torch's would only print
     sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _write(stream: TextIO, text: str) -> None:
-    stream.write(text)
-    stream.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,199 @@
+"""One call joins this process to its job's ranks, whoever started it; on a laptop the job is this process.
+
+An initialised process group is adopted as it is. Otherwise the environment says which rank this is (`shoal.discovery`), the
+device says which backend carries tensors, and the ranks meet where the launcher says, or on one host at a port that
+rank 0 gets from the system and announces. No port is fixed unless it has to be known in advance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore
+
+from shoal.discovery import Place, discover
+from shoal.errors import LaunchError, UsageError
+from shoal.log import logger, set_rank, warn_once
+
+__all__ = ["device", "init_distributed"]
+
+LOOPBACK = "127.0.0.1"
+MINUTES = 10.0
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group of this job; calling it again, or after somebody else did, changes nothing.
+
+    `dist_backend` is nccl on CUDA and gloo otherwise, unless given. Ranks are found from torchrun's, Open MPI's, PMI's or
+    Slurm's variables (all but the first only with `auto_mpi_discovery`), unless `init_method` is given with `rank` and
+    `world_size`. `distributed_port` is where rank 0 listens when ranks on several hosts have no MASTER_PORT. `timeout` of
+    collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With `dist_init_required` false an initialised process group
+    must be there already. Raises `LaunchError` naming the variable that is missing or wrong.
+    """
+    if config is not None:
+        warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise UsageError("dist_init_required is False, but torch.distributed is not initialised; "
+                             "call torch.distributed.init_process_group first, or leave dist_init_required out")
+        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        wait = timeout or timedelta(minutes=_minutes(os.environ))
+        if init_method is not None or rank >= 0 or world_size >= 0:
+            _join_at(init_method, rank, world_size, backend, wait)
+        else:
+            place = discover(os.environ, port=distributed_port, mpi=auto_mpi_discovery)
+            _join(place, backend, wait)
+            if verbose:
+                logger.info("rank %d of %d on %s, found by %s, over %s", place.rank, place.ranks, socket.gethostname(),
+                            place.source, backend)
+    set_rank(dist.get_rank())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+
+
+def device() -> torch.device:
+    """Return the device of this rank: the GPU of its local rank, or the CPU.
+
+    Ranks that each see one GPU use that one. Ranks beyond the GPUs share them in turn, which NCCL refuses at
+    `init_distributed`.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", discover_local_rank(os.environ) % torch.cuda.device_count())
+
+
+def discover_local_rank(variables: Mapping[str, str]) -> int:
+    """Return which of its host's ranks this process is, 0 where nothing says."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        if variables.get(name, "").isdecimal():
+            return int(variables[name])
+    return 0
+
+
+def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:
+    """Join where the caller says; what the caller leaves out comes from the environment."""
+    if rank < 0 or ranks < 0:
+        place = discover(os.environ)
+        rank, ranks = (place.rank if rank < 0 else rank), (place.ranks if ranks < 0 else ranks)
+    if init_method is None and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        raise UsageError(f"init_distributed: got rank={rank} and world_size={ranks} but nowhere to meet; "
+                         "pass init_method='tcp://HOST:PORT', or set MASTER_ADDR and MASTER_PORT")
+    dist.init_process_group(backend, init_method=init_method or "env://", rank=rank, world_size=ranks, timeout=wait)
+
+
+def _join(place: Place, backend: str, wait: timedelta) -> None:
+    _check_devices(place, backend)
+    _keep_on_loopback(place, backend)
+    if place.source.startswith("torchrun") and place.address is not None:
+        os.environ.setdefault("MASTER_PORT", str(place.port))
+        dist.init_process_group(backend, init_method="env://", timeout=wait)
+        return
+    store = _store(place, wait)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
+    if place.source != "alone":
+        os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.ranks), LOCAL_RANK=str(place.local_rank))
+        if place.local_ranks is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = str(place.local_ranks)
+
+
+def _check_devices(place: Place, backend: str) -> None:
+    """Refuse ranks that would share a GPU under NCCL, which would hang or fail later without saying so."""
+    gpus = torch.cuda.device_count() if backend == "nccl" else 0
+    if gpus > 1 and place.local_rank >= gpus:
+        raise LaunchError(f"rank {place.rank} has no GPU of its own: local rank {place.local_rank}, but this host has {gpus} "
+                          f"GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo'")
+
+
+def _keep_on_loopback(place: Place, backend: str) -> None:
+    """Let gloo use the loopback interface where no other host takes part: a host need not know its own name."""
+    if place.one_host and "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
+        names = {name for _, name in socket.if_nameindex()}
+        for name in ("lo", "lo0"):
+            if name in names:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _store(place: Place, wait: timedelta) -> Store:
+    if place.ranks == 1:
+        return HashStore()
+    if place.address is not None and place.port is not None:
+        return TCPStore(place.address, place.port, place.ranks, is_master=place.rank == 0, timeout=wait)
+    return _announced_store(place, wait)
+
+
+def _announced_store(place: Place, wait: timedelta) -> Store:
+    """Meet on one host: rank 0 serves a store at a free port and announces it in a file, until all have joined."""
+    path = _announcement(place)
+    if place.rank != 0:
+        store = TCPStore(LOOPBACK, _announced_port(path, wait), place.ranks, is_master=False, timeout=wait)
+        store.set(f"joined/{place.rank}", "")
+        return store
+    store = TCPStore(LOOPBACK, 0, place.ranks, is_master=True, wait_for_workers=False, timeout=wait)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"port": store.port, "pid": os.getpid(), "born": _born(os.getpid())}))
+    part.replace(path)
+    try:
+        store.wait([f"joined/{rank}" for rank in range(1, place.ranks)], wait)
+    finally:
+        path.unlink()
+    return store
+
+
+def _announcement(place: Place) -> Path:
+    folder = Path(tempfile.gettempdir(), f"shoal-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise LaunchError(f"{folder} belongs to another user; set MASTER_ADDR and MASTER_PORT, or another TMPDIR")
+    name = place.job if place.job not in ("hydra", "pmi") else f"{place.job}-{os.getppid()}"
+    return folder / f"{name}.json".replace("/", "-")
+
+
+def _announced_port(path: Path, wait: timedelta) -> int:
+    """Wait for the port. A file is believed only while the process that wrote it lives: a dead job's is never read."""
+    deadline = time.monotonic() + wait.total_seconds()
+    while time.monotonic() < deadline:
+        try:
+            fact = json.loads(path.read_text())
+        except FileNotFoundError:
+            fact = {}
+        if fact and fact["born"] == _born(fact["pid"]):
+            return int(fact["port"])
+        time.sleep(0.01)
+    raise LaunchError(f"rank 0 announced no port in {path} within {wait.total_seconds():g} s; did it start? "
+                      "MASTER_ADDR and MASTER_PORT, set for every rank, make the announcement needless")
+
+
+def _born(pid: int) -> str:
+    """Return when process `pid` started, which tells it from a later one of the same number; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        return "" if Path("/proc").exists() else "unknown"
+
+
+def _minutes(variables: Mapping[str, str]) -> float:
+    text = variables.get("DEEPSPEED_TIMEOUT", "")
+    try:
+        return float(text or MINUTES)
+    except ValueError:
+        raise LaunchError(f"DEEPSPEED_TIMEOUT: got {text!r}; a number of minutes is expected") from None
