@@ -64,7 +64,7 @@ class Registry(Generic[T]):
             return factory(subject, **keywords)
         except ShoalError:
             raise
-        except (TypeError, ValueError, AssertionError) as error:
+        except (TypeError, ValueError, LookupError, AssertionError) as error:
             raise ConfigError(f"{self._section}: {type} with {_shown(keywords)}: {error}") from error
 
     def _find(self, type: str) -> Callable[..., T]:

@@ -1,0 +1,107 @@
+"""A schedule is a pure function of the step; everything else is where its value is written.
+
+    lr(group, step) = low(group) + (high(group) - low(group)) * curve(step)
+
+`step` is -1 until the first call of `step()`, which the engine makes after each optimizer step that was applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.errors import CheckpointError, ConfigError, UsageError
+
+__all__ = ["Curve", "Limit", "Schedule", "torch_optimizer"]
+
+Curve = Callable[[int], float]
+Limit = float | Sequence[float]
+
+
+@runtime_checkable
+class _Holder(Protocol):
+    """A wrapper that holds the optimizer it steps, as the engine's does."""
+
+    @property
+    def optimizer(self) -> object: ...
+
+
+def torch_optimizer(subject: object) -> Optimizer:
+    """Return `subject` if it is a torch optimizer, or the one that it holds as `.optimizer`; else raise `UsageError`."""
+    if isinstance(subject, Optimizer):
+        return subject
+    if isinstance(subject, _Holder) and isinstance(subject.optimizer, Optimizer):
+        return subject.optimizer
+    raise UsageError(f"schedule: got {type(subject).__name__} as the optimizer; give a torch.optim.Optimizer, or an "
+                     f"object that holds one as .optimizer")
+
+
+class Schedule:
+    """The learning rates of an optimizer's groups: from `low` (curve 0) to `high` (curve 1) along `curve`.
+
+    Each limit is one number or one per group; `high` is each group's own learning rate if None. `optimizer` may also be
+    an object that holds one as `.optimizer`. At construction the groups get the value of step -1; with a later
+    `last_batch_iteration` they keep the learning rates that they have until the next step. Raises `ConfigError` for
+    limits that do not match the groups, `UsageError` for what is no optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, low: Limit, high: Limit | None, curve: Curve,
+                 last_batch_iteration: int = -1) -> None:
+        self.optimizer = torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        groups = self.optimizer.param_groups
+        self._lows = _per_group(low, len(groups))
+        self._highs = _per_group([float(group["lr"]) for group in groups] if high is None else high, len(groups))
+        self._curve = curve
+        self._last_lr: list[float] | None = None
+        if last_batch_iteration == -1:
+            self._write()
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group at the current step, from the formula."""
+        factor = self._curve(self.last_batch_iteration)
+        return [low + (high - low) * factor for low, high in zip(self._lows, self._highs, strict=True)]
+
+    def get_last_lr(self) -> list[float]:
+        """Return what was written last; before anything was, raise the AssertionError that published callers catch."""
+        if self._last_lr is None:
+            raise AssertionError("need to call step() first")
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move to the next step, or to `last_batch_iteration`, and write every group's learning rate."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        self._write()
+
+    def state_dict(self) -> dict[str, int]:
+        """The step; the curve comes from the configuration."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Move to a stored step and write its learning rates."""
+        if "last_batch_iteration" not in state_dict:
+            raise CheckpointError(f"schedule: the checkpoint lacks last_batch_iteration; it has "
+                                  f"{', '.join(sorted(state_dict)) or 'nothing'}; was it saved by another schedule?")
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+        self._write()
+
+    def _write(self) -> None:
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):  # a captured graph reads the tensor that it was captured with
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+
+def _per_group(limit: Limit, groups: int) -> list[float]:
+    if isinstance(limit, int | float):
+        return [float(limit)] * groups
+    if len(limit) != groups:
+        raise ConfigError(f"scheduler.params: got {list(limit)}, {len(limit)} learning rates for {groups} parameter "
+                          f"groups; give one number, or one per group")
+    return [float(number) for number in limit]

@@ -1,0 +1,63 @@
+"""Schedules by name: ours, torch's, other people's, and one test per message."""
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from shoal.errors import ConfigError, NotSupportedYet, UsageError
+from shoal.schedule import WarmupDecayLR, WarmupLR, make_schedule, register_schedule
+
+
+def sgd() -> SGD:
+    return SGD([torch.zeros(1)], lr=0.5)
+
+
+def test_a_name_gives_its_class() -> None:
+    assert type(make_schedule("WarmupLR", None, sgd())) is WarmupLR
+    assert type(make_schedule("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 2}, sgd())) is WarmupDecayLR
+
+
+def test_torchs_schedulers_are_there_under_their_names() -> None:
+    assert type(make_schedule("CosineAnnealingLR", {"T_max": 5}, sgd())) is CosineAnnealingLR
+
+
+def test_others_can_register_a_name() -> None:
+    @register_schedule("Brief")
+    class Brief(WarmupLR):
+        pass
+
+    assert isinstance(make_schedule("Brief", {"warmup_num_steps": 2}, sgd()), Brief)
+    with pytest.raises(UsageError, match="scheduler: the name 'WarmupLR' is taken by"):
+        register_schedule("WarmupLR")(Brief)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.type: got 'WarmupLinearLR'; did you mean 'Warmup.*LR'\?"):
+        make_schedule("WarmupLinearLR", {}, sgd())
+
+
+@pytest.mark.parametrize("name", ["OneCycle", "LRRangeTest"])
+def test_a_published_name_of_a_later_version_says_so(name: str) -> None:
+    with pytest.raises(NotSupportedYet, match=rf"scheduler\.type: '{name}' is not supported yet"):
+        make_schedule(name, {}, sgd())
+
+
+def test_a_missing_keyword_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps: missing; WarmupDecayLR needs it"):
+        make_schedule("WarmupDecayLR", {}, sgd())
+
+
+def test_an_unknown_keyword_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"params\.warmup_steps: WarmupLR has no such keyword; did you mean 'warmup_num"):
+        make_schedule("WarmupLR", {"warmup_steps": 3}, sgd())
+
+
+def test_a_value_that_torch_refuses_names_the_schedule() -> None:
+    with pytest.raises(ConfigError, match="scheduler: CyclicLR with .*mode='x': mode is invalid"):
+        make_schedule("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "mode": "x"}, sgd())
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(UsageError, match="got str as the optimizer"):
+        make_schedule("WarmupLR", {}, "adam")  # pyright: ignore
