@@ -132,9 +132,9 @@ class Snapshot:
         json = self.index.private[rank]
         return cast("dict[str, object]", decode(json, lambda at: self.tensor(f"{PRIVATE}{rank}/{at}")))
 
-    def tensor(self, name: str) -> Tensor:
-        """Return one whole tensor on the CPU, as it was saved. Not a collective call."""
-        data = torch.empty(self._stored(name).elements, dtype=self.dtype(name))
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one whole tensor on the CPU, in `dtype` (None: as it was saved). Not a collective call."""
+        data = torch.empty(self._stored(name).elements, dtype=dtype or self.dtype(name))
         self._fill([Piece(name=name, shape=self.shape(name), start=0, stop=data.numel(), data=data)])
         return data.view(self.shape(name))
 

@@ -1,0 +1,106 @@
+"""`shoal checkpoint inspect|verify|export DIR` looks at a checkpoint, checks every byte of it, or hands it to others."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+__all__ = ["add_arguments", "main"]
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions `inspect`, `verify` and `export` with their arguments to `parser`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    inspect = actions.add_parser("inspect", help="list the tensors, their shapes, dtypes, bytes and ranks")
+    verify = actions.add_parser("verify", help="check every checksum, and that no element is missing")
+    export = actions.add_parser("export", help="write one Hugging Face style safetensors folder")
+    for action in (inspect, verify, export):
+        action.add_argument("folder", help="the folder given to save_checkpoint", metavar="DIR")
+        action.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")
+    export.add_argument("out", help="a new folder", metavar="OUT")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast parameters (default: as saved)")
+    export.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE",
+                        help="largest file, for example 500MB or 2GiB (default 5GB)")
+    export.add_argument("--from", dest="source", choices=("master", "weight"), default="master",
+                        help="prefer the fp32 masters or the compute-dtype weights (default master)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the chosen action; returns 1 when `verify` found damage. Raises CheckpointError when it cannot begin."""
+    match args.action:
+        case "inspect":
+            return _inspect(args)
+        case "verify":
+            return _verify(args)
+        case "export":
+            return _export(args)
+        case _:
+            raise AssertionError(args.action)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shoal.checkpoint.inspect import inspect
+
+    summary = inspect(args.folder, args.tag)
+    table = Table(title=f"{summary.path}", title_justify="left")
+    for column in ("tensor", "shape", "dtype", "bytes", "ranges", "ranks"):
+        table.add_column(column, justify="right" if column in ("bytes", "ranges") else "left", overflow="fold")
+    for line in summary.tensors:
+        table.add_row(line.name, " x ".join(map(str, line.shape)) or "scalar", str(line.dtype).removeprefix("torch."),
+                      f"{line.bytes:,}", str(line.ranges), _spans(line.ranks))
+    console = Console()
+    console.print(table)
+    console.print(f"step {summary.step}, saved by {summary.ranks} ranks: {len(summary.tensors)} tensors, "
+                  f"{summary.bytes:,} bytes in {summary.files} files", highlight=False)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from shoal.checkpoint.inspect import verify
+
+    verdict = verify(args.folder, args.tag)
+    held = f"{verdict.tensors} tensors, {verdict.bytes:,} bytes in {verdict.files} files"
+    if not verdict.faults:
+        print(f"{verdict.path}: intact ({held})")
+        return 0
+    print("\n  ".join([f"{verdict.path}: damaged ({held})", *verdict.faults]))
+    return 1
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from shoal.checkpoint.export import export
+    from shoal.checkpoint.read import read
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
+    with read(args.folder, args.tag) as snapshot:
+        files = export(snapshot, args.out, dtype=dtypes[args.dtype], source=args.source, shard_bytes=args.max_shard_size)
+    for file in files:
+        print(file)
+    return 0
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
+    size = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; give a size such as 500MB, 5GB or 2GiB")
+    return size
+
+
+def _spans(ranks: list[int]) -> str:
+    """Write sorted ranks as 0-3, 5."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)
