@@ -7,7 +7,8 @@
     │   ├── ReleasedError      the data of a sharded parameter was read outside a gather
     │   └── OptimizerError     an optimizer that cannot step on slices
     ├── RanksDisagree          ranks built or did different things
-    ├── CollectiveTimeout      a collective did not finish: rank, unit, collective
+    ├── CollectiveFailed       a collective broke: rank, unit, collective, and what the transport said
+    │   └── CollectiveTimeout  a collective did not finish in time
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
     └── LaunchError            ranks could not be started, or one of them failed
@@ -46,7 +47,11 @@ class RanksDisagree(ShoalError, RuntimeError):
     """Ranks built different models, or took different paths."""
 
 
-class CollectiveTimeout(ShoalError, RuntimeError):
+class CollectiveFailed(ShoalError, RuntimeError):
+    """A collective broke: a peer died, or the connection to it did."""
+
+
+class CollectiveTimeout(CollectiveFailed):
     """A collective did not finish in time."""
 
 

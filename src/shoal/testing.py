@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -99,7 +100,7 @@ def _collect(connections: list[Connection], seconds: float) -> list[Any]:
             assert isinstance(connection, Connection)
             rank = waiting[connection]
             try:
-                ok, value = connection.recv()
+                ok, value = pickle.loads(connection.recv_bytes())
             except EOFError:
                 raise RankFailed(f"rank {rank} died without a word (killed, aborted, or os._exit)") from None
             if not ok:
@@ -118,9 +119,9 @@ def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...
         store = dist.FileStore(job.store, job.ranks)  # pyright: ignore[reportPrivateImportUsage]  documented as public
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks,
                                 timeout=timedelta(seconds=job.seconds))
-        connection.send((True, job.function(*args, **kwargs)))
+        connection.send_bytes(pickle.dumps((True, job.function(*args, **kwargs))))  # copies tensors
     except BaseException:  # a rank's last word, whatever it was, belongs to the caller
-        connection.send((False, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         connection.close()
         os._exit(0)  # skip torch's teardown: the parent has what it needs, and peers may be gone

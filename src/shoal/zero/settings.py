@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from shoal.config.kinds import Count, Positive, Switch, whole
-from shoal.config.published import Published, inert, later, later_block, refused
+from shoal.config.published import Published, inert, later, later_block, old
 from shoal.config.section import Section
 
 _SAME = "every setting of it gives the same training, and what moves is the same bytes"
@@ -115,8 +115,8 @@ class ZeroSettings(Section):
             "patch Module.apply", True, reason="sharded parameters are gathered wherever `zero.Init` needs them"
         ),
         "load_from_fp32_weights": later("rebuild masters from 16-bit weights on load", True),
-        "legacy_stage1": refused("the first form of stage 1", False, reason='it is gone; write "stage": 1'),
-        "grad_hooks": refused(
+        "legacy_stage1": old("the first form of stage 1", False, reason='it is gone; write "stage": 1'),
+        "grad_hooks": old(
             "listed in DeepSpeed's documents, refused by its code", reason="it never had a meaning; remove it"
         ),
         "offload_param": later_block("weights that rest on the host or on disk", _OFFLOAD_PARAM, switch="device"),

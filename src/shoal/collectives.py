@@ -1,0 +1,288 @@
+"""The collectives that move model state: few, counted, byte-optimal, and named when they fail.
+
+A buffer of N equal spans rests on N ranks. Two collectives are all that the placements need, both in place:
+
+    all_gather       rank r holds span r            -> every rank holds every span      (N-1)/N of the buffer sent
+    reduce_scatter   every rank holds one addend    -> rank r holds the sum of span r   (N-1)/N of the buffer sent
+
+On gloo both are point to point, the receives posted first, in pieces; the sum is taken in rank order and in fp32, so
+that every stage gives the same bits. On NCCL both are the native ones. Every message carries a tag made of its unit and
+collective: ranks that take different paths wait for each other's words, until the timeout names them, and never mistake
+one message for another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import ClassVar, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
+
+T = TypeVar("T")
+
+PIECE_BYTES = 4 << 20
+"""Bytes of one point-to-point message: large ones ran half-duplex on a limited link."""
+
+_TAG_BASE = 1 << 20  # out of the way of tags that a training script may use on the same group
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank sent: calls and payload bytes by collective."""
+
+    calls: Counter[str] = field(default_factory=Counter[str])
+    bytes: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.bytes.total()
+
+    def count(self, kind: str, size: int) -> None:
+        self.calls[kind] += 1
+        self.bytes[kind] += size
+
+
+traffic = Traffic()
+
+
+class Handle(Protocol):
+    """A collective under way; `wait` returns when its result may be used, and may be called again."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """The name of one collective: what, of which unit. Equal on all ranks that take part in it."""
+
+    kind: str
+    unit: str
+    index: int
+    """The unit's number within its communicator."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("gather", "publish", "reduce", "replicate")
+
+    @property
+    def tag(self) -> int:
+        return _TAG_BASE + self.index * len(self.KINDS) + self.KINDS.index(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of unit '{self.unit}'"
+
+
+class Communicator:
+    """The ranks that share one data axis, and the transport between them."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float, debug: bool = False,
+                 piece_bytes: int = PIECE_BYTES):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.timeout = timedelta(seconds=timeout)
+        self.debug = debug
+        self.piece_bytes = piece_bytes
+        self.native = dist.get_backend(group) != "gloo"
+        self.step = 0
+        self._units = 0
+
+    def register(self) -> int:
+        """Return the number of a new unit. Ranks register their units in the same order."""
+        self._units += 1
+        return self._units - 1
+
+    def all_gather(self, full: Tensor, label: Label) -> Handle:
+        """Fill the 1-D `full`, of which this rank holds its span, with the spans of all ranks."""
+        self._check(label, full)
+        span = full.numel() // self.ranks
+        traffic.count(label.kind, span * full.element_size() * (self.ranks - 1))
+        if self.native:
+            own = full[self.rank * span:(self.rank + 1) * span]
+            work = dist.all_gather_into_tensor(full, own, self.group, async_op=True)
+            return _Native(self, label, work)
+        spans = full.view(self.ranks, span)
+        return _Pairwise(self, label, receive={peer: spans[peer] for peer in self._peers()},
+                         send={peer: spans[self.rank] for peer in self._peers()})
+
+    def reduce_scatter(self, source: Tensor, target: Tensor, staging: Tensor, label: Label, *,
+                       scale: float, accumulate: bool) -> Handle:
+        """Sum `source` over the ranks, times `scale`, into this rank's `target` (added to it if `accumulate`).
+
+        `source` is 1-D with N equal spans and is left as it is, except where `target` aliases its own span. `staging`
+        has the dtype of `source` and room for the N-1 addends of the other ranks.
+        """
+        self._check(label, source)
+        span = source.numel() // self.ranks
+        traffic.count(label.kind, span * source.element_size() * (self.ranks - 1))
+        spans = source.view(self.ranks, span)
+        if self.native:
+            total = staging[:span]
+            work = dist.reduce_scatter_tensor(total, source, group=self.group, async_op=True)
+            return _Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
+        peers = self._peers()
+        received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
+        work = _Pairwise(self, label, receive={peer: received[peer] for peer in peers},
+                         send={peer: spans[peer] for peer in peers})
+        addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
+        return _Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
+
+    def staging_elements(self, elements: int) -> int:
+        """How many elements of staging a `reduce_scatter` of a buffer of `elements` needs."""
+        return elements // self.ranks * (1 if self.native else self.ranks - 1)
+
+    def gather_words(self, words: Tensor) -> Tensor:
+        """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
+        out = words.new_empty(self.ranks * words.numel())
+        traffic.count("words", words.numel() * 8 * (self.ranks - 1))
+        try:
+            if self.native:
+                dist.all_gather_into_tensor(out, words, self.group)
+            else:
+                dist.all_gather(list(out.view(self.ranks, -1).unbind()), words, self.group)
+        except RuntimeError as error:
+            raise self.failure("the decision at the end of a step", error) from error
+        return out.view(self.ranks, -1)
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Give every rank the contiguous `tensor` of rank `source` of this group. Blocks."""
+        if self.ranks == 1:
+            return
+        if self.rank == source:
+            traffic.count("broadcast", tensor.numel() * tensor.element_size())
+        try:
+            dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group)
+        except RuntimeError as error:
+            raise self.failure(f"broadcast of {what}", error) from error
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the picklable `value` of every rank, by rank. Blocks; for checks, not for state."""
+        values: list[T | None] = [None] * self.ranks
+        try:
+            dist.all_gather_object(values, value, self.group)
+        except RuntimeError as error:
+            raise self.failure("a comparison between ranks", error) from error
+        return cast("list[T]", values)
+
+    def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
+        """Say which collective of which rank failed, and why it may have."""
+        where = f"rank {self.rank} of {self.ranks}, step {self.step}: {what}"
+        if "imed out" in str(error) or "timeout" in str(error).lower():
+            return CollectiveTimeout(
+                f"{where} did not finish within {self.timeout.total_seconds():g} s. Another rank took a different path "
+                f"through the model, stopped, or is that slow: set \"debug\": true to name the first difference, or "
+                f"raise \"timeout\". ({error})")
+        return CollectiveFailed(f"{where} broke: another rank died or closed its connection. The error in the output "
+                                f"of that rank is the cause. ({error})")
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
+
+    def _check(self, label: Label, tensor: Tensor) -> None:
+        if not self.debug or self.ranks == 1:
+            return
+        mine = f"{label} ({tensor.numel()} x {tensor.dtype})"
+        said = self.gather_objects(mine)
+        if len(set(said)) > 1:
+            raise RanksDisagree(f"step {self.step}: ranks issue different collectives: " +
+                                "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said)))
+
+
+class _Pairwise:
+    """Point-to-point messages to and from each peer, in pieces."""
+
+    def __init__(self, communicator: Communicator, label: Label, *,
+                 receive: dict[int, Tensor], send: dict[int, Tensor]):
+        self._communicator = communicator
+        self._label = label
+        group, size, tag = communicator.group, communicator.piece_bytes, label.tag
+        self._works = [group.recv([piece], peer, tag) for peer, t in receive.items() for piece in _pieces(t, size)]
+        self._works += [group.send([piece], peer, tag) for peer, t in send.items() for piece in _pieces(t, size)]
+
+    def wait(self) -> None:
+        works, self._works = self._works, []  # a gloo work that is waited for twice never returns
+        try:
+            for work in works:
+                work.wait(self._communicator.timeout)
+        except RuntimeError as error:
+            raise self._communicator.failure(self._label, error) from error
+
+
+class _Native:
+    """A collective of the backend itself; `wait` orders the current stream behind it."""
+
+    def __init__(self, communicator: Communicator, label: Label, work: dist.Work | None):
+        self._communicator = communicator
+        self._label = label
+        self._work = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise self._communicator.failure(self._label, error) from error
+
+
+class _Reduction:
+    """A transfer of addends whose end is their sum, in rank order, in fp32 or wider."""
+
+    def __init__(self, transfer: Handle, addends: list[Tensor], target: Tensor, scale: float, accumulate: bool,
+                 piece_bytes: int):
+        self._transfer: Handle | None = transfer
+        self._addends = addends
+        self._target = target
+        self._scale = scale
+        self._accumulate = accumulate
+        self._piece_bytes = piece_bytes
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._transfer is None:
+            return
+        self._transfer.wait()
+        self._transfer = None
+        size = self._piece_bytes // 4  # a piece, its addends and its sum stay in the cache between the operations
+        columns = zip(*(_pieces(addend, size) for addend in self._addends), strict=True)
+        for addends, target in zip(columns, _pieces(self._target, size, like=self._addends[0]), strict=True):
+            _fold(addends, target, self._scale, self._accumulate)
+        self._addends = []
+
+
+def _fold(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
+    """target = scale * sum(addends) [+ target], summed in order, in fp32 or wider."""
+    wide = torch.promote_types(addends[0].dtype, torch.float32)
+    first, *rest = addends
+    direct = target.dtype == wide and not accumulate and all(a.data_ptr() != target.data_ptr() for a in addends[2:])
+    if not rest:
+        if accumulate:
+            target.add_(first, alpha=scale)
+        elif scale != 1:
+            torch.mul(first, scale, out=target)
+        elif first.data_ptr() != target.data_ptr():
+            target.copy_(first)
+        return
+    total = target if direct else torch.empty(target.shape, dtype=wide, device=target.device)
+    if first.dtype == wide:
+        torch.add(first, rest[0], out=total)
+    else:
+        torch.add(first.to(wide), rest[0], out=total)
+    for addend in rest[1:]:
+        total.add_(addend)
+    if accumulate:
+        target.add_(total, alpha=scale)
+        return
+    if scale != 1:
+        total.mul_(scale)
+    if not direct:
+        target.copy_(total)
+
+
+def _pieces(tensor: Tensor, size: int, *, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Cut a 1-D tensor into pieces of at most `size` bytes (of the dtype of `like`)."""
+    return tensor.split(max(1, size // (tensor if like is None else like).element_size()))

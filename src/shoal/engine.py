@@ -1,0 +1,172 @@
+"""The engine: the user's loop, `engine(batch)`, `engine.backward(loss)`, `engine.step()`, around an unchanged model.
+
+A step counts at the end of accumulation, the boundary; between boundaries `step()` only counts the microbatch. What
+rests where, and when it travels, is decided in `zero`; how a step is taken in `optim`; this file only connects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives import Communicator
+from shoal.errors import UsageError
+from shoal.log import logger, warn_once
+from shoal.optim.sharded import ShardedOptimizer
+from shoal.schedule.registry import AnySchedule
+from shoal.schema import Config
+from shoal.surface import Surface
+from shoal.zero.sharded import ShardedModel
+
+
+class Engine(Surface):
+    """One model in training. Build it with `shoal.initialize`."""
+
+    def __init__(self, model: nn.Module, config: Config, communicator: Communicator, device: torch.device):
+        super().__init__()
+        self.module = model
+        self.settings = config
+        self.communicator = communicator
+        self.device = device
+        self.optimizer: ShardedOptimizer | None = None
+        self.lr_scheduler: AnySchedule | None = None
+        self.sharded: ShardedModel | None = None
+        self.training_dataloader: Any = None
+        self.micro_steps = 0
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self._applied = False
+        self._boundary: bool | None = None
+        self._sync = True
+        self._scaled = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
+            args, kwargs = _half(args), _half(kwargs)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Accumulate the gradients of `loss`, a scalar that this engine's forward gave.
+
+        The gradients of a boundary are the mean over microbatches and data ranks: `loss` is divided by
+        `gradient_accumulation_steps` unless `scale_wrt_gas` is false. Returns the loss so divided, without loss scale.
+        """
+        if self.optimizer is None:
+            raise UsageError("backward: the engine has no optimizer; give initialize an optimizer, or name one in the config")
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(f"backward: got a tensor of shape {tuple(loss.shape)} "
+                             f"{'with' if loss.requires_grad else 'without'} a graph; pass the scalar loss that the "
+                             f"engine's forward led to, with gradients enabled")
+        share = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        self._scaled = True
+        _times(loss, share * self.optimizer.loss_scale).backward(retain_graph=retain_graph)
+        return _times(loss.detach(), share)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what to call `.backward()` on instead of `engine.backward(loss)`."""
+        self._scaled = True
+        return _times(loss, (self.optimizer.loss_scale if self.optimizer else 1.0) / self.gradient_accumulation_steps())
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch.
+
+        Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
+        smallest loss scale.
+        """
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._apply(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present microbatch is the last of a step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the present microbatch is the last of a step, instead of counting."""
+        self._boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget accumulated gradients; within an accumulation they are kept, for `step` consumes them."""
+        if self.optimizer is not None and self.micro_steps % self.gradient_accumulation_steps() == 0:
+            self.optimizer.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication; what is owed is reduced by the next synchronised backward or by `step`."""
+        if not self._sync:
+            raise UsageError("no_sync: nested in another no_sync of this engine; leave the outer one first")
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` changed the weights."""
+        return self._applied
+
+    def destroy(self) -> None:
+        """Detach from the model, and leave it whole and plain. Every rank calls it."""
+        if self.sharded is not None:
+            self.sharded.destroy()
+
+    def before_backward(self) -> None:
+        """Check that a backward pass was scaled as this engine needs it."""
+        assert self.optimizer is not None
+        scaled, self._scaled = self._scaled, False
+        if scaled:
+            return
+        if self.optimizer.loss_scale != 1:
+            raise UsageError(f"loss.backward() was called on an unscaled loss while the loss scale is "
+                             f"{self.optimizer.loss_scale:g}; call engine.backward(loss), or engine.scale(loss).backward()")
+        if self.gradient_accumulation_steps() > 1:
+            warn_once("loss.backward() does not divide by gradient_accumulation_steps; divide the loss yourself, or call "
+                      "engine.backward(loss)")
+
+    def synchronising(self) -> bool:
+        """Whether backward passes communicate at present."""
+        return self._sync
+
+    def _apply(self, lr_kwargs: dict[str, Any]) -> None:
+        if self.optimizer is None:
+            raise UsageError("step: the engine has no optimizer; give initialize an optimizer, or name one in the config")
+        if not self._sync:
+            raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
+        self.communicator.step = self.global_steps
+        self._applied = self.optimizer.step()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if not self._applied:
+            self.skipped_steps += 1
+            logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
+                           self.global_steps, self.optimizer.loss_scale)
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        every = self.settings.steps_per_print
+        if every and self.global_steps % every == 0 and self.communicator.rank == 0:
+            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(),
+                        self.get_mom())
+
+
+def _times(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1 else loss.float() * factor
+
+
+def _half(value: Any) -> Any:
+    """Cast the floating-point tensors in nested tuples, lists and dicts to fp16."""
+    if isinstance(value, Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _half(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_half(item) for item in value)
+    return value

@@ -1,0 +1,158 @@
+"""The one call: a model, and a JSON file that says how to train it.
+
+The order is a contract between ranks: distributed first, then the configuration (which needs the world size), the units
+(which compare what every rank built), the optimizer over their masters, the schedule, the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from shoal import distributed
+from shoal.collectives import Communicator
+from shoal.config.load import Source
+from shoal.engine import Engine
+from shoal.errors import ConfigError, UsageError
+from shoal.log import logger
+from shoal.optim.elementwise import check_elementwise
+from shoal.optim.groups import Groups
+from shoal.optim.registry import make_optimizer
+from shoal.optim.sharded import ShardedOptimizer, StepRules
+from shoal.optim.views import Views
+from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
+from shoal.precision.policy import Policy, policy
+from shoal.schedule.registry import AnySchedule, make_schedule
+from shoal.schema import Config
+from shoal.zero.sharded import Plan, ShardedModel
+
+OptimizerSource = Optimizer | Callable[[Any], Optimizer]
+ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
+
+
+def initialize(args: Any = None, model: nn.Module | None = None, optimizer: OptimizerSource | None = None,
+               model_parameters: Iterable[Tensor | Mapping[str, Any]] | None = None,
+               training_data: Dataset[Any] | None = None, lr_scheduler: ScheduleSource | None = None,
+               distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+               collate_fn: Callable[[Any], Any] | None = None, config: Source | None = None, mesh_param: Any = None,
+               config_params: Source | None = None) -> tuple[Engine, ShardedOptimizer | None, Any, AnySchedule | None]:
+    """Wrap `model` for training as the configuration says; every rank calls it with the same model.
+
+    `config` is a path, a dict, or base64 of JSON; it may come as `args.shoal_config` instead. `optimizer` is an instance
+    over the model's parameters, or a function of parameter groups; without it `config` names one. `lr_scheduler` is a
+    schedule of that instance, or a function of the optimizer. `training_data` is a dataset to build the loader from.
+
+    Returns (engine, its optimizer, the loader, the schedule), each None when absent. Raises `ConfigError` for the
+    configuration, `UsageError` for the objects, `RanksDisagree` when ranks differ.
+    """
+    if model is None:
+        raise UsageError("initialize: model is missing; pass the torch module to train")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise UsageError(f"initialize: {name} is not supported yet; leave it out: every rank is a data rank")
+    distributed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    group = dist.group.WORLD
+    assert group is not None
+    settings = Config.resolve(_source(args, config, config_params), data_ranks=dist.get_world_size(),
+                              data_ranks_origin="the world size of torch.distributed")
+    communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug)
+    device = distributed.device()
+    engine = Engine(model, settings, communicator, device)
+    _move_buffers(model, device)
+    _build(engine, optimizer, model_parameters)
+    engine.lr_scheduler = _schedule(engine, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    if settings.dump_state and communicator.rank == 0:
+        logger.info("configuration: %s", settings.as_dict())
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """Add `--shoal-config FILE` to an argparse parser; `--deepspeed` and `--deepspeed_config` mean the same. Return it."""
+    group = parser.add_argument_group("Shoal", "distributed training")
+    group.add_argument("--shoal-config", "--deepspeed_config", "--deepspeed-config", "--deepscale_config",
+                       dest="shoal_config", metavar="FILE", default=None, help="the JSON configuration")
+    group.add_argument("--deepspeed", "--deepscale", action="store_true", help="accepted for published scripts; no effect")
+    return parser
+
+
+def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    """Return the one configuration that was given."""
+    given: dict[str, Source] = {}
+    for name in ("shoal_config", "deepspeed_config", "deepscale_config"):
+        value = vars(args).get(name) if args is not None else None
+        if value is not None:
+            given[f"args.{name}"] = value
+    given |= {name: value for name, value in (("config", config), ("config_params", config_params)) if value is not None}
+    if len(given) != 1:
+        raise ConfigError(f"initialize: got {'no configuration' if not given else ' and '.join(given)}; give one: "
+                          f"config=PATH_OR_DICT, or --shoal-config on the command line through args")
+    return next(iter(given.values()))
+
+
+def _build(engine: Engine, optimizer: OptimizerSource | None,
+           parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> None:
+    """Give the engine its units and its optimizer."""
+    settings, model = engine.settings, engine.module
+    named = settings.optimizer.type is not None
+    groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
+    dtypes = _policy(settings, model)
+    zero = settings.zero_optimization
+    plan = Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
+                live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold)
+    trained = groups.of if optimizer is not None or named else {}
+    engine.sharded = ShardedModel(model, trained, plan, engine.communicator, dtypes, engine.device,
+                                  boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
+    engine.sharded.hooks.before_backward = engine.before_backward
+    if not trained:
+        return
+    views = Views(engine.sharded.trainable, len(groups.options))
+    if isinstance(optimizer, Optimizer):
+        inner = groups.rebind(optimizer, views)
+    elif optimizer is not None:
+        inner = groups.build(optimizer, views)
+    else:
+        assert settings.optimizer.type is not None
+        inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
+                               [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
+    check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+    rules = StepRules(clipping=settings.gradient_clipping, check_overflow=settings.fp16.enabled
+                      or (settings.bf16.enabled and settings.bf16.check_grad_overflow))
+    engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
+
+
+def _policy(settings: Config, model: nn.Module) -> Policy:
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
+                  communication_data_type=settings.communication_data_type,
+                  grad_accum_dtype=settings.data_types.grad_accum_dtype)
+
+
+def _loss_scale(settings: Config) -> LossScale:
+    fp16 = settings.fp16
+    if not fp16.enabled:
+        return StaticScale(1.0)
+    return make_loss_scale(loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power,
+                           loss_scale_window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
+                           consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale)
+
+
+def _schedule(engine: Engine, source: ScheduleSource | None) -> AnySchedule | None:
+    settings = engine.settings.scheduler
+    if engine.optimizer is None:
+        return None
+    if source is None:
+        return None if settings.type is None else make_schedule(settings.type, settings.params, engine.optimizer.optimizer)
+    return source if not callable(source) else source(engine.optimizer.optimizer)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)

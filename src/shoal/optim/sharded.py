@@ -1,0 +1,107 @@
+"""A step: reduce, decide for all ranks, scale, let the optimizer step its slices, publish.
+
+The optimizer is torch's own, or any that works element by element; it sees views of the masters that rest on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.gradients import judge, scale
+from shoal.optim.views import Views
+from shoal.precision.loss_scale import LossScale
+from shoal.zero.sharded import ShardedModel
+
+CLIP_EPSILON = 1e-6
+"""Keeps the clip coefficient finite; the value that torch.nn.utils.clip_grad_norm_ uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What decides whether and how far a step goes."""
+
+    clipping: float
+    """Largest global L2 norm; 0 leaves gradients alone."""
+    check_overflow: bool
+    """Skip a step whose gradients hold an infinity or NaN."""
+
+
+class ShardedOptimizer:
+    """The optimizer of one engine."""
+
+    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, loss_scale: LossScale, rules: StepRules):
+        self.optimizer = optimizer
+        """The inner optimizer, over views of the masters."""
+        self.views = views
+        self.scaler = loss_scale
+        self.rules = rules
+        self.overflow = False
+        """Whether the last step was skipped because the gradients overflowed."""
+        self.norm: float | None = None
+        """The global norm at the last step, before clipping and without the loss scale."""
+        self._model = model
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.value
+
+    cur_scale = loss_scale
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.norm
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
+        units = self._model.trainable
+        if not any(unit.gradient is not None and unit.gradient.pending for unit in units):
+            raise UsageError(f"rank {self._model.communicator.rank}: step() without gradients; call "
+                             f"engine.backward(loss) on the output of the engine since the last step")
+        self._model.reducer.flush()
+        wanted = self.rules.clipping > 0 or self.rules.check_overflow
+        verdict = judge(units, self._model.communicator, norm=wanted)
+        self.overflow = self.rules.check_overflow and verdict.overflow
+        loss_scale = self.scaler.value
+        self.norm = None if verdict.norm is None else verdict.norm / loss_scale
+        try:
+            self.scaler.update(self.overflow)
+            if not self.overflow:
+                scale(units, self._factor(self.norm, loss_scale))
+                self.views.lend(verdict.touched, self.optimizer)
+                self.optimizer.step()
+                self.views.take_back()
+        finally:
+            self.zero_grad()
+        if not self.overflow:
+            self._model.publish()
+        return not self.overflow
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that were accumulated."""
+        for unit in self._model.trainable:
+            if unit.gradient is not None:
+                unit.gradient.reset()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run the backward of `loss` times the loss scale."""
+        (loss * self.scaler.value).backward(retain_graph=retain_graph)
+
+    def _factor(self, norm: float | None, loss_scale: float) -> float:
+        clip = self.rules.clipping
+        coefficient = min(1.0, clip / (norm + CLIP_EPSILON)) if clip > 0 and norm is not None else 1.0
+        return coefficient / loss_scale

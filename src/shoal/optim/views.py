@@ -1,0 +1,115 @@
+"""What the optimizer sees: one contiguous view of the master per (unit, optimizer group).
+
+Few, large tensors suit any elementwise optimizer; its moments have the view's shape, and are sharded like it. Plain
+PyTorch skips a parameter that received no gradient: so that skipping stays exact, a view whose slots differ in whether
+they received one is split where they differ, for good, and each part keeps its own state and step count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import OptimizerError
+from shoal.zero.layout import Part
+from shoal.zero.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Elements [start, stop) of the master that rests on this rank, as the optimizer's parameter."""
+
+    unit: Unit
+    group: int
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+    """The parts of slots in it; offsets count from the beginning of the rank's master."""
+    parameter: nn.Parameter
+
+
+class Views:
+    """The masters of all units, cut for the optimizer."""
+
+    def __init__(self, units: list[Unit], groups: int):
+        self.groups = groups
+        self.views = [view for unit in units for view in _cut(unit)]
+
+    def of_group(self, group: int) -> list[nn.Parameter]:
+        """Return the parameters of one optimizer group."""
+        return [view.parameter for view in self.views if view.group == group]
+
+    def lend(self, touched: dict[Unit, int], optimizer: Optimizer) -> None:
+        """Give each view its gradient; `touched[unit]` has a bit for each slot that received one on any rank."""
+        self._split(touched, optimizer)
+        for view in self.views:
+            gradient = view.unit.gradient
+            assert gradient is not None
+            if touched[view.unit] >> view.parts[0].slot & 1:
+                view.parameter.grad = gradient.reduced[view.start:view.stop].to(view.parameter.dtype)
+
+    def take_back(self) -> None:
+        """Take the gradients from the views."""
+        for view in self.views:
+            view.parameter.grad = None
+
+    def _split(self, touched: dict[Unit, int], optimizer: Optimizer) -> None:
+        if all(not _mixed(view, touched[view.unit]) for view in self.views):
+            return
+        views: list[View] = []
+        for view in self.views:
+            views += _divide(view, touched[view.unit], optimizer) if _mixed(view, touched[view.unit]) else [view]
+        self.views = views
+        for group, options in enumerate(optimizer.param_groups[:self.groups]):
+            options["params"] = self.of_group(group)
+
+    def states(self, optimizer: Optimizer) -> Iterator[tuple[View, str, Tensor | float]]:
+        """Yield every piece of optimizer state: (view, name, tensor of the view's shape or a scalar)."""
+        for view in self.views:
+            for name, value in optimizer.state.get(view.parameter, {}).items():
+                if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == view.parameter.shape:
+                    yield view, name, value
+                else:
+                    raise OptimizerError(
+                        f"{type(optimizer).__name__} keeps state '{name}' of shape {tuple(value.shape)} for slices of shape "
+                        f"{tuple(view.parameter.shape)}: only elementwise state can be sharded. Use an elementwise optimizer.")
+
+
+def _cut(unit: Unit) -> Iterator[View]:
+    assert unit.master is not None
+    for group, found in groupby(unit.layout.parts(unit.master_span), lambda part: unit.layout.slots[part.slot].group):
+        yield _view(unit, group, tuple(found))
+
+
+def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> View:
+    assert unit.master is not None
+    start, stop = parts[0].offset, parts[-1].offset + parts[-1].stop - parts[-1].start
+    return View(unit=unit, group=group, start=start, stop=stop, parts=parts,
+                parameter=nn.Parameter(unit.master[start:stop]))
+
+
+def _mixed(view: View, touched: int) -> bool:
+    return len({touched >> part.slot & 1 for part in view.parts}) > 1
+
+
+def _divide(view: View, touched: int, optimizer: Optimizer) -> Iterator[View]:
+    """Split a view where `touched` changes; the state is divided with it."""
+    state = optimizer.state.pop(view.parameter, {})
+    for _, found in groupby(view.parts, lambda part: touched >> part.slot & 1):
+        part = _view(view.unit, view.group, tuple(found))
+        if state:
+            cut = slice(part.start - view.start, part.stop - view.start)
+            optimizer.state[part.parameter] = {
+                name: _cut_state(value, view.parameter.shape, cut) for name, value in state.items()}
+        yield part
+
+
+def _cut_state(value: object, shape: torch.Size, cut: slice) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return value[cut] if value.shape == shape else value.clone()

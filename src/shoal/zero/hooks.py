@@ -1,0 +1,188 @@
+"""When units are used: before and after each module's forward and backward, and when a backward pass ends.
+
+    forward of a module     gather its units before, release them after
+    backward of a module    gather them when the gradient of one of its outputs arrives
+    gradient of a slot      collect it; a complete unit is reduced and released
+    end of backward         reduce what is incomplete, release everything
+
+Autograd runs the nodes of one forward strictly in reverse order, so that a frozen unit, which no gradient completes, is
+done when the backward of a module outside its own begins. During recompute the same forward hooks run inside backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from shoal.log import warn_once
+from shoal.zero.reducer import Reducer
+from shoal.zero.unit import Scope, Unit
+from shoal.zero.window import Window
+
+
+class Hooks:
+    """The life of the units of one model, driven by its forward and backward passes."""
+
+    def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
+                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool]):
+        self._model = model
+        self._units = units
+        self._window = window
+        self._reducer = reducer
+        self._scope = scope
+        self._boundary = boundary
+        self._sync = sync
+        self._in_forward = False
+        self._in_backward = False
+        self._frozen: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
+        self._handles: list[RemovableHandle] = []
+        self.before_backward: Callable[[], None] = lambda: None
+        """Called when a backward pass begins, before anything is collected."""
+
+    def install(self) -> None:
+        """Attach to the model's modules and parameters."""
+        for module in dict.fromkeys([self._model, *self._units]):
+            self._handles += [
+                module.register_forward_pre_hook(self._before_forward, prepend=True),
+                module.register_forward_hook(self._after_forward),
+            ]
+        for units in self._units.values():
+            for unit in units:
+                for slot, member in enumerate(unit.members if unit.gradient is not None else ()):
+                    collect = partial(self._collect, unit, slot)
+                    self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
+
+    def remove(self) -> None:
+        """Detach from everything."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if module is self._model and not self._recomputing():
+            self._abandon()
+            self._in_forward = self._scope.open = True
+            self._window.begin("forward")
+        for unit in self._units.get(module, ()):
+            self._window.use(unit)
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._recomputing():
+            self._watch(module, output)
+            return
+        watched = self._watch(module, output) if torch.is_grad_enabled() else True
+        for unit in self._units.get(module, ()):
+            if not watched and unit.trainable:
+                unit.held = True
+                warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
+                          f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
+            unit.release()
+        if module is self._model:
+            self._in_forward = self._scope.open = False
+            self._window.end()
+            if not torch.is_grad_enabled():
+                self._release_all()
+
+    def _watch(self, module: nn.Module, output: object) -> bool:
+        """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""
+        if module is not self._model and module not in self._units:
+            return True
+        watched = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
+        for tensor in watched:
+            tensor.register_hook(partial(self._before_backward, module))
+        return bool(watched)
+
+    def _before_backward(self, module: nn.Module, gradient: Tensor) -> None:
+        self._begin_backward()
+        self._leave_frozen(module)
+        for unit in self._units.get(module, ()):
+            self._window.use(unit)
+            if not unit.trainable:
+                self._frozen.append((module, unit))
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = self._scope.open = True
+        Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way
+        self.before_backward()
+        self._window.begin("backward")
+        self._reducer.begin(boundary=self._boundary(), sync=self._sync())
+
+    def _leave_frozen(self, module: nn.Module) -> None:
+        """Release the frozen units whose module's backward is over, now that `module`'s begins."""
+        waiting = self._frozen
+        self._frozen = [(around, unit) for around, unit in waiting if any(module is inner for inner in around.modules())]
+        kept = {id(unit) for _, unit in self._frozen}
+        for _, unit in waiting:
+            if id(unit) not in kept:
+                unit.release()
+
+    def _collect(self, unit: Unit, slot: int, parameter: nn.Parameter) -> None:
+        self._begin_backward()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
+            gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None and unit.gradient is not None
+        with torch.no_grad():
+            unit.gradient.collect(slot, gradient)
+        if unit.gradient.complete:
+            del gradient
+            unit.release()
+            self._reducer.advance()
+
+    def _end_backward(self) -> None:
+        with torch.no_grad():
+            self._reducer.finish()
+        self._window.end()
+        self._in_backward = self._scope.open = False
+        self._release_all()
+
+    def _release_all(self) -> None:
+        self._frozen = []
+        for units in self._units.values():
+            for unit in units:
+                unit.held = False
+                unit.release()
+
+    def _recomputing(self) -> bool:
+        return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  no public question
+
+    def _abandon(self) -> None:
+        """Forget a pass that an exception ended."""
+        if self._in_forward or self._in_backward:
+            self._in_forward = self._in_backward = False
+            self._release_all()
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """Yield the tensors within `output`: containers, dataclasses and plain objects, to any depth."""
+    seen: set[int] = set()
+    stack: list[Any] = [output]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif item is None or isinstance(item, str | bytes | int | float | bool | nn.Module) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            stack += _children(item)
+
+
+def _children(item: object) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(cast("Mapping[Any, Any]", item).values())
+    if isinstance(item, Sequence | set | frozenset):
+        return list(cast("Sequence[Any]", item))
+    if is_dataclass(item):
+        return [getattr(item, field.name) for field in fields(item)]
+    try:
+        return list(vars(item).values())
+    except TypeError:  # no attributes of its own: nothing to find
+        return []

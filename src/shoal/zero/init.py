@@ -1,0 +1,142 @@
+"""Build a model without ever holding the whole of it: each parameter is sharded as soon as its module is built.
+
+The constructors run as they are, on every rank, with the same random numbers as without the context; what rank 0 drew
+counts. A parameter that is written again later, by `nn.init` or `Module.apply` within the context, is gathered for that
+operation and sharded again. `initialize` then takes the slices over into its units, one unit at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal import distributed
+from shoal.collectives import Communicator
+from shoal.errors import UsageError
+from shoal.zero.buffer import Pool
+from shoal.zero.gradient import GradientDtypes
+from shoal.zero.guard import owner_of
+from shoal.zero.placement import STAGES
+from shoal.zero.unit import Member, Scope, Unit, UnitDtypes
+
+_parked = WeakIdKeyDictionary()  # keeps the slices of a parameter until an engine takes them over
+
+
+class Init:
+    """Context in which modules are built sharded; with `module=`, shard one that exists, at once.
+
+    `dtype` rounds the parameters as they are sharded; by default they keep theirs, so that masters are exact. `config`
+    (or `config_dict_or_path`) is read for `timeout`; with `enabled` false nothing happens. The other keywords are those of
+    the published API that ask for what happens here anyway.
+    """
+
+    def __init__(self, module: nn.Module | None = None, data_parallel_group: dist.ProcessGroup | None = None,
+                 mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
+                 config_dict_or_path: Mapping[str, Any] | str | None = None,
+                 config: Mapping[str, Any] | str | None = None, enabled: bool = True, dtype: torch.dtype | None = None,
+                 mpu: Any = None):
+        if remote_device not in (None, "none", "cpu", "cuda") or mpu is not None:
+            raise UsageError("zero.Init: remote_device 'nvme' and mpu are not supported yet; leave them out")
+        self._enabled = enabled
+        self._dtype = dtype
+        self._group = data_parallel_group
+        self._scope = Scope(open=True)
+        self._handles: list[RemovableHandle] = []
+        self._pending: list[nn.Parameter] = []
+        self._building: nn.Module | None = None
+        self._opened: list[Unit] = []
+        self._communicator: Communicator | None = None
+        self._pool: Pool | None = None
+        if enabled and module is not None:
+            self._pending = list(module.parameters())
+            self._start()
+            self._park()
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._start()
+            self._handles = [register_module_parameter_registration_hook(self._parameter_registered),
+                             register_module_module_registration_hook(self._module_registered)]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        if kind is None and self._enabled:
+            self._park()
+        self._scope.open = False
+
+    def open(self, unit: Unit) -> None:
+        """Gather a unit for one operation; the next event shards it again with what the operation wrote."""
+        self._close_opened()
+        unit.gather()
+        self._opened.append(unit)
+
+    def _start(self) -> None:
+        distributed.init_distributed()
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        self._communicator = Communicator(group, timeout=600)
+        self._pool = Pool(distributed.device())
+
+    def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if module is not self._building:
+            self._park()
+            self._building = module
+        if parameter is not None and owner_of(parameter) is None:
+            self._pending.append(parameter)
+
+    def _module_registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._park()
+
+    def _park(self) -> None:
+        """Shard what was registered since the last time, and what was opened."""
+        self._close_opened()
+        pending, self._pending = self._pending, []
+        for parameter in pending:
+            if owner_of(parameter) is None and parameter.device.type != "meta" and parameter.numel():
+                self._shard(parameter)
+
+    def _close_opened(self) -> None:
+        while self._opened:
+            unit = self._opened.pop()
+            unit.scatter(0)
+            unit.release()
+
+    def _shard(self, parameter: nn.Parameter) -> None:
+        assert self._communicator is not None and self._pool is not None
+        dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
+        name = f"a parameter {tuple(parameter.shape)} under zero.Init"
+        unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3], self._communicator,
+                       UnitDtypes(compute=dtype, gradient=GradientDtypes(accumulate=dtype, wire=dtype)), self._pool,
+                       self._scope, trainable=False)
+        unit.session = self
+        values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=self._pool.device)
+        values[:parameter.numel()].copy_(parameter.detach().reshape(-1))
+        self._communicator.broadcast(values, 0, name)
+        unit.adopt(values)
+        _parked[parameter] = unit
+
+
+class _Parked(Unit):
+    """One parameter between its constructor and `initialize`."""
+
+    session: Init
+
+    def read(self, parameter: nn.Parameter, operation: str) -> None:
+        if self._scope.open:
+            self.session.open(self)
+        else:
+            super().read(parameter, operation)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Forget the slices of a parameter that a unit has taken over."""
+    _parked.pop(parameter, None)

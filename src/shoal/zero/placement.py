@@ -1,0 +1,94 @@
+"""A ZeRO stage is a row of one table: where the weight, the gradient and the optimizer's state rest between uses.
+
+    REPLICATE   every rank holds the value
+    PARTIAL     every rank holds one addend of the value
+    SHARD       every rank holds one slice of the value
+
+A training step is four redistributions, each a no-op where the source already rests as asked:
+
+    before compute   weight   -> REPLICATE         all-gather
+    after backward   gradient -> stage.gradient    reduce-scatter
+    before step      gradient -> stage.master      reduce-scatter / all-reduce
+    after step       master   -> stage.weight      all-gather
+
+Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Placement(Enum):
+    """Where the value of a tensor rests over the ranks of a data axis."""
+
+    REPLICATE = "every rank holds the value"
+    PARTIAL = "every rank holds one addend of the value"
+    SHARD = "every rank holds one slice of the value"
+
+
+REPLICATE, PARTIAL, SHARD = Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the model state rests between uses."""
+
+    weight: Placement = REPLICATE
+    gradient: Placement = PARTIAL
+    master: Placement = REPLICATE
+    """The fp32 copy of the weights and the optimizer's moments, which always rest together."""
+
+
+STAGES = (
+    Stage(),
+    Stage(master=SHARD),
+    Stage(master=SHARD, gradient=SHARD),
+    Stage(master=SHARD, gradient=SHARD, weight=SHARD),
+)
+"""ZeRO stages 0 to 3: each shards one thing more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes of model state that rest on one rank."""
+
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weight + self.gradient + self.master + self.moments
+
+
+def master_dtype(compute: torch.dtype) -> torch.dtype:
+    """The dtype of the copy that the optimizer steps: fp32, or wider where the weights are."""
+    return torch.promote_types(compute, torch.float32)
+
+
+def state_bytes(stage: int, parameters: int, ranks: int, *, compute: torch.dtype,
+                accumulate: torch.dtype | None = None, moments: int = 2) -> StateBytes:
+    """Return the bytes per rank that `parameters` trainable parameters take at `stage` on `ranks` ranks.
+
+    `compute` is the dtype of the weights, `accumulate` that of the gradient at rest (default: `compute`), `moments` how
+    many tensors the optimizer keeps per parameter (Adam: 2). Weights that have the master's dtype are their own master.
+    Source of the formula: ZeRO, section 3.1 and table 1; padding of a unit to equal spans is not counted.
+    """
+    row = STAGES[stage]
+    accumulate = accumulate or compute
+    wide = master_dtype(compute)
+
+    def rests(placement: Placement, size: int) -> int:
+        return parameters * size // (ranks if placement is SHARD else 1)
+
+    return StateBytes(
+        weight=rests(row.weight, compute.itemsize),
+        gradient=rests(row.gradient, accumulate.itemsize),
+        master=0 if compute == wide else rests(row.master, wide.itemsize),
+        moments=moments * rests(row.master, wide.itemsize),
+    )

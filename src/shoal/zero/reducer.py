@@ -1,0 +1,77 @@
+"""Gradients are reduced in one fixed order, each as soon as it and all before it are complete.
+
+The order is a contract between ranks. A gradient that a pass did not complete is reduced when the pass ends, with zeros
+for what is missing, so that a rank that skips a module does not hang the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shoal.zero.gradient import Gradient
+
+IN_FLIGHT = 2
+"""Reductions under way before the oldest is summed: what they borrow is constant."""
+
+
+class Reducer:
+    """The reductions of one backward pass, and those that a step still owes."""
+
+    def __init__(self, gradients: list[Gradient], *, overlap: bool):
+        self._order = gradients
+        self._overlap = overlap
+        self._flight: deque[Gradient] = deque()
+        self._due: list[Gradient] = []
+        self._next = 0
+
+    def begin(self, *, boundary: bool, sync: bool) -> None:
+        """Start a backward pass, which reduces at an accumulation `boundary` and not at all without `sync`."""
+        self._due = [gradient for gradient in self._order if gradient.due(boundary=boundary, sync=sync)]
+        self._next = 0
+        for gradient in self._order:
+            gradient.begin()
+
+    def advance(self) -> None:
+        """Launch what is complete, in order."""
+        while self._overlap and self._next < len(self._due) and self._due[self._next].complete:
+            self._launch(self._due[self._next])
+            self._next += 1
+
+    def finish(self) -> None:
+        """End the backward pass: reduce the rest, and wait for all."""
+        due = set(self._due)
+        for gradient in self._due:
+            if not gradient.launched:
+                self._launch(gradient)
+        for gradient in self._due:
+            if gradient.reopened:
+                self._launch(gradient)
+        for gradient in self._order:
+            if gradient not in due:
+                gradient.unsynced = True
+        self._drain()
+        self._due = []
+
+    def flush(self) -> None:
+        """Reduce what earlier passes left unreduced: a step needs it."""
+        for gradient in self._order:
+            if gradient.unsynced:
+                self._launch(gradient)
+        self._drain()
+
+    def _launch(self, gradient: Gradient) -> None:
+        gradient.launch()
+        self._flight.append(gradient)
+        if len(self._flight) > IN_FLIGHT:
+            self._flight.popleft().advance()
+        if not self._overlap:
+            gradient.fold()
+
+    def _drain(self) -> None:
+        for gradient in self._order:
+            gradient.advance()
+        for gradient in self._order:
+            gradient.fold()
+        self._flight.clear()
+
+

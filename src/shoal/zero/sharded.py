@@ -1,0 +1,156 @@
+"""A model whose state rests where a stage says: its units, and what drives them.
+
+The modules and parameters stay the user's own objects. What the rest of the library needs of them is here: the units to
+step and publish, the names to save and load, and the bytes that rest on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives import Communicator
+from shoal.errors import RanksDisagree
+from shoal.precision.policy import Policy
+from shoal.zero.buffer import Pool
+from shoal.zero.gradient import GradientDtypes
+from shoal.zero.guard import owner_of
+from shoal.zero.hooks import Hooks
+from shoal.zero.partition import Share, partition
+from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes
+from shoal.zero.reducer import Reducer
+from shoal.zero.unit import Scope, Unit, UnitDtypes
+from shoal.zero.window import Window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model is to rest on the ranks."""
+
+    stage: int
+    overlap: bool = True
+    ahead: int = 5_000_000
+    """Elements that the window gathers ahead of use."""
+    live: int = 1_000_000_000
+    """Elements that may be gathered ahead and in use."""
+    persistent_below: int = 0
+    """Parameters of at most so many elements stay whole at stage 3."""
+
+
+class ShardedModel:
+    """The units of one model on one data axis."""
+
+    def __init__(self, model: nn.Module, groups: dict[nn.Parameter, int], plan: Plan, communicator: Communicator,
+                 policy: Policy, device: torch.device, *, boundary: Callable[[], bool], sync: Callable[[], bool]):
+        self.model = model
+        self.communicator = communicator
+        self.pool = Pool(device)
+        self.scope = Scope()
+        self.units: list[Unit] = []
+        self.by_module: dict[nn.Module, list[Unit]] = {}
+        row = STAGES[plan.stage]
+        shares = partition(model, groups, persistent_below=plan.persistent_below if row.weight is SHARD else 0)
+        check_agreement(communicator, shares)
+        for share in shares:
+            unit = self._unit(share, STAGES[2] if share.persistent else row, policy)
+            self.units.append(unit)
+            self.by_module.setdefault(share.module, []).append(unit)
+        self.window = Window(plan.ahead, plan.live)
+        self.reducer = Reducer([unit.gradient for unit in reversed(self.units) if unit.gradient is not None],
+                               overlap=plan.overlap)
+        self.hooks = Hooks(model, self.by_module, self.window, self.reducer, self.scope, boundary=boundary, sync=sync)
+        self.hooks.install()
+
+    @property
+    def trainable(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.trainable]
+
+    def unit_of(self, parameter: nn.Parameter) -> Unit | None:
+        """Return the unit that `parameter` belongs to."""
+        return next((unit for unit in self.units if any(m.parameter is parameter for m in unit.members)), None)
+
+    def state_bytes(self, moments: Mapping[nn.Parameter, Mapping[str, Any]]) -> StateBytes:
+        """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
+        weight = gradient = master = 0
+        for unit in self.units:
+            weight += _bytes(unit.weight)
+            gradient += 0 if unit.gradient is None else unit.gradient.bytes
+            if unit.master is not None and unit.master.dtype != unit.full.dtype:
+                master += _bytes(unit.master)
+        kept = sum(_bytes(value) for state in moments.values() for value in state.values()
+                   if isinstance(value, Tensor) and value.dim())
+        return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
+
+    def publish(self) -> None:
+        """Bring the stepped masters to the weights, and start what the next forward uses first."""
+        for unit in self.units:
+            unit.publish()
+        self.window.open("forward")
+
+    def settle(self) -> None:
+        """Wait for every collective under way."""
+        for unit in self.units:
+            if unit.phase is unit.phase.IN_FLIGHT:
+                unit.gather()
+                unit.release()
+
+    def destroy(self) -> None:
+        """Detach from the model and leave it whole, as plain parameters."""
+        self.hooks.remove()
+        for unit in self.units:
+            unit.gather()
+            unit.pins += 1
+
+    def _unit(self, share: Share, stage: Stage, policy: Policy) -> Unit:
+        compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
+        same = compute == policy.compute
+        dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
+            accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute))
+        values = self._values(share)
+        unit = Unit(share.name, share.members, stage, self.communicator, dtypes, self.pool, self.scope,
+                    trainable=share.trainable)
+        self.communicator.broadcast(flat := _flatten(unit, values, self.pool.device), 0, f"unit '{share.name}'")
+        unit.adopt(flat)
+        return unit
+
+    def _values(self, share: Share) -> Iterator[Tensor]:
+        """Yield the whole value of each parameter; one that was built sharded is gathered for the moment."""
+        for member in share.members:
+            builder = owner_of(member.parameter)
+            if isinstance(builder, Unit):
+                builder.gather()
+            yield member.parameter.detach()
+            if isinstance(builder, Unit):
+                builder.release()
+
+
+def _flatten(unit: Unit, values: Iterator[Tensor], device: torch.device) -> Tensor:
+    dtype = next(iter(unit.members)).parameter.dtype
+    flat = torch.zeros(unit.layout.size, dtype=dtype, device=device)
+    for view, value in zip(unit.layout.views(flat), values, strict=True):
+        view.copy_(value)
+    return flat
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def check_agreement(communicator: Communicator, shares: list[Share]) -> None:
+    """Raise unless all ranks built the same parameters, naming the first difference."""
+    mine = [f"{member.name} {tuple(member.parameter.shape)} {member.parameter.dtype} "
+            f"{'trainable' if share.trainable else 'frozen'} group {member.group} in unit '{share.name}'"
+            for share in shares for member in share.members]
+    said = communicator.gather_objects(mine)
+    for rank, theirs in enumerate(said):
+        if theirs == said[0]:
+            continue
+        for position in range(max(len(theirs), len(said[0]))):
+            ours, other = (lines[position] if position < len(lines) else "nothing" for lines in (said[0], theirs))
+            if ours != other:
+                raise RanksDisagree(f"initialize: ranks built different models. First difference, at parameter {position}: "
+                                    f"rank 0 has {ours}; rank {rank} has {other}. Build the same model on every rank.")

@@ -1,0 +1,210 @@
+"""A unit: the parameters that are gathered, reduced and stepped together.
+
+    weight   what rests: the whole buffer, or this rank's span of it, in the compute dtype
+    full     the whole buffer in the compute dtype, whose views the parameters are; without memory while released
+    master   what the optimizer steps: a view of `weight` where the dtypes agree, else a copy in fp32
+
+The four redistributions of a step are `gather`, `gradient.launch`, `gradient.fold` and `publish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives import Communicator, Handle, Label
+from shoal.errors import ReleasedError
+from shoal.zero.buffer import Pool, allocate, free
+from shoal.zero.gradient import Gradient, GradientDtypes
+from shoal.zero.guard import claim, guard, unguard
+from shoal.zero.layout import Layout
+from shoal.zero.placement import REPLICATE, SHARD, Stage, master_dtype
+
+
+class Phase(Enum):
+    """What the memory of a unit's parameters holds."""
+
+    RELEASED = "no memory"
+    IN_FLIGHT = "a collective writes it"
+    GATHERED = "the values"
+
+
+@dataclass(slots=True)
+class Scope:
+    """Whether reading a released parameter may gather it: all ranks do the same there."""
+
+    open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A parameter of a unit, under its name in the model, with the index of its optimizer group."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDtypes:
+    """The dtypes of a unit: of its weights, and of its gradient."""
+
+    compute: torch.dtype
+    gradient: GradientDtypes
+
+
+class Unit:
+    """Parameters that rest, travel and change as one flat buffer."""
+
+    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, communicator: Communicator,
+                 dtypes: UnitDtypes, pool: Pool, scope: Scope, *, trainable: bool = True):
+        self.name = name
+        self.stage = stage
+        self.trainable = trainable
+        self.members = members
+        self.pins = 0
+        """How many contexts keep the unit gathered."""
+        self.held = False
+        """Read by somebody else's forward: stays gathered until the pass is over."""
+        self.phase = Phase.GATHERED
+        self.communicator = communicator
+        self.dtypes = dtypes
+        self.layout = Layout.pack([(m.name, tuple(m.parameter.shape), m.group) for m in members], communicator.ranks)
+        self._scope = scope
+        self._handle: Handle | None = None
+        self._parameters = [member.parameter for member in members]
+        index = self.index = communicator.register()
+        """The number of the unit: ranks make their units in the same order."""
+        self._gather_label = Label(kind="gather", unit=name, index=index)
+        self._publish_label = Label(kind="publish", unit=name, index=index)
+        device = pool.device
+        self.full = torch.zeros(self.layout.size, dtype=dtypes.compute, device=device)
+        own = self.layout.span(communicator.rank)
+        self._own = self.full[own.start:own.stop]
+        self.weight = self.full if stage.weight is REPLICATE else torch.empty_like(self._own)
+        self.master: Tensor | None = None
+        self.gradient: Gradient | None = None
+        if trainable:
+            wide = master_dtype(dtypes.compute)
+            if wide != dtypes.compute:
+                self.master = torch.zeros(len(self.master_span), dtype=wide, device=device)
+            elif stage.master is SHARD:
+                self.master = self._own if stage.weight is REPLICATE else self.weight
+            else:
+                self.master = self.full
+            self.gradient = Gradient(self.layout, stage, communicator, dtypes.gradient, pool, unit=name, index=index)
+
+    @property
+    def span(self) -> range:
+        """The elements of the buffer that this rank owns."""
+        return self.layout.span(self.communicator.rank)
+
+    @property
+    def master_span(self) -> range:
+        """The elements of the buffer whose master rests on this rank."""
+        return self.span if self.stage.master is SHARD else range(self.layout.size)
+
+    @torch.no_grad()
+    def adopt(self, values: Tensor) -> None:
+        """Take the whole buffer's `values` (size,), in any dtype, and make the parameters views of it.
+
+        The master keeps the precision of `values`; the weights are rounded to the compute dtype.
+        """
+        self.full.copy_(values)
+        for view, parameter in zip(self.layout.views(self.full), self._parameters, strict=True):
+            unguard(parameter)
+            parameter.data = view
+            claim(parameter, self)
+        if self.weight is not self.full:
+            self.weight.copy_(self._own)
+        if self.master is not None and self.master.dtype != self.full.dtype:
+            span = self.master_span
+            self.master.copy_(values[span.start:span.stop])
+        self.release()
+
+    def prefetch(self) -> None:
+        """Start gathering, if the weights are released."""
+        if self.phase is not Phase.RELEASED:
+            return
+        allocate(self.full)
+        with torch.no_grad():
+            self._own.copy_(self.weight)
+            self._handle = self.communicator.all_gather(self.full, self._gather_label)
+        self.phase = Phase.IN_FLIGHT
+
+    def gather(self) -> None:
+        """Return when the parameters hold their values."""
+        if self.phase is Phase.GATHERED:
+            return
+        self.prefetch()
+        assert self._handle is not None
+        self._handle.wait()
+        self._handle = None
+        self.phase = Phase.GATHERED
+        for parameter in self._parameters:
+            unguard(parameter)
+
+    def release(self) -> None:
+        """Give up the memory that the resting weights do not need, unless somebody holds it."""
+        if self.weight is self.full or self.phase is Phase.RELEASED or self.pins or self.held:
+            return
+        self.gather()
+        for parameter in self._parameters:
+            guard(parameter)
+        free(self.full)
+        self.phase = Phase.RELEASED
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the stepped master to where the weights rest. The next use waits for what travels."""
+        if self.master is None:
+            return
+        rounded = self.master.dtype != self.full.dtype
+        if self.weight is not self.full:
+            if rounded:
+                self.weight.copy_(self.master)
+            if self.phase is not Phase.RELEASED:  # pinned: what is gathered must be the new weights
+                self.gather()
+                self._own.copy_(self.weight)
+                self.communicator.all_gather(self.full, self._publish_label).wait()
+            return
+        if self.stage.master is REPLICATE:
+            if rounded:
+                self.full.copy_(self.master)
+            return
+        if rounded:
+            self._own.copy_(self.master)
+        for parameter in self._parameters:
+            guard(parameter)
+        self._handle = self.communicator.all_gather(self.full, self._publish_label)
+        self.phase = Phase.IN_FLIGHT
+
+    @torch.no_grad()
+    def scatter(self, source: int | None) -> None:
+        """Take over what somebody wrote into the gathered parameters on rank `source` (None: every rank the same)."""
+        assert self.phase is Phase.GATHERED
+        if source is not None:
+            self.communicator.broadcast(self.full, source, f"unit '{self.name}'")
+        if self.weight is not self.full:
+            self.weight.copy_(self._own)
+        if self.master is not None and self.master.dtype != self.full.dtype:
+            span = self.master_span
+            self.master.copy_(self.full[span.start:span.stop])
+
+    def read(self, parameter: nn.Parameter, operation: str) -> None:
+        """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
+        if self.phase is Phase.IN_FLIGHT:
+            self.gather()
+        elif self._scope.open:
+            self.held = True
+            self.gather()
+        else:
+            name = next(member.name for member in self.members if member.parameter is parameter)
+            raise ReleasedError(
+                f"rank {self.communicator.rank}: '{operation}' read the data of parameter '{name}' "
+                f"{tuple(parameter.shape)}, which is sharded over {self.communicator.ranks} ranks and released at present. "
+                f"Outside the engine's forward, gather it first, on every rank: "
+                f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write)")

@@ -1,0 +1,56 @@
+"""The run-ahead window: units are gathered in the order in which the last pass used them, ahead of their use.
+
+Every use of a unit starts the gathers of the units expected next, up to a number of elements (and at least one unit), so
+that they travel while the present one computes. A pass that leaves the expected order only loses its run-ahead.
+"""
+
+from __future__ import annotations
+
+from shoal.zero.unit import Unit
+
+
+class Window:
+    """What is gathered, and what will be."""
+
+    def __init__(self, ahead: int, live: int):
+        self._ahead = ahead
+        self._live = live
+        self._orders: dict[str, list[Unit]] = {}
+        self._expected: list[Unit] = []
+        self._seen: list[Unit] = []
+        self._name = ""
+
+    def begin(self, name: str) -> None:
+        """Start the pass `name`; the window expects the order of the last pass of that name."""
+        self._name = name
+        self._expected = self._orders.get(name, [])
+        self._seen = []
+
+    def end(self) -> None:
+        """Keep the order of the pass that ends."""
+        if self._seen:
+            self._orders[self._name] = self._seen
+        self._expected, self._seen = [], []
+
+    def use(self, unit: Unit) -> None:
+        """Gather `unit`, with the next ones on their way."""
+        unit.prefetch()
+        if not self._seen or self._seen[-1] is not unit:
+            position = len(self._seen)
+            self._seen.append(unit)
+            if position < len(self._expected) and self._expected[position] is unit:
+                self._run_ahead(position + 1)
+        unit.gather()
+
+    def open(self, name: str) -> None:
+        """Start the first gathers of the pass `name` before it begins."""
+        self._expected = self._orders.get(name, [])
+        self._run_ahead(0)
+
+    def _run_ahead(self, position: int) -> None:
+        elements = 0
+        for unit in self._expected[position:]:
+            if self._ahead == 0 or (elements and elements + unit.layout.size > min(self._ahead, self._live)):
+                return
+            unit.prefetch()
+            elements += unit.layout.size

@@ -1,0 +1,131 @@
+"""Every stage is the same training as plain PyTorch in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.testing import run_ranks
+
+from .models import FEATURES, batch, loss_of
+
+RANKS, STEPS, LR, DECAY = 2, 5, 1e-2, 0.1
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    feature: str
+    dtype: str
+    accumulation: int
+    clipping: float
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(1)
+    return FEATURES[case.feature]()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 2 * LR}]
+
+
+def config(case: Case, stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
+        "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32", "timeout": 20,
+        **({case.dtype: {"enabled": True, **({"loss_scale": 128} if case.dtype == "fp16" else {})}}
+           if case.dtype != "fp32" else {}),
+    }
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    norms: list[float | None]
+    weights: dict[str, Tensor]
+
+
+def sharded(cases: list[Case], stage: int) -> list[Result]:
+    return [train_sharded(case, stage) for case in cases]
+
+
+def train_sharded(case: Case, stage: int) -> Result:
+    model = build(case)
+    engine, *_ = shoal.initialize(model=model, model_parameters=groups(model), config=config(case, stage))
+    losses, norms = [], []
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            tokens, targets = batch(step, micro, dist.get_rank())
+            loss = loss_of(engine(tokens), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    with shoal.gathered(model):
+        weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    return Result(losses, norms, weights)
+
+
+def reference(case: Case) -> Result:
+    """Train the model in one process: masters in fp32, the mean over ranks by accumulation."""
+    model = build(case)
+    masters = {p: p.detach().clone().requires_grad_() for p in model.parameters() if p.requires_grad}
+    model.to(DTYPES[case.dtype])
+    optimizer = torch.optim.AdamW(
+        [{**group, "params": [masters[p] for p in group["params"]]} for group in groups(model)], lr=LR, weight_decay=DECAY,
+        fused=True)
+    scale = 128 if case.dtype == "fp16" else 1
+    losses, norms = [], []
+    calls = getattr(model, "calls", 0)
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            for micro in range(case.accumulation):
+                if hasattr(model, "calls"):
+                    model.calls = calls + step * case.accumulation + micro
+                tokens, targets = batch(step, micro, rank)
+                loss = loss_of(model(tokens), targets)
+                (loss * scale / case.accumulation).backward()
+                if rank == 0:
+                    losses.append(loss.item())
+                for p, master in masters.items():
+                    if p.grad is not None:
+                        share = p.grad.float() / RANKS / scale
+                        master.grad = share if master.grad is None else master.grad + share
+                        p.grad = None
+        present = [m for m in masters.values() if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm([m.grad for m in present])
+        if case.clipping:
+            torch.nn.utils.clip_grad_norm_(present, case.clipping)
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, master in masters.items():
+                p.copy_(master)
+    return Result(losses, norms, {name: p.detach().float() for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_stage_trains_as_one_process_does(feature: str, stage: int) -> None:
+    cases = [Case(feature, dtype, accumulation, clipping) for dtype in DTYPES for accumulation in (1, 2)
+             for clipping in (0.0, 0.5)]
+    for case, result in zip(cases, run_ranks(RANKS, sharded, cases, stage)[0], strict=True):
+        expected = reference(case)
+        tolerance = 2e-6 if case.dtype == "fp32" else 2e-2
+        assert result.losses == pytest.approx(expected.losses, rel=tolerance), case
+        for name, weight in expected.weights.items():
+            assert torch.allclose(result.weights[name], weight, rtol=tolerance, atol=tolerance), (case, name)
+        if case.clipping or case.dtype != "fp32":
+            assert result.norms == pytest.approx(expected.norms, rel=1e-5 if case.dtype == "fp32" else 5e-2), case
