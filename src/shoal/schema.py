@@ -154,7 +154,8 @@ class Config(Section):
         if isinstance(values.get("zero_optimization"), bool):
             _rewrite_oldest_zero(values, origins)
         for old in _FP32_REDUCTION:
-            if values.pop(old, False) is True:
+            if values.get(old) is True:
+                del values[old]
                 if "communication_data_type" in given:
                     keys = (old, "communication_data_type")
                     message = "an old form of communication_data_type, which stands beside it; remove the old form"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.config.published import Published, inert, later, later_block, refused
+from shoal.config.published import Published, inert, later, later_block, old
 
 SCALARS: Mapping[str, Published] = {
     "managed_gradient_accumulation": later("let each `step()` be the boundary", True),
@@ -24,10 +24,12 @@ SCALARS: Mapping[str, Published] = {
         "demand a CPU optimizer when offloading", True, False, reason="any optimizer may be offloaded"
     ),
     "disable_allgather": inert("without effect since 2020", False, reason="the stage decides which collectives run"),
-    "allgather_size": refused(
-        "elements per gather, beside the oldest form of zero_optimization",
+    "allgather_size": old(
+        'elements per gather, taken beside `"zero_optimization": true`',
         reason="write zero_optimization.allgather_bucket_size",
     ),
+    "fp32_allreduce": old("reduce gradients in fp32", False, reason='write "communication_data_type": "fp32"'),
+    "allreduce_always_fp32": old("reduce gradients in fp32", False, reason='write "communication_data_type": "fp32"'),
     "msamp": inert("written by accelerate for its FP8 recipe", reason="accelerate reads it, training does not"),
 }
 

@@ -41,7 +41,11 @@ def read(source: Source) -> dict[str, object]:
     """
     if isinstance(source, Mapping):
         return cast(dict[str, object], _copied(source))
-    path = Path(source)
+    try:
+        path = Path(source)
+    except TypeError:
+        kind = type(source).__name__
+        raise ConfigError(f"config: got a {kind}; give a path, a dict or URL-safe base64 of JSON") from None
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -61,7 +65,7 @@ def name_of(source: Source) -> str | None:
     try:
         return str(source) if Path(source).is_file() else None
     except (OSError, ValueError):
-        return None
+        return None  # base64 is often longer than a path may be
 
 
 def parse(text: str, name: str) -> dict[str, object]:

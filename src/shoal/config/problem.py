@@ -93,5 +93,5 @@ def raise_all(problems: Sequence[Problem], source: str | None) -> None:
     prefix = f"{source}: " if source else ""
     if len(problems) == 1:
         raise kind(f"{prefix}{problems[0]}")
-    lines = "".join(f"\n  {problem}" for problem in problems)
+    lines = "".join(f"\n  {problem}" for problem in sorted(problems, key=lambda problem: problem.path))
     raise kind(f"{prefix}{len(problems)} problems in the configuration{lines}")

@@ -2,7 +2,7 @@
 
     later    raises NotSupportedYet: a later version will honour it
     inert    warns once: it cannot change anything here, and the reason is said
-    refused  raises ConfigError: it will not come, and what to write in its place is said
+    old      raises ConfigError: it has gone, and what to write in its place is said
 
 A value asks for nothing when it is null, "auto", the published default, or a block that is switched off. Unknown keys
 inside such a block are refused like any others.
@@ -24,7 +24,7 @@ class Fate(Enum):
 
     LATER = "not yet"
     INERT = "no effect"
-    REFUSED = "refused"
+    OLD = "old form"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,12 @@ class Published:
     switch: str | None = None  # the key of the block that turns it on
     off: tuple[object, ...] = (None, False, "none")  # the switch's values that leave the block off
     open: bool = False  # the block takes keys that are not listed
+
+    @property
+    def switched_off(self) -> object:
+        """The value to write for `switch` to leave the block off."""
+        default = self.keys.get(self.switch or "")
+        return default if default in self.off[1:] else next(value for value in self.off if value is not None)
 
 
 def later(meaning: str, *accepts: object) -> Published:
@@ -63,9 +69,9 @@ def inert(meaning: str, *accepts: object, reason: str) -> Published:
     return Published(fate=Fate.INERT, meaning=meaning, accepts=accepts, reason=reason)
 
 
-def refused(meaning: str, *accepts: object, reason: str) -> Published:
-    """Return a key that will not come; `reason` says what to write in its place."""
-    return Published(fate=Fate.REFUSED, meaning=meaning, accepts=accepts, reason=reason)
+def old(meaning: str, *accepts: object, reason: str) -> Published:
+    """Return a key of an older form; `reason` says what to write in its place."""
+    return Published(fate=Fate.OLD, meaning=meaning, accepts=accepts, reason=reason)
 
 
 def complaints(key: Published, value: object, path: str) -> Iterator[Problem]:
@@ -106,8 +112,7 @@ def _asked(key: Published, value: object, path: str) -> Problem:
 
 
 def _without(key: Published) -> str:
-    off = next(value for value in key.off if value is not None)
-    return f"remove the block or give {shown(key.switch)}: {shown(off)}"
+    return f"remove the block or give {shown(key.switch)}: {shown(key.switched_off)}"
 
 
 def _among(value: object, values: tuple[object, ...]) -> bool:

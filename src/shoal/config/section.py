@@ -1,7 +1,8 @@
 """A section is a frozen model of one JSON object: its fields are its keys, with their meaning in the line below.
 
-A field's type and default are stated once, here and nowhere else. Beside its fields a section lists the other spellings
-that it takes (`aliases`) and the published keys that are no settings of ours (`published`).
+A field's type and default are stated once, here and nowhere else; the reference page is made of them and of the string
+under each field. Beside its fields a section lists the other spellings that it takes (`aliases`) and the published keys
+that are no settings of ours (`published`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Rewritten:
 class Section(BaseModel):
     """One JSON object of the configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({})

@@ -1,0 +1,77 @@
+"""`shoal config show FILE` prints what a configuration resolves to; `shoal config reference` prints every key there is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from shoal.config.reference import render
+from shoal.config.resolve import DEFAULT, leaves
+from shoal.schema import Config
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions `show` and `reference` with their arguments to `parser`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print the resolved values and where each comes from")
+    show.add_argument("file", help="a JSON file, or URL-safe base64 of JSON")
+    show.add_argument("--ranks", type=_ranks, help="data ranks that share the batch (default 1)", metavar="N")
+    show.add_argument("--json", action="store_true", help="print one JSON object with values and origins")
+    reference = actions.add_parser("reference", help="print the reference page of every key, as Markdown")
+    reference.add_argument("--output", type=Path, help="write the page to FILE instead", metavar="FILE")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the chosen action and return its exit code. Raises ConfigError for a configuration that is wrong."""
+    match args.action:
+        case "show":
+            origin = "one, as --ranks is not given" if args.ranks is None else "--ranks"
+            config = Config.resolve(args.file, data_ranks=args.ranks or 1, data_ranks_origin=origin)
+            _print_json(config) if args.json else _print_table(config, args.file)
+        case "reference":
+            _write(render(Config), args.output)
+        case _:
+            raise AssertionError(args.action)
+    return 0
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; give a whole number of at least 1")
+    return int(text)
+
+
+def _write(page: str, output: Path | None) -> None:
+    if output is None:
+        print(page, end="")
+    else:
+        output.write_text(page, encoding="utf-8")
+
+
+def _print_json(config: Config) -> None:
+    print(json.dumps({"values": config.as_dict(), "origins": dict(config.origins)}, indent=2))
+
+
+def _print_table(config: Config, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("origin", overflow="fold")
+    above: tuple[str, ...] = ()
+    for path, value in leaves(config.as_dict()):
+        *sections, key = path.split(".")
+        for depth, section in enumerate(sections):
+            if above[: depth + 1] != tuple(sections[: depth + 1]):
+                table.add_row(Text("  " * depth + section, style="bold"))
+        above = tuple(sections)
+        origin = config.origins[path]
+        row = (Text("  " * len(sections) + key), Text(json.dumps(value)), Text(origin))
+        table.add_row(*row, style="dim" if origin == DEFAULT else "")
+    Console().print(table)
