@@ -54,7 +54,7 @@ def test_an_unknown_keyword_gets_the_nearest() -> None:
 
 
 def test_a_value_that_torch_refuses_names_the_schedule() -> None:
-    with pytest.raises(ConfigError, match="scheduler: CyclicLR with .*mode='x': mode is invalid"):
+    with pytest.raises(ConfigError, match=r"scheduler: CyclicLR with .*mode='x': mode is invalid"):
         make_schedule("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "mode": "x"}, sgd())
 
 
