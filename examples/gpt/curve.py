@@ -23,11 +23,11 @@ class Mark:
 
 
 class History:
-    """The loss of every step, in bits per byte, kept in a CSV file so that a resumed run continues its curve."""
+    """The loss of every step, in bits per byte, in a CSV file; a resumed run goes on from the rows `until` its step."""
 
-    def __init__(self, path: Path, resumed_at: int) -> None:
-        rows = csv.DictReader(path.read_text().splitlines()) if resumed_at and path.exists() else []
-        self.bits = {int(row["step"]): float(row["bits_per_byte"]) for row in rows if int(row["step"]) <= resumed_at}
+    def __init__(self, path: Path, until: int) -> None:
+        rows = csv.DictReader(path.read_text().splitlines()) if until and path.exists() else []
+        self.bits = {int(row["step"]): float(row["bits_per_byte"]) for row in rows if int(row["step"]) <= until}
         self.path = path
 
     def add(self, step: int, bits: float) -> None:

@@ -48,7 +48,7 @@ def line(reading: Reading) -> str:
     digits = len(str(reading.steps))
     return "  ".join((
         f"step {reading.step:>{digits}}/{reading.steps}",
-        f"loss {reading.loss:.3f} ({reading.loss / math.log(2):.2f} bits)",
+        f"loss {reading.loss:.3f} ({reading.bits:.2f} bits)",
         f"grad {'n/a' if reading.gradient_norm is None else f'{reading.gradient_norm:.2f}':>5}",
         f"lr {reading.learning_rate:.1e}",
         f"scale {reading.loss_scale:g}",

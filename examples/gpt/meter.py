@@ -5,6 +5,7 @@ The peak is what one rank reaches on a large matrix product while every other ra
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -12,6 +13,10 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal import Engine
 
 MATRIX = {"cpu": 1024, "cuda": 8192}
 """Sides of the square matrices whose product measures the peak: about 10 ms each."""
@@ -19,7 +24,7 @@ MATRIX = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One finished step as rank 0 sees it; `loss` is the mean over ranks, `memory` the most that any rank holds."""
+    """One finished step: `loss` is the mean over ranks, `memory` the most that a rank holds, in bytes."""
 
     step: int
     steps: int
@@ -31,6 +36,47 @@ class Reading:
     utilisation: float | None
     memory: int
     seconds_left: float
+    stop: bool = False
+    """Some rank has been asked to stop."""
+
+    @property
+    def bits(self) -> float:
+        """The loss in bits per byte."""
+        return self.loss / math.log(2)
+
+
+class Meter:
+    """Reads an engine after each of its steps, up to step `steps`; every rank reads, for ranks exchange what they know.
+
+    `tokens` are the tokens of a step over all ranks, `flops` the floating-point operations of one token.
+    """
+
+    def __init__(self, engine: Engine, *, steps: int, tokens: int, flops: float) -> None:
+        self.engine = engine
+        self.steps = steps
+        self.tokens = tokens
+        self.flops = flops
+        self.peak = peak_flops(engine.device, next(engine.module.parameters()).dtype)
+        self.pace = Pace()
+
+    def read(self, loss: Tensor, *, stop: bool = False) -> Reading:
+        """Describe the step just taken, given this rank's loss and whether this rank was asked to stop."""
+        losses, held, stops = self._from_all_ranks(loss.item(), memory(self.engine.device), stop)
+        seconds = self.pace.tick()
+        per_second = self.tokens / seconds
+        norm = self.engine.get_global_grad_norm()
+        return Reading(
+            step=self.engine.global_steps, steps=self.steps, loss=sum(losses) / len(losses),
+            gradient_norm=None if norm is None else float(norm), learning_rate=self.engine.get_lr()[0],
+            loss_scale=float(self.engine.loss_scale()), tokens_per_second=per_second,
+            utilisation=self.peak and self.flops * per_second / (self.peak * self.engine.world_size),
+            memory=int(max(held)), seconds_left=seconds * (self.steps - self.engine.global_steps), stop=any(stops))
+
+    def _from_all_ranks(self, *facts: float) -> list[list[float]]:
+        mine = torch.tensor(facts, dtype=torch.float64, device=self.engine.device)
+        theirs = [torch.empty_like(mine) for _ in range(self.engine.world_size)]
+        dist.all_gather(theirs, mine)
+        return torch.stack(theirs).T.tolist()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -82,7 +82,7 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def flops_per_token(self, block: int) -> float:
+    def flops(self, block: int) -> float:
         """Floating-point operations of one token's forward and backward in a block of `block` tokens.
 
         6 per weight of a matrix, and 12 * dim * block / 2 per layer for attention, of which the mask leaves half

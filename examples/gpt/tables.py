@@ -1,9 +1,8 @@
-"""What rank 0 says when training has ended: how good, how large, where it is, and how to go on."""
+"""The parts of the final report, as things that rich can print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -33,17 +32,16 @@ def quality(model: Mark, marks: Sequence[Mark], held_out: str) -> Table:
     return table
 
 
-def state(formula: StateBytes, measured: Mapping[str, int], heading: str) -> Table:
+def state(formula: StateBytes, measured: StateBytes, heading: str) -> Table:
     """Lay the model-state bytes of one rank that the stage's formula gives beside those that were measured."""
     table = Table(title=heading, title_justify="left", header_style="bold", border_style="dim")
     for name in ("", "formula", "measured", "measured / formula"):
         table.add_column(name, justify="right" if name else "left")
-    rows = {field.name: int(getattr(formula, field.name)) for field in fields(formula)}
-    for name, expected in rows.items():
-        table.add_row(name, size(expected), size(measured[name]), _ratio(measured[name], expected))
-    table.add_section()
-    total = sum(measured[name] for name in rows)
-    table.add_row("total", size(formula.total), size(total), _ratio(total, formula.total), style="bold")
+    rows = {"weight": (formula.weight, measured.weight), "gradient": (formula.gradient, measured.gradient),
+            "master": (formula.master, measured.master), "moments": (formula.moments, measured.moments),
+            "total": (formula.total, measured.total)}
+    for name, (expected, found) in rows.items():
+        table.add_row(name, size(expected), size(found), _ratio(found, expected), end_section=name == "moments")
     return table
 
 

@@ -84,9 +84,9 @@ def test_the_text_picture_names_each_mark_once() -> None:
 
 def test_a_resumed_history_forgets_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
-    history = History(path, resumed_at=0)
+    history = History(path, until=0)
     for step in range(1, 6):
         history.add(step, 8.0 / step)
     history.save()
-    assert list(History(path, resumed_at=3).bits) == [1, 2, 3]
-    assert History(path, resumed_at=0).bits == {}
+    assert list(History(path, until=3).bits) == [1, 2, 3]
+    assert History(path, until=0).bits == {}

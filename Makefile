@@ -1,0 +1,55 @@
+# One command for each thing; `make help` lists them. Needs Python 3.11 or newer, make and a C++ compiler.
+
+STAGE ?= 2
+RANKS ?= 2
+MODEL ?= 3m
+TORCH := torch==2.13.0
+BIN := .venv/bin
+CANDIDATES := python3.11 python3.12 python3.13 python3 python
+PYTHON ?= $(shell for name in $(CANDIDATES); do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install train memory-lab test check bench peers clean
+.DEFAULT_GOAL := help
+
+help:  ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: .venv/.installed  ## create .venv with pinned dependencies; the others do so by themselves
+
+train: .venv/.installed  ## train a GPT; STAGE=0..3 RANKS=n STEPS=n MODEL=tiny|3m|30m|124m RESUME=1
+	$(BIN)/shoal run --ranks $(RANKS) examples/gpt/train.py --shoal-config examples/gpt/zero$(STAGE).json \
+		--model $(MODEL)$(if $(STEPS), --steps $(STEPS))$(if $(RESUME), --resume)
+
+memory-lab: .venv/.installed  ## measure the memory of stages 0 to 3 beside their formulas; RANKS=n MODEL=...
+	$(BIN)/python examples/memory_lab/lab.py --ranks $(RANKS)$(if $(filter command,$(origin MODEL)), --model $(MODEL))
+
+test: .venv/.installed  ## run every test
+	$(BIN)/pytest
+
+check: .venv/.installed  ## lint, check types, import layers and file sizes
+	$(BIN)/ruff check
+	$(BIN)/pyright
+	$(BIN)/pytest tests/test_house.py
+
+bench: .venv/.installed  ## time a step, its bytes and memory beside DDP, FSDP2 and (after make peers) DeepSpeed
+	$(BIN)/python benchmarks/zero.py
+
+peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
+	PYTHON=$(BIN)/python sh benchmarks/peers.sh
+
+clean:  ## remove what was made, but for the environments
+	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo >&2 "make: Python 3.11 or newer is needed, and none of \
+	$(CANDIDATES) is it. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo >&2 "make: Python 3.11 or newer is \
+	needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)"; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
