@@ -1,13 +1,15 @@
 """Laws of saving and loading by several ranks."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import CUTS, assert_holds, state
+from checkpoint_cases import CUTS, assert_holds, save, state, whole
 
 from shoal.checkpoint import Piece, Ranks, Writer, read
+from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.testing import run_ranks
 
 
@@ -19,16 +21,20 @@ def save_cut(folder: str, how: str) -> None:
                  private={"rank": rank, "rng": torch.full((3,), rank)}, file_bytes=256).wait()
 
 
+def blank(piece: Piece, dtype: torch.dtype | None = None) -> Piece:
+    data = torch.zeros(piece.data.shape, dtype=dtype or piece.data.dtype)
+    return Piece(name=piece.name, shape=piece.shape, start=piece.start, stop=piece.stop, data=data, offset=piece.offset,
+                 size=piece.size)
+
+
 def load_cut(folder: str, how: str) -> tuple[list[bool], object]:
     ranks = Ranks.join()
     wanted = list(CUTS[how](state(), ranks.rank, ranks.count))
-    found = [Piece(name=p.name, shape=p.shape, start=p.start, stop=p.stop, data=torch.zeros_like(p.data), offset=p.offset,
-                   size=p.size) for p in wanted]
+    found = [blank(piece) for piece in wanted]
     with read(folder, ranks=ranks) as snapshot:
         snapshot.fill(found)
-        privates = [snapshot.private(rank) for rank in range(snapshot.ranks)]
-        shared = snapshot.shared
-    return [torch.equal(a.data, b.data) for a, b in zip(wanted, found, strict=True)], (shared, [p["rank"] for p in privates])
+        values = snapshot.shared, [snapshot.private(rank)["rank"] for rank in range(snapshot.ranks)]
+    return [torch.equal(a.data, b.data) for a, b in zip(wanted, found, strict=True)], values
 
 
 @pytest.mark.parametrize(("writers", "how", "readers", "then"), [
@@ -41,3 +47,215 @@ def test_what_n_ranks_saved_in_one_cut_m_ranks_load_in_another(
         assert all(equal)
         assert values == ({"from": 0}, list(range(writers)))
     assert_holds(read(tmp_path), state())
+
+
+def test_what_is_filled_is_cast_to_its_dtype(tmp_path: Path) -> None:
+    save(tmp_path, "a")
+    found = [blank(piece, torch.float32) for piece in whole(state())]
+    read(tmp_path).fill(found)
+    for piece, tensor in zip(found, state().values(), strict=True):
+        assert torch.equal(piece.data, tensor.reshape(-1).float())
+
+
+def hold_files(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no file be written until the event is set."""
+    import shoal.checkpoint.writer as module
+
+    opened = threading.Event()
+    write_file = module.write_rank_file
+
+    def wait_and_write(*args: object, **options: object) -> object:
+        assert opened.wait(60)
+        return write_file(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "write_rank_file", wait_and_write)
+    return opened
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = hold_files(monkeypatch)
+    tensors = state()
+    pending = Writer().write(tmp_path, "a", whole(tensors))
+    assert not pending.done
+    for tensor in tensors.values():
+        tensor.zero_()
+    opened.set()
+    assert pending.wait() == tmp_path / "a"
+    assert pending.done
+    assert_holds(read(tmp_path), state())
+
+
+def talk_while_saving(folder: str) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        opened = hold_files(patch)
+        pending = Writer(Ranks.join()).write(folder, "a", CUTS["flat"](state(), dist.get_rank(), 2))
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1000))
+        busy = not pending.done
+        opened.set()
+        dist.all_reduce(torch.ones(1000))
+        pending.wait()
+    return busy
+
+
+def test_a_save_does_not_disturb_the_collectives_of_training(tmp_path: Path) -> None:
+    assert run_ranks(2, talk_while_saving, str(tmp_path)) == [True, True]
+    assert_holds(read(tmp_path), state())
+
+
+def destroy_while_saving(folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        opened = hold_files(patch)
+        pending = Writer(Ranks.join()).write(folder, "a", CUTS["flat"](state(), dist.get_rank(), 2))
+        dist.destroy_process_group()
+        opened.set()
+        return pending.wait().name
+
+
+def test_a_save_outlives_the_default_process_group(tmp_path: Path) -> None:
+    assert run_ranks(2, destroy_while_saving, str(tmp_path)) == ["a", "a"]
+    assert_holds(read(tmp_path), state())
+
+
+def fail_on_rank_1(folder: str) -> list[str]:
+    """Save well, then with a full file system on rank 1, then well again; return what was said."""
+    import shoal.checkpoint.rank_file as module
+
+    writer, rank = Writer(Ranks.join()), dist.get_rank()
+    writer.write(folder, "good", CUTS["flat"](state(), rank, 2), step=1).wait()
+    write_all = module.write_all
+
+    def run_out(descriptor: int, data: memoryview) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        write_all(descriptor, data)
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_all", run_out)
+        writer.write(folder, "bad", CUTS["flat"](state(), rank, 2), step=2)
+        try:
+            writer.wait()
+        except CheckpointError as error:
+            said.append(str(error))
+    dist.barrier()
+    said.append(" ".join(sorted(path.name for path in Path(folder).iterdir())))
+    dist.barrier()
+    writer.write(folder, "next", CUTS["flat"](state(), rank, 2), step=3).wait()
+    return said
+
+
+def test_a_rank_that_fails_is_named_on_every_rank_and_nothing_else_changes(tmp_path: Path) -> None:
+    for said, names in run_ranks(2, fail_on_rank_1, str(tmp_path)):
+        assert said.startswith(f"could not save {tmp_path / 'bad'}: rank 1: no space is left in {tmp_path}: "
+                               "this rank needs 748 bytes, ")
+        assert "free there now" in said
+        assert names == "good latest"
+    with read(tmp_path) as snapshot:
+        assert snapshot.tag == "next"
+
+
+def surface_at_next_save(folder: str) -> list[str]:
+    writer, rank = Writer(Ranks.join()), dist.get_rank()
+    pieces = [piece for piece in CUTS["flat"](state(), rank, 2) if (rank, piece.name) != (1, "weight/cube")]
+    writer.write(folder, "bad", pieces)
+    said: list[str] = []
+    for _ in range(2):
+        try:
+            writer.write(folder, "next", CUTS["flat"](state(), rank, 2)).wait()
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_failure_that_nobody_waited_for_surfaces_once_at_the_next_save(tmp_path: Path) -> None:
+    for said in run_ranks(2, surface_at_next_save, str(tmp_path)):
+        assert said == [f"could not save {tmp_path / 'bad'}: rank 0: the pieces do not make whole tensors:\n"
+                        "  weight/cube: 52 of 105 elements are in no piece, the first are [53, 105)"]
+    assert_holds(read(tmp_path, "next"), state())
+
+
+def refuse_on_rank_1(folder: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    private = {"state": {"hook": print}} if rank == 1 else {}
+    try:
+        Writer(Ranks.join()).write(folder, "a", [], private=private).wait()
+    except (UsageError, CheckpointError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_value_that_one_rank_cannot_save_ends_the_save_on_all(tmp_path: Path) -> None:
+    (other, heard), (own, said) = run_ranks(2, refuse_on_rank_1, str(tmp_path))
+    assert (other, own) == ("CheckpointError", "UsageError")
+    assert said.startswith("state.hook: got builtins.builtin_function_or_method, which cannot be saved without pickle")
+    assert heard == f"could not save {tmp_path / 'a'}: rank 1: {said}"
+
+
+def disagree(folder: str) -> str:
+    try:
+        Writer(Ranks.join()).write(folder, f"tag{dist.get_rank()}", []).wait()
+    except RanksDisagree as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_save_under_different_tags_are_told(tmp_path: Path) -> None:
+    said = (f"ranks save to different places, rank 0 to {tmp_path}/tag0, rank 1 to {tmp_path}/tag1; "
+            "give every rank the same folder and tag")
+    assert run_ranks(2, disagree, str(tmp_path)) == [said, said]
+
+
+def overlap_pieces(folder: str, how: str) -> str:
+    rank = dist.get_rank()
+    data = torch.arange(12.0)
+
+    def one(name: str, start: int, stop: int, **box: object) -> Piece:
+        return Piece(name=name, shape=(3, 4), start=start, stop=stop, data=data[start:stop], **box)  # type: ignore[arg-type]
+
+    cases: dict[str, list[Piece]] = {
+        "flat": [one("weight/x", 0, 8), one("weight/x", 6, 12)],
+        "boxes": [one("weight/x", 0, 12), one("weight/x", 0, 4, offset=(1, 0), size=(1, 4))],
+        "dtype": [one("weight/x", 0, 6), Piece(name="weight/x", shape=(3, 4), start=6, stop=12, data=data[6:].double())],
+    }
+    try:
+        Writer(Ranks.join()).write(folder, "a", [cases[how][rank]]).wait()
+    except CheckpointError as error:
+        return str(error).splitlines()[-1].strip()
+    return ""
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ("flat", "weight/x: elements [6, 8) of the box at [0, 0] of size [3, 4] are held twice"),
+    ("boxes", "weight/x: the box at [0, 0] of size [3, 4] and the box at [1, 0] of size [1, 4] hold some elements twice"),
+    ("dtype", "weight/x: rank 1 has F64 (3, 4), a rank before it has F32 (3, 4)"),
+])
+def test_pieces_that_do_not_fit_each_other_are_named(tmp_path: Path, how: str, said: str) -> None:
+    assert run_ranks(2, overlap_pieces, str(tmp_path), how) == [said, said]
+
+
+def load_damaged(folder: str) -> str:
+    ranks = Ranks.join()
+    pieces = [blank(piece) for piece in CUTS["flat"](state(), ranks.rank, 2)]
+    try:
+        read(folder, ranks=ranks).fill(pieces)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_bytes_that_one_rank_finds_damaged_are_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(2, save_cut, str(tmp_path), "flat")
+    last = max((tmp_path / "step7").glob("rank00001*"))
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    one, other = run_ranks(2, load_damaged, str(tmp_path))
+    assert one == other
+    assert one.startswith(f"could not load {tmp_path / 'step7'}: rank 1: buffer/mask: damaged in {last.name} of rank 1")
+
+
+def test_without_a_process_group_one_rank_saves_and_loads(tmp_path: Path) -> None:
+    ranks = Ranks.join()
+    Writer(ranks).write(tmp_path, "a", whole(state())).wait()
+    assert_holds(read(tmp_path, ranks=ranks), state())

@@ -123,8 +123,8 @@ def _text(error: Exception) -> str:
 
 
 def _who_said(messages: list[bytes]) -> str:
-    """Join the failures of the ranks; one that every rank met is said once."""
-    if len(messages) > 1 and len(set(messages)) == 1:
-        return f"every rank: {messages[0].decode()}"
+    """Join the failures of the ranks; one that all met is said once."""
+    if len(set(messages)) == 1:
+        return messages[0].decode()
     faults = [f"rank {rank}: {message.decode()}" for rank, message in enumerate(messages) if message]
     return faults[0] if len(faults) == 1 else "\n  ".join(["", *faults])

@@ -11,6 +11,8 @@ from shoal.config.kinds import Positive, Switch, any_case
 from shoal.config.published import Published, inert, later, later_block
 from shoal.config.section import Section
 
+__all__ = ["CheckpointSettings"]
+
 _TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(any_case("Ignore", "Warn", "Fail"))]
 
 

@@ -102,9 +102,9 @@ def _dtype_fault(data: Tensor) -> str | None:
 
 
 def _without_data(piece: Piece) -> Piece:
-    data = torch.empty(0, dtype=piece.data.dtype)
-    return Piece(name=piece.name, shape=tuple(piece.shape), start=piece.start, stop=piece.stop, data=data,
-                 offset=piece.offset, size=piece.size)
+    box = piece.cut.box if piece.offset is not None else None
+    return Piece(name=piece.name, shape=tuple(piece.shape), start=piece.start, stop=piece.stop,
+                 data=torch.empty(0, dtype=piece.data.dtype), offset=box and tuple(box.offset), size=box and tuple(box.size))
 
 
 def _key(piece: Piece) -> str:

@@ -26,7 +26,7 @@ from shoal.checkpoint.piece import Cut, Overlap, Piece, overlaps
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.tensor_file import BLOCK, DTYPES, memory
 from shoal.checkpoint.values import decode
-from shoal.checkpoint.write import PRIVATE, SHARED
+from shoal.checkpoint.writer import PRIVATE, SHARED
 from shoal.errors import CheckpointError
 
 __all__ = ["Snapshot", "read"]

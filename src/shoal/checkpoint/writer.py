@@ -64,7 +64,7 @@ class Pending:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._ended = threading.Event()
         self._seen = False
 
@@ -92,7 +92,7 @@ class Pending:
         self._ended.wait()
         self._seen = True
 
-    def end(self, failure: Exception | None) -> None:
+    def end(self, failure: BaseException | None) -> None:
         """Let those who wait go on."""
         self._failure = failure
         self._ended.set()
@@ -132,8 +132,9 @@ class Writer:
         try:
             _refuse_options(save)
             content = self._stage(pieces, shared or {}, private or {}, file_bytes)
-        except Exception as error:
-            self._run(save, error, pending)  # the other ranks have begun: tell them
+        except BaseException as error:
+            told = error if isinstance(error, Exception) else CheckpointError(f"interrupted by {type(error).__name__}")
+            self._run(save, told, pending)  # the other ranks have begun: tell them
             pending.seen()
             raise
         threading.Thread(target=self._run, args=(save, content, pending), name=f"shoal-save-{tag}").start()
@@ -152,12 +153,14 @@ class Writer:
 
     def _run(self, save: _Save, content: _Content | Exception, pending: Pending) -> None:
         """Hold the whole conversation; the thread's body. It is no daemon: the interpreter waits for it before it ends."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             _converse(self.ranks, save, content)
-        except Exception as error:  # surfaces in Pending.wait, or at the next save
+        except BaseException as error:  # surfaces in Pending.wait, or at the next save
             failure = error
             logger.error("the checkpoint %s was not saved: %s", pending.path, error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self.ranks.turn.release()
             pending.end(failure)
@@ -178,7 +181,7 @@ def _refuse_options(save: _Save) -> None:
 
 
 def _converse(ranks: Ranks, save: _Save, content: _Content | Exception) -> None:
-    places = [place.decode() for place in ranks.exchange(str(save.folder / save.tag).encode())]
+    places = [os.fsdecode(place) for place in ranks.exchange(os.fsencode(save.folder / save.tag))]
     if len(set(places)) > 1:
         raise RanksDisagree(f"ranks save to different places, rank 0 to {places[0]}, rank {_other(places)} to "
                             f"{places[_other(places)]}; give every rank the same folder and tag")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.checkpoint.folder import sync
 from shoal.checkpoint.rank_file import disk_full
-from shoal.checkpoint.read import Snapshot
+from shoal.checkpoint.snapshot import Snapshot
 from shoal.checkpoint.tensor_file import Entry, header, memory, widest_first, write_all
 from shoal.errors import CheckpointError
 

@@ -1,0 +1,41 @@
+"""Laws of random state: what is restored draws what would have been drawn."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_cases import save
+
+from shoal.checkpoint import read, rng
+
+
+def draw() -> tuple[float, float, float, list[float]]:
+    return random.random(), random.gauss(0, 1), float(np.random.standard_normal()), torch.randn(3).tolist()
+
+
+def test_generators_restored_from_a_checkpoint_draw_the_same_numbers(tmp_path: Path) -> None:
+    draw()
+    save(tmp_path, "a", {}, private={"rng": rng.capture()})
+    expected = draw()
+    with read(tmp_path) as snapshot:
+        rng.restore(snapshot.private(0)["rng"])  # type: ignore[arg-type]
+    assert draw() == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_the_random_state_of_a_gpu_is_left_out_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    rng.restore({**rng.capture(), "cuda": torch.zeros(16, dtype=torch.uint8)})
+    assert caplog.messages == ["the checkpoint holds the random state of a GPU, and here is none: it is left out"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_generator_of_a_gpu_draws_the_same_numbers(tmp_path: Path) -> None:
+    torch.randn(1, device="cuda")
+    save(tmp_path, "a", {}, private={"rng": rng.capture()})
+    expected = torch.randn(3, device="cuda")
+    with read(tmp_path) as snapshot:
+        rng.restore(snapshot.private(0)["rng"])  # type: ignore[arg-type]
+    assert torch.equal(torch.randn(3, device="cuda"), expected)
