@@ -31,6 +31,8 @@ from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
 from shoal.schedule.settings import ScheduleSettings
 from shoal.zero.settings import ZeroSettings
 
+__all__ = ["Config"]
+
 _Level = Annotated[
     Literal["debug", "info", "warning", "error", "critical"],
     BeforeValidator(any_case("debug", "info", "warning", "error", "critical")),

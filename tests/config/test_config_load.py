@@ -132,6 +132,11 @@ def test_json_that_is_no_object_is_refused() -> None:
         parse("[1]", "my.json")
 
 
+def test_a_key_that_is_no_string_is_refused_with_its_path() -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer\.3: the key is no string; give a string$"):
+        read({"optimizer": {3: 1}})
+
+
 def test_a_source_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^config: got a list; give a path, a dict or URL-safe base64 of JSON$"):
         read([1])  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Laws of the whole configuration: every value has one meaning and an origin, every problem one line."""
 
+import contextlib
 import json
 import logging
 import pickle
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from shoal import log
 from shoal.config.batch import BatchSizes
+from shoal.config.resolve import nested
 from shoal.config.suggest import nearest
 from shoal.errors import ConfigError, NotSupportedYet
 from shoal.schema import Config
@@ -186,14 +188,6 @@ LATER = {
     "a block that its presence switches on": (
         {"comms_logger": {}},
         'comms_logger: not supported yet (the log of collectives); remove the block or give "enabled": false',
-    ),
-    "an optimizer": (
-        {"optimizer": {"type": "OneBitAdam"}},
-        "optimizer.type: got 'OneBitAdam'; not supported yet; use 'AdamW' or another",
-    ),
-    "a schedule": (
-        {"scheduler": {"type": "OneCycle", "params": {}}},
-        "scheduler.type: got 'OneCycle'; not supported yet; use 'WarmupLR' or another",
     ),
 }
 
@@ -402,6 +396,34 @@ def test_a_resolved_configuration_resolves_to_itself(
     )
     text = json.dumps(config.as_dict())
     assert Config.resolve(json.loads(text), data_ranks=2).as_dict() == config.as_dict()
+
+
+WORDS = sorted(
+    [
+        *(Config.model_fields.keys() | Config.published.keys() | Config.aliases.keys()),
+        *(key for section in nested(Config).values() for key in section.model_fields.keys() | section.published.keys()),
+        *("device", "enabled", "betas", "auto"),
+    ]
+)
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+)
+
+
+@given(st.dictionaries(st.sampled_from(WORDS), ODD, max_size=5))
+def test_whatever_stands_in_a_configuration_it_resolves_or_raises_a_config_error(odd: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        config = Config.resolve({**BATCH, **odd}, data_ranks=2)
+        assert Config.resolve(config.as_dict(), data_ranks=2).as_dict() == config.as_dict()
+
+
+def test_parameters_may_hold_objects_that_no_json_holds() -> None:
+    betas = np.array([0.9, 0.95])
+    config = resolve(optimizer={"type": "Adam", "params": {"betas": betas, "fused": None}})
+    assert config.optimizer.params["betas"] is betas
+    with pytest.raises(NotSupportedYet, match=r"^prescale_gradients: got array"):
+        resolve(prescale_gradients=betas)
 
 
 @given(st.sampled_from(["train_batch_size", "gradient_clipping", "zero_optimization"]), st.data())

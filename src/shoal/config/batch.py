@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 
+__all__ = ["BatchSizes", "DataRanks", "solve"]
+
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"

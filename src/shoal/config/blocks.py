@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from shoal.config.published import Published, inert, later, later_block, old
 
+__all__ = ["BLOCKS", "SCALARS"]
+
 SCALARS: Mapping[str, Published] = {
     "managed_gradient_accumulation": later("let each `step()` be the boundary", True),
     "prescale_gradients": later("divide gradients before they are summed", False),

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AllowInfNan, BeforeValidator, Field, Strict
 
+__all__ = ["Count", "Dtype", "Every", "Number", "Positive", "Switch", "Text", "any_case", "spelled", "whole"]
+
 
 def whole(value: object) -> object:
     """Return a whole float or a foreign integer (numpy's) as an int, anything else as it is."""

@@ -18,6 +18,8 @@ from typing import cast
 from shoal.config.problem import Problem, join, raise_all
 from shoal.errors import ConfigError
 
+__all__ = ["Source", "name_of", "parse", "read"]
+
 Source = str | os.PathLike[str] | Mapping[str, object]
 
 _STRING = r'"(?:\\.|[^"\\])*"'
@@ -36,10 +38,12 @@ def read(source: Source) -> dict[str, object]:
     """Return the configuration that `source` holds, as plain dicts and lists of its own.
 
     `source` is a path, a mapping, or URL-safe base64 of JSON text. Raises ConfigError when the file is missing or
-    cannot be read, when the text is no JSON (line and column are named), when it is no object, or when a key stands
-    twice in one object (with its path).
+    cannot be read, when the text is no JSON (line and column are named), when it is no object, when a key stands
+    twice in one object (with its path), or when a key of a mapping is no string.
     """
     if isinstance(source, Mapping):
+        odd = (Problem(path=path, message="the key is no string; give a string") for path in _odd_keys(source, ""))
+        raise_all(list(odd), None)
         return cast(dict[str, object], _copied(source))
     try:
         path = Path(source)
@@ -103,6 +107,13 @@ def _repeats(found: object, path: str) -> Iterator[str]:
         yield from (join(path, key) for key in found.keys_twice)
     for key, value in _children(found):
         yield from _repeats(value, join(path, key))
+
+
+def _odd_keys(found: object, path: str) -> Iterator[str]:
+    for key, value in _children(found):
+        if isinstance(found, Mapping) and not isinstance(key, str):
+            yield join(path, repr(key))
+        yield from _odd_keys(value, join(path, key))
 
 
 def _children(found: object) -> Iterator[tuple[str | int, object]]:

@@ -16,6 +16,8 @@ from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, NotSupportedYet
 
+__all__ = ["Problem", "from_pydantic", "join", "one_of", "raise_all", "shown"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

@@ -18,6 +18,10 @@ from typing import cast
 from shoal.config.problem import Problem, join, one_of, shown
 from shoal.config.suggest import nearest
 
+__all__ = ["Fate", "Published", "complaints", "inert", "is_auto", "later", "later_block", "old", "unknown"]
+
+_JSON = (bool, int, float, str, list, dict, type(None))
+
 
 class Fate(Enum):
     """What becomes of a key that asks for something."""
@@ -76,7 +80,7 @@ def old(meaning: str, *accepts: object, reason: str) -> Published:
 
 def complaints(key: Published, value: object, path: str) -> Iterator[Problem]:
     """Yield what `value` of `key` at `path` asks for beyond nothing; a `later` problem says so."""
-    if value is None or value == "auto" or _among(value, key.accepts):
+    if value is None or is_auto(value) or _among(value, key.accepts):
         return
     if key.fate is Fate.INERT and not key.accepts:
         return
@@ -115,9 +119,16 @@ def _without(key: Published) -> str:
     return f"remove the block or give {shown(key.switch)}: {shown(key.switched_off)}"
 
 
+def is_auto(value: object) -> bool:
+    """Whether `value` is the word that leaves a value to us."""
+    return isinstance(value, str) and value == "auto"  # an array would compare element by element
+
+
 def _among(value: object, values: tuple[object, ...]) -> bool:
-    # `1 == True` in Python, but 1 is not what a switch's default is.
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+    # As JSON compares them: in Python `1 == True`, and an array compares element by element.
+    return isinstance(value, _JSON) and any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in values
+    )
 
 
 def unknown(path: str, name: str, allowed: Mapping[str, object] | list[str], elsewhere: str | None = None) -> Problem:

@@ -18,6 +18,8 @@ from shoal.config.published import Fate, Published
 from shoal.config.resolve import nested
 from shoal.config.section import Section
 
+__all__ = ["docstrings", "render"]
+
 _OPENING = """\
 # Configuration
 

@@ -13,8 +13,10 @@ from typing import Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from shoal.config.problem import Problem, from_pydantic, join, shown
-from shoal.config.published import Fate, complaints, unknown
+from shoal.config.published import Fate, complaints, is_auto, unknown
 from shoal.config.section import Conflict, Section
+
+__all__ = ["DEFAULT", "Findings", "Resolved", "leaves", "nested", "resolve"]
 
 S = TypeVar("S", bound=Section)
 
@@ -52,7 +54,7 @@ def resolve(kind: type[S], given: Mapping[str, object]) -> Resolved[S]:
     for path, conflict in _conflicts(section, ""):
         keys = [join(path, key) for key in conflict.keys]
         if not any(findings.refused(key) for key in keys):
-            findings.problems.append(Problem(path=keys[0], message=conflict.message, later=conflict.later))
+            findings.problems.append(Problem(path=keys[0], message=conflict.message))
     return Resolved(section=section, findings=findings)
 
 
@@ -84,7 +86,7 @@ def _known(kind: type[Section], given: dict[str, object], path: str, findings: F
             _publish(kind, key, value, where, findings)
         elif key not in kind.model_fields:
             findings.problems.append(_unknown(kind, key, where))
-        elif value == "auto":
+        elif is_auto(value):
             findings.origins[where] = AUTO
         elif key in inner and isinstance(value, Mapping):
             values[key] = _known(inner[key], dict(cast(Mapping[str, object], value)), where, findings)
@@ -135,8 +137,8 @@ def _unknown(kind: type[Section], key: str, where: str) -> Problem:
 def _without_auto(value: object, where: str, findings: Findings) -> object:
     if isinstance(value, Mapping):
         items = cast(Mapping[str, object], value).items()
-        findings.origins |= {join(where, key): AUTO for key, inner in items if inner == "auto"}
-        return {key: _without_auto(inner, join(where, key), findings) for key, inner in items if inner != "auto"}
+        findings.origins |= {join(where, key): AUTO for key, inner in items if is_auto(inner)}
+        return {key: _without_auto(inner, join(where, key), findings) for key, inner in items if not is_auto(inner)}
     findings.origins.setdefault(where, GIVEN)
     return value
 

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from shoal.config.published import Published
 
+__all__ = ["Conflict", "Rewritten", "Section"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
@@ -23,7 +25,6 @@ class Conflict:
 
     keys: tuple[str, ...]  # the first is the one that the message is about
     message: str
-    later: bool = False  # a combination that a later version will honour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = ["nearest"]
+
 
 def nearest(word: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed word most like `word`, or None when none is like it.

@@ -30,7 +30,8 @@ def main(args: argparse.Namespace) -> int:
         case "show":
             origin = "one, as --ranks is not given" if args.ranks is None else "--ranks"
             config = Config.resolve(args.file, data_ranks=args.ranks or 1, data_ranks_origin=origin)
-            _print_json(config) if args.json else _print_table(config, args.file)
+            show = _print_json if args.json else _print_table
+            show(config)
         case "reference":
             _write(render(Config), args.output)
         case _:
@@ -55,12 +56,12 @@ def _print_json(config: Config) -> None:
     print(json.dumps({"values": config.as_dict(), "origins": dict(config.origins)}, indent=2))
 
 
-def _print_table(config: Config, title: str) -> None:
+def _print_table(config: Config) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("origin", overflow="fold")

@@ -11,8 +11,7 @@ from shoal.config.kinds import Text
 from shoal.config.published import Published, inert
 from shoal.config.section import Conflict, Section
 
-LATER = frozenset({"lamb", "onebitadam", "onebitlamb", "zerooneadam", "muon", "muadam", "muadamw", "musgd"})
-"""Published optimizers that a later version will know, in lower case."""
+__all__ = ["OptimizerSettings"]
 
 
 class OptimizerSettings(Section):
@@ -31,10 +30,6 @@ class OptimizerSettings(Section):
     def conflicts(self) -> Iterable[Conflict]:
         if self.type is None and self.params:
             yield Conflict(keys=("type", "params"), message="missing beside params; name an optimizer such as 'AdamW'")
-        if self.type is not None and self.type.lower() in LATER:
-            yield Conflict(
-                keys=("type",), message=f"got '{self.type}'; not supported yet; use 'AdamW' or another", later=True
-            )
         if "max_grad_norm" in self.params:
             yield Conflict(
                 keys=("params.max_grad_norm",),

@@ -11,6 +11,8 @@ from shoal.config.kinds import Count, Dtype, Number, Positive, Switch
 from shoal.config.published import Published, inert, later
 from shoal.config.section import Conflict, Section
 
+__all__ = ["Bf16Settings", "DataTypes", "Fp16Settings"]
+
 
 class Fp16Settings(Section):
     """Half precision with fp32 masters and a loss scale."""

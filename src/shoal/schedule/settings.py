@@ -10,8 +10,7 @@ from pydantic import Field
 from shoal.config.kinds import Text
 from shoal.config.section import Conflict, Section
 
-LATER = frozenset({"LRRangeTest", "OneCycle"})
-"""Published schedules that a later version will know."""
+__all__ = ["ScheduleSettings"]
 
 
 class ScheduleSettings(Section):
@@ -26,7 +25,3 @@ class ScheduleSettings(Section):
     def conflicts(self) -> Iterable[Conflict]:
         if self.type is None and self.params:
             yield Conflict(keys=("type", "params"), message="missing beside params; name a schedule such as 'WarmupLR'")
-        if self.type in LATER:
-            yield Conflict(
-                keys=("type",), message=f"got '{self.type}'; not supported yet; use 'WarmupLR' or another", later=True
-            )

@@ -12,6 +12,8 @@ from shoal.config.kinds import Count, Positive, Switch, whole
 from shoal.config.published import Published, inert, later, later_block, old
 from shoal.config.section import Section
 
+__all__ = ["ZeroSettings"]
+
 _SAME = "every setting of it gives the same training, and what moves is the same bytes"
 
 _OFFLOAD_PARAM: Mapping[str, object] = {
