@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from shoal.data.order import Deal, Position
-from shoal.data.source import Options, source
 from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.log import warn_once
 
@@ -30,6 +29,8 @@ class Loader:
     def __init__(self, dataset: object, *, batch_size: int, rank: int = 0, ranks: int = 1, shuffle: bool = True,
                  seed: int = 0, drop_last: bool = False, collate_fn: Callable[[list[Any]], Any] | None = None,
                  num_workers: int = 0, pin_memory: bool = False) -> None:
+        from shoal.data.source import Options, source  # torch.utils.data costs 0.15 s, which `import shoal` does not pay
+
         if batch_size < 1:
             raise ConfigError(f"train_micro_batch_size_per_gpu: got {batch_size}; it must be 1 or more")
         if not 0 <= rank < ranks:

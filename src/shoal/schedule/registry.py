@@ -72,5 +72,6 @@ def make_schedule(type: str, params: Mapping[str, object] | None, optimizer: Opt
     return _schedules.make(type, params, torch_optimizer(optimizer))
 
 
-for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR):
-    register_schedule(schedule.__name__)(schedule)
+register_schedule("WarmupLR")(WarmupLR)
+register_schedule("WarmupDecayLR")(WarmupDecayLR)
+register_schedule("WarmupCosineLR")(WarmupCosineLR)
