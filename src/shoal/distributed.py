@@ -7,6 +7,7 @@ rank 0 gets from the system and announces. No port is fixed unless it has to be 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from shoal.discovery import Place, discover
 from shoal.errors import LaunchError, UsageError
@@ -63,6 +64,7 @@ def init_distributed(
         else:
             place = discover(os.environ, port=distributed_port, mpi=auto_mpi_discovery)
             _join(place, backend, wait)
+            atexit.register(_leave)
             if verbose:
                 logger.info("rank %d of %d on %s, found by %s, over %s", place.rank, place.ranks, socket.gethostname(),
                             place.source, backend)
@@ -116,12 +118,18 @@ def _join(place: Place, backend: str, wait: timedelta) -> None:
             os.environ["LOCAL_WORLD_SIZE"] = str(place.local_ranks)
 
 
+def _leave() -> None:
+    """Leave gloo's process group at exit: without that its threads now and then abort the process instead."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
 def _check_devices(place: Place, backend: str) -> None:
     """Refuse ranks that would share a GPU under NCCL, which would hang or fail later without saying so."""
     gpus = torch.cuda.device_count() if backend == "nccl" else 0
     if gpus > 1 and place.local_rank >= gpus:
-        raise LaunchError(f"rank {place.rank} has no GPU of its own: local rank {place.local_rank}, but this host has {gpus} "
-                          f"GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo'")
+        raise LaunchError(f"rank {place.rank} has no GPU of its own: it is local rank {place.local_rank}, and this host has "
+                          f"{gpus} GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo'")
 
 
 def _keep_on_loopback(place: Place, backend: str) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -44,14 +45,16 @@ def launch(plan: Plan, mark: str, folder: str) -> int:
                        cores=tuple(share.cores for share in shares) if all(share.cores for share in shares) else (),
                        threads=tuple(share.threads for share in shares))
     command = ("-P", rank.__file__, str(order), plan.target, *plan.args)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_heeded())
     try:
         meeting = (OneNode(plan.job) if plan.rendezvous is None else
                    several_nodes(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous))
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=meeting,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=WATCH)
-        agent = Agent(spec, Files(folder, plan.log_dir), plan, mark)
-        return agent.code(agent.run())
+        code = Agent(spec, Files(folder, plan.log_dir), plan, mark).code()
+        meeting.shutdown()
+        return code
     except SignalException as stop:
         return 128 + stop.sigval
     except RendezvousError as error:
@@ -99,25 +102,27 @@ class Agent(LocalElasticAgent):
         self.files = files
         self.failures: list[Failure] = []
 
-    def code(self, result: RunResult) -> int:
-        """Return the exit code of a run that was not interrupted."""
-        return failure.status_code(failure.first(self.failures).status) if result.is_failed() else 0
+    def code(self) -> int:
+        """Run the ranks to their end and return 0, or the exit code of the rank that failed first."""
+        self.run()
+        return failure.status_code(failure.first(self.failures).status) if self.failures else 0
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator loses the signature
+            self, worker_group: WorkerGroup) -> RunResult:
         deaths = {pid: status for pid in self._pids() if (status := peek(pid)) is not None}
         seen = time.time()
         if any(deaths.values()):
             self._stop(signal.SIGTERM)
-        result = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            self.failures = self._failures(result, deaths, seen)
+        result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
+        self.failures = self._failures(result, deaths, seen)
+        if self.failures:
             self._report(worker_group.workers[0].world_size)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if alive := len(self._alive()):
-            say(f"shoal run: {death_sig.name}: {alive} {'rank has' if alive == 1 else 'ranks have'} "
-                f"{self.plan.grace:g} s to finish; a second signal kills at once")
+            say(f"shoal run: {death_sig.name} goes to {_count(alive)}, with {self.plan.grace:g} s to finish; "
+                "a second signal kills at once")
         self._stop(death_sig)
         super()._shutdown(death_sig)
         sweep(self.mark, STRAGGLERS)
@@ -164,20 +169,30 @@ def peek(pid: int) -> int | None:
     return fact.si_status if fact.si_code == os.CLD_EXITED else -fact.si_status
 
 
+def _heeded() -> list[str]:
+    """Name the signals that end a launch: those that whoever started it (nohup, a shell's `&`) did not have ignored."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return [number.name for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def _default_ranks() -> int:
     import torch
 
     gpus = torch.cuda.device_count()
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
-    say(f"shoal run: {ranks} ranks, " + (f"one per GPU ({gpus})" if gpus else f"half of {usable} cores") +
+    say(f"shoal run: {_count(ranks)}, " + (f"one per GPU ({gpus})" if gpus else f"half of {usable} cores") +
         "; --ranks N chooses otherwise")
     return ranks
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _shares(plan: Plan, ranks: int) -> list[cores.Share]:
     groups = cores.physical_cores(cores.usable())
     if ranks > len(groups):
-        say(f"shoal run: {ranks} ranks share {len(groups)} cores: none is bound, and each computes on one thread")
+        say(f"shoal run: {_count(ranks)} on {len(groups)} cores: none is bound, and each computes on one thread")
     shares = cores.shares(ranks, groups)
     return shares if plan.bind_cores else [cores.Share(cores=(), threads=share.threads) for share in shares]

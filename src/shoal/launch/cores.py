@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Share", "physical_cores", "read_list", "shares"]
+__all__ = ["Share", "physical_cores", "read_list", "shares", "usable"]
 
 SYSTEM = Path("/sys/devices/system")
 
@@ -53,7 +54,7 @@ def shares(ranks: int, cores: Sequence[tuple[int, ...]]) -> list[Share]:
         return [Share(cores=(), threads=1)] * ranks
     cuts = [rank * len(cores) // ranks for rank in range(ranks + 1)]
     return [Share(cores=tuple(core for group in cores[start:stop] for core in group), threads=stop - start)
-            for start, stop in zip(cuts, cuts[1:], strict=False)]
+            for start, stop in pairwise(cuts)]
 
 
 def usable() -> set[int]:

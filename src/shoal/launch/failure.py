@@ -8,6 +8,7 @@ has not failed at all.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterable
@@ -59,8 +60,8 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """What happened, in one line."""
-        return (self.summary or self.ending).splitlines()[0]
+        """What happened, in one line, without the source file that gloo puts before it."""
+        return re.sub(r"\[/\S*/gloo/\S*\] ", "", (self.summary or self.ending).splitlines()[0])
 
 
 def signal_name(number: int) -> str:

@@ -10,7 +10,7 @@ import ipaddress
 import os
 from datetime import timedelta
 
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend

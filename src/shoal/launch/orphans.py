@@ -62,7 +62,7 @@ def _kill(pid: int, number: signal.Signals) -> None:
 class Guardian:
     """A process that waits for this one to end; if it did not end in peace, it sweeps and removes `folder`.
 
-    Enter it before threads or torch exist: it forks.
+    Enter it before there are threads: it forks.
     """
 
     def __init__(self, mark: str, folder: str) -> None:

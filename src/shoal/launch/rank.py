@@ -6,6 +6,7 @@ not import, a rank does not pay for. What ends the rank is written down for the 
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import faulthandler
@@ -50,11 +51,12 @@ def main(argv: list[str]) -> None:
     if order.kind == "program":
         os.execvp(target, [target, *args])
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # live, and whole lines where ranks share it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)  # live, and whole lines where ranks share it
     faults = open(f"{path}.fault", "w") if path and not faulthandler.is_enabled() else None  # noqa: SIM115  lives as long
     if faults:
         faulthandler.enable(faults)
+    atexit.register(leave)
     try:
         execute(order.kind, target, args)
     except SystemExit as end:
@@ -100,6 +102,15 @@ def execute(kind: str, target: str, args: list[str]) -> None:
         with open(target, "rb") as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def leave() -> None:
+    """Leave gloo's process group, if the script has not: at exit its threads now and then abort the process instead."""
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
 
 
 def record(path: str, error: BaseException, text: str, summary: str = "") -> None:

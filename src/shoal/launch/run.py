@@ -6,6 +6,7 @@ Everything that a user can get wrong is checked here, before torch is imported a
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import os
 import secrets
 import shutil
@@ -81,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         with Guardian(mark, folder):
             os.environ.update({**variables, MARK: mark})
-            from shoal.launch.agent import launch  # torch: not before the guardian is forked
+            from shoal.launch.agent import launch  # imports torch, which may start threads: after the guardian's fork
 
             return launch(plan, mark, folder)
     finally:
@@ -119,7 +120,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
 
 def _count(option: str, text: str, *, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        auto = " or auto" if option == "--ranks" else ""
+        auto = ", or auto" if option == "--ranks" else ""
         raise UsageError(f"{option}: got {text!r}; choose a whole number, {least} or more{auto}")
     return int(text)
 
@@ -140,6 +141,8 @@ def check_target(plan: Plan) -> None:
             raise LaunchError(f"no program {plan.target!r} on the path or in {os.getcwd()}")
         return
     if plan.kind == "module":
+        if not _is_module(plan.target):
+            raise LaunchError(f"no module {plan.target!r} in {os.getcwd()} or among the installed packages")
         return
     path = Path(plan.target)
     if not path.exists():
@@ -152,14 +155,20 @@ def check_target(plan: Plan) -> None:
         _check_syntax(path)
 
 
+def _is_module(name: str) -> bool:
+    """Look for the top package only: looking further would import it."""
+    top = name.partition(".")[0]
+    return importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
+
+
 def _check_syntax(path: Path) -> None:
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        where = f"{path}, line {error.lineno}"
-        line = (error.text or "").rstrip("\n")
-        caret = " " * max(0, (error.offset or 1) - 1) + "^"
-        raise LaunchError(f"{where}: {error.msg}\n    {line}\n    {caret}") from None
+        if error.lineno is None:
+            raise LaunchError(f"{path} cannot be read as Python: {error.msg}") from None
+        line, caret = (error.text or "").rstrip("\n"), " " * max(0, (error.offset or 1) - 1) + "^"
+        raise LaunchError(f"{path}, line {error.lineno}: {error.msg}\n    {line}\n    {caret}") from None
     except (OSError, ValueError) as error:
         raise LaunchError(f"{path} cannot be read as Python: {error}") from None
 

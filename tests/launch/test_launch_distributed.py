@@ -1,0 +1,118 @@
+"""Joining the process group, in one process and in ranks that have one already."""
+
+import json
+import logging
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal import distributed
+from shoal.discovery import Place
+from shoal.distributed import device, init_distributed
+from shoal.errors import LaunchError, UsageError
+from shoal.testing import run_ranks
+
+TWO = Place(rank=1, ranks=2, local_rank=1, local_ranks=2, source="Open MPI", job="ompi-7/8")
+
+
+@pytest.fixture
+def lone(monkeypatch):
+    """A process that nobody launched, and that leaves no group behind."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def adopt():
+    group = dist.group.WORLD
+    init_distributed(dist_init_required=False)
+    init_distributed("gloo")
+    return dist.group.WORLD is group, dist.get_rank()
+
+
+def test_an_initialised_process_group_is_adopted():
+    assert run_ranks(2, adopt) == [(True, 0), (True, 1)]
+
+
+def test_a_lone_process_joins_a_group_of_one_and_says_how_it_knew(lone, caplog):
+    with caplog.at_level(logging.INFO, logger="shoal"):
+        init_distributed("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert "found by alone, over gloo" in caplog.text
+
+
+def test_where_to_meet_can_be_given(lone, tmp_path):
+    init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.get_world_size() == 1
+
+
+def test_a_rank_without_a_place_to_meet_is_refused(lone):
+    with pytest.raises(UsageError, match="got rank=0 and world_size=2 but nowhere to meet; pass init_method"):
+        init_distributed("gloo", rank=0, world_size=2)
+
+
+def test_a_group_that_must_be_there_already_is_missed(lone):
+    with pytest.raises(UsageError, match="dist_init_required is False, but torch.distributed is not initialised"):
+        init_distributed(dist_init_required=False)
+
+
+def test_a_timeout_that_is_no_number_is_refused(lone, monkeypatch):
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")
+    with pytest.raises(LaunchError, match="DEEPSPEED_TIMEOUT: got 'soon'; a number of minutes is expected"):
+        init_distributed("gloo")
+
+
+def test_a_configuration_given_here_is_not_ignored_silently(lone, caplog):
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        init_distributed("gloo", config={})
+    assert "config has no effect here; shoal.initialize reads it" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_device_of_a_rank_without_gpus_is_the_cpu():
+    assert device() == torch.device("cpu")
+
+
+def test_ranks_beyond_the_gpus_share_them_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert device() == torch.device("cuda", 1)
+
+
+def test_nccl_refuses_a_rank_without_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(distributed, "discover", lambda variables, **more: Place(
+        rank=6, ranks=8, local_rank=2, local_ranks=4, source="Slurm"))
+    with pytest.raises(LaunchError, match="rank 6 has no GPU of its own: it is local rank 2, and this host has 2 GPUs"):
+        init_distributed("nccl")
+
+
+def test_what_a_dead_job_announced_is_not_believed(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = distributed._announcement(TWO)
+    path.write_text(json.dumps({"port": 1, "pid": os.getpid(), "born": "an earlier life"}))
+    with pytest.raises(LaunchError, match="rank 0 announced no port in .*ompi-7-8.json within 0.05 s"):
+        distributed._announced_port(path, timedelta(seconds=0.05))
+
+
+def test_what_a_live_job_announces_is_believed(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = distributed._announcement(TWO)
+    path.write_text(json.dumps({"port": 4321, "pid": os.getpid(), "born": distributed._born(os.getpid())}))
+    assert distributed._announced_port(path, timedelta(seconds=5)) == 4321
+
+
+def test_announcements_are_not_read_from_another_users_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
+    distributed._announcement(TWO)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "shoal-12345").mkdir()
+    with pytest.raises(LaunchError, match="shoal-12345 belongs to another user"):
+        distributed._announcement(TWO)

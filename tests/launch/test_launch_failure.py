@@ -1,0 +1,50 @@
+"""Which rank failed first, and how that is told."""
+
+import signal
+
+from shoal.launch.failure import Failure, describe, first, signal_name, status_code
+
+
+def failed(rank, time=1.0, status=1, **more):
+    return Failure(rank=rank, local_rank=rank, pid=100 + rank, status=status, time=time, **more)
+
+
+def test_the_earliest_exception_is_the_cause():
+    assert first([failed(0, time=2.0, summary="ValueError: b"), failed(1, time=1.0, summary="ValueError: a")]).rank == 1
+
+
+def test_a_lost_connection_is_an_echo_however_early_it_was_felt():
+    echo = failed(0, time=1.0, summary="RuntimeError: [/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:1")
+    assert first([echo, failed(1, time=2.0, status=-9)]).rank == 1
+
+
+def test_a_timeout_of_a_collective_is_an_echo_of_a_death():
+    echo = failed(0, time=1.0, summary="late", kinds=("shoal.errors.CollectiveTimeout", "builtins.RuntimeError"))
+    assert first([echo, failed(1, time=2.0, summary="KeyError: 1")]).rank == 1
+
+
+def test_a_rank_that_the_launcher_stopped_is_never_the_cause():
+    assert first([failed(0, time=0.0, status=-15, stopped=True), failed(1, time=9.0)]).rank == 1
+
+
+def test_a_signal_becomes_128_and_its_number():
+    assert [status_code(3), status_code(-9)] == [3, 137]
+
+
+def test_a_signal_without_a_name_keeps_its_number():
+    assert [signal_name(signal.SIGABRT), signal_name(250)] == ["SIGABRT", "signal 250"]
+
+
+def test_the_block_names_the_cause_and_gives_the_others_a_line_each():
+    block = describe([failed(0, time=2.0, summary="RuntimeError: [/a/gloo/transport/tcp/pair.cc:5] Connection closed by peer"),
+                      failed(1, summary="ValueError: no", text="Traceback\nValueError: no\n"),
+                      failed(2, status=-15, stopped=True)], ranks=3)
+    lines = block.splitlines()
+    assert lines[0].startswith("---- rank 1 of 3 failed: ValueError: no -----")
+    assert lines[2:4] == ["Traceback", "ValueError: no"]
+    assert lines[4] == "then rank 0 (pid 100): RuntimeError: Connection closed by peer"
+    assert len(lines) == 6
+
+
+def test_sigkill_comes_with_its_most_likely_reason():
+    assert "ran out of memory" in describe([failed(0, status=-9)], ranks=1)

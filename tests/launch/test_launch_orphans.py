@@ -1,0 +1,61 @@
+"""Who is left behind is found by a mark, and ended."""
+
+import signal
+import subprocess
+import sys
+import time
+
+from launched import wait
+
+from shoal.launch.orphans import MARK, marked, sweep
+
+WAIT = "import signal, sys; sys.argv[1:] and signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+
+def start(mark, *args):
+    process = subprocess.Popen([sys.executable, "-c", WAIT, *args], stdout=subprocess.PIPE, env={MARK: mark},
+                               start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    return process
+
+
+def test_only_processes_with_the_mark_are_swept():
+    one, other = start("test-one"), start("test-other")
+    try:
+        assert marked("test-one") == [one.pid]
+        sweep("test-one", 60)
+        assert one.wait() == -signal.SIGTERM
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_what_does_not_end_when_asked_is_killed():
+    process = start("test-stubborn", "ignore")
+    sweep("test-stubborn", 0.1)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_guardian_ends_with_its_launcher_even_when_it_was_killed_before():
+    code = ("import os, sys; from shoal.launch.orphans import Guardian\n"
+            "with Guardian('test-guardian', '/nonexistent') as guardian: os.kill(guardian.pid, 9)\n"
+            "print('ended in peace')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "ended in peace\n"
+
+
+def test_a_guardian_sweeps_and_removes_the_folder_when_its_launcher_is_killed(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    process = start("test-killed")
+    code = ("import os, sys; from shoal.launch.orphans import Guardian\n"
+            f"guardian = Guardian('test-killed', {str(folder)!r}); guardian.__enter__()\n"
+            "print(guardian.pid, flush=True); os.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
+    wait(int(done.stdout), time.monotonic() + 60)
+    assert not folder.exists()

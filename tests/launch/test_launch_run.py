@@ -1,0 +1,206 @@
+"""`shoal run` with real processes: what ranks see, how a run ends, and that nothing outlives it."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+ALL_REDUCE = """
+import os, sys, torch, torch.distributed as dist
+from shoal.distributed import init_distributed
+init_distributed()
+total = torch.tensor(float(dist.get_rank() + 1))
+dist.all_reduce(total)
+cores = sorted(os.sched_getaffinity(0)) if "SHOAL_LAUNCH" in os.environ else "any"
+print(dist.get_rank(), dist.get_world_size(), total.item(), sys.argv[1:], os.environ.get("NAME"), cores)
+"""
+
+FAMILY = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"],
+                         start_new_session=True)
+print("rank", os.environ["RANK"], os.getpid(), flush=True)
+signal.pause()
+"""
+"""Each rank has a child in another session."""
+
+FINISH = """
+import os, signal, sys
+def finish(number, frame):
+    print("finished", signal.Signals(number).name, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGINT, finish)
+signal.signal(signal.SIGTERM, finish)
+print("ready", flush=True)
+while True: signal.pause()
+"""
+
+STUBBORN = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+print("ready", flush=True)
+while True: signal.pause()
+"""
+
+
+def rank_pids(lines):
+    return {int(words[1]): int(words[2]) for words in map(str.split, lines) if words[0] == "rank"}
+
+
+def test_two_ranks_reduce_on_their_own_cores_with_arguments_and_variables_as_given(start, script):
+    launch = start(sys.executable, "-m", "shoal", "run", "--ranks", "2", "--env", "NAME=value",
+                   script(ALL_REDUCE), "--ranks", "a b", "$HOME ${local_rank} $$")
+    code, out, err = launch.end()
+    lines = sorted(out.splitlines())
+    assert code == 0, err
+    groups = sorted(os.sched_getaffinity(0))
+    shown = [line.split(" value ") for line in lines]
+    given = ["--ranks", "a b", "$HOME ${local_rank} $$"]
+    assert [first for first, _ in shown] == [f"{rank} 2 3.0 {given}" for rank in range(2)]
+    bound = [set(eval(cores)) for _, cores in shown]
+    if len(groups) > 1:
+        assert not bound[0] & bound[1]
+    launch.wait_until_gone()
+
+
+def test_the_first_failing_rank_is_shown_once_with_its_traceback_and_nothing_else(run, script):
+    launch = run("--ranks", "2", script("""
+import os, signal
+def inner():
+    raise ValueError("no such herring")
+if os.environ["RANK"] == "1":
+    inner()
+signal.pause()
+"""))
+    code, out, err = launch.end()
+    assert (code, out) == (1, "")
+    lines = err.splitlines()
+    assert lines[0].startswith("---- rank 1 of 2 failed: ValueError: no such herring")
+    assert f"host {os.uname().nodename}, rank 1, local rank 1, pid " in lines[1]
+    assert lines[1].endswith("exit code 1")
+    assert err.count("Traceback (most recent call last)") == 1
+    assert err.count("in inner") == 1
+    assert "shoal/launch/rank.py" not in err
+    assert lines[-2] == "ValueError: no such herring"
+    launch.wait_until_gone()
+
+
+def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
+    launch = run("--ranks", "1", script("import sys; sys.exit(7)"))
+    code, _, err = launch.end()
+    assert code == 7
+    assert "rank 0 of 1 failed: sys.exit(7)" in err
+
+
+def test_a_killed_rank_takes_the_run_down_and_leaves_no_process(run, script):
+    launch = run("--ranks", "2", script(FAMILY))
+    ranks = rank_pids(launch.read(4))
+    os.kill(ranks[1], signal.SIGKILL)
+    code, _, err = launch.end()
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 of 2 failed: killed by SIGKILL" in err
+    launch.wait_until_gone()
+
+
+def test_a_killed_launcher_leaves_no_process(start, script):
+    launch = start(sys.executable, "-m", "shoal", "run", "--ranks", "2", script(FAMILY))
+    launch.read(4)
+    os.kill(launch.pid, signal.SIGKILL)
+    launch.wait_until_gone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_ranks_and_they_have_time_to_finish(run, script, number):
+    launch = run("--ranks", "2", script(FINISH))
+    launch.read(2)
+    os.kill(launch.pid, number)
+    code, out, err = launch.end()
+    assert code == 128 + number
+    assert out.splitlines() == [f"finished {number.name}"] * 2
+    assert f"{number.name} goes to 2 ranks, with 30 s to finish" in err
+    launch.wait_until_gone()
+
+
+def test_ranks_that_ignore_signals_are_killed_after_the_grace_period(run, script):
+    launch = run("--ranks", "1", "--grace", "0.2", script(STUBBORN))
+    launch.read(1)
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.end()[0] == 128 + signal.SIGTERM
+    launch.wait_until_gone()
+
+
+def test_a_second_signal_kills_at_once(run, script):
+    launch = run("--ranks", "1", "--grace", "1000", script(STUBBORN))
+    launch.read(1)
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.err.readline().startswith("shoal run: SIGTERM goes to 1 rank")
+    os.kill(launch.pid, signal.SIGINT)
+    assert launch.end()[0] == 128 + signal.SIGINT
+    launch.wait_until_gone()
+
+
+def test_ranks_are_started_again_after_a_failure_and_meet_anew(run, script):
+    launch = run("--ranks", "2", "--max-restarts", "1", script("""
+import os, torch, torch.distributed as dist
+from shoal.distributed import init_distributed
+init_distributed()
+total = torch.ones(())
+dist.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(total)
+print(total.item())
+"""))
+    code, out, err = launch.end()
+    assert (code, out.splitlines()) == (0, ["4.0", "4.0"]), err
+    assert "rank 1 of 2 failed: killed by SIGKILL" in err
+    assert "starting all ranks again: attempt 2 of 2" in err
+    launch.wait_until_gone()
+
+
+def test_a_log_folder_gets_a_file_for_each_rank_beside_the_live_output(run, script, tmp_path):
+    launch = run("--ranks", "2", "--log-dir", str(tmp_path / "logs"), script("import os; print('I am', os.environ['RANK'])"))
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1"]
+    assert [(tmp_path / "logs" / f"rank{rank}.out").read_text() for rank in range(2)] == ["I am 0\n", "I am 1\n"]
+
+
+def test_a_module_runs_as_main_with_the_working_folder_on_its_path(run, tmp_path):
+    (tmp_path / "herring.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    launch = run("--ranks", "1", "--module", "herring", "--flag", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert launch.end()[:2] == (0, "__main__ ['--flag']\n")
+
+
+def test_any_program_runs_without_python(run):
+    launch = run("--ranks", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE; exit 3")
+    code, out, err = launch.end()
+    assert (code, out) == (3, "0 of 1\n")
+    assert "rank 0 of 1 failed: exit code 3" in err
+
+
+def test_two_nodes_meet_at_a_rendezvous(run, script, free_port):
+    command = ("--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores")
+    path = script(ALL_REDUCE)
+    nodes = [run(*command, "--node-rank", str(node), path) for node in range(2)]
+    ends = [node.end() for node in nodes]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert sorted(out.split()[0] for _, out, _ in ends) == ["0", "1"]
+    assert all(out.split()[1:3] == ["2", "3.0"] for _, out, _ in ends)
+
+
+def test_a_lone_process_is_a_job_of_one(start, script):
+    code, out, err = start(sys.executable, script(ALL_REDUCE)).end()
+    assert (code, out) == (0, "0 1 1.0 [] None any\n"), err
+
+
+def test_torchrun_starts_the_same_script(start, script):
+    code, out, err = start(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           script(ALL_REDUCE)).end()
+    assert (code, sorted(out.splitlines())) == (0, [f"{rank} 2 3.0 [] None any" for rank in range(2)]), err
+
+
+def test_mpirun_starts_the_same_script(start, script, mpirun):
+    code, out, err = start(*mpirun, "-n", "2", sys.executable, script(ALL_REDUCE)).end()
+    assert (code, sorted(out.splitlines())) == (0, [f"{rank} 2 3.0 [] None any" for rank in range(2)]), err
