@@ -1,0 +1,19 @@
+"""The names by which systems are chosen, in the order in which they stand in tables."""
+
+from __future__ import annotations
+
+from systems import System, ddp, deepspeed, fsdp2, plain, shoal, zero_redundancy
+
+BASELINE = "ddp"
+
+SYSTEMS = {
+    "plain": System(title="one process alone", settings="fused AdamW, no communication", build=plain, ratio=0.0),
+    "ddp": System(title="DDP", settings="fused AdamW, gradient_as_bucket_view, static_graph", build=ddp),
+    "zero-redundancy": System(title="ZeroRedundancyOptimizer", settings="DDP as above, parameters_as_bucket_view, fused",
+                              build=zero_redundancy, ratio=1.0),
+    "fsdp2": System(title="FSDP2", settings="fully_shard on each block and the root, fused AdamW", build=fsdp2, ratio=1.5),
+    **{f"deepspeed-{stage}": System(title=f"DeepSpeed stage {stage}", settings="torch_adam, fused", peer=True,
+                                    build=deepspeed(stage), ratio=1.5 if stage == 3 else 1.0) for stage in (1, 2, 3)},
+    **{f"shoal-{stage}": System(title=f"Shoal stage {stage}", settings="defaults", build=shoal(stage),
+                                ratio=1.5 if stage == 3 else 1.0) for stage in (0, 1, 2, 3)},
+}

@@ -1,0 +1,193 @@
+"""Systems take turns on one machine, so that whatever slows the machine slows them all.
+
+A `Team` is the ranks of one system: processes that live through the whole measurement and sleep between their turns. In
+each round every team runs its steps, in an order that rotates from round to round. A round gives one median per system,
+and ratios are taken within the round; what is reported is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import PEERS
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class TeamFailed(RuntimeError):
+    """A rank of a system did not start or died; the message is its last words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every system is made to do: `steps` a turn (the first is not counted), `rounds` turns."""
+
+    workload: str
+    ranks: int
+    rounds: int
+    steps: int
+    warm: int
+    microbatch: int = 2
+    length: int = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What one system did. Seconds are those of the slowest rank, by round and step; bytes are of one rank."""
+
+    name: str
+    parameters: int = 0
+    rounds: list[list[float]] = field(default_factory=list[list[float]])
+    cpu: list[float] = field(default_factory=list[float])
+    faults: list[float] = field(default_factory=list[float])
+    losses: list[float] = field(default_factory=list[float])
+    sent: list[float] = field(default_factory=list[float])
+    peak: int = 0
+    resting: int = 0
+    failure: str = ""
+
+    @property
+    def medians(self) -> list[float]:
+        """Seconds of the median step of each round, its first step left out."""
+        return [statistics.median(steps[1:] or steps) for steps in self.rounds]
+
+    @property
+    def best(self) -> float:
+        """Seconds of the fastest counted step."""
+        return min(min(steps[1:] or steps) for steps in self.rounds)
+
+    def ratios(self, other: Result) -> list[float]:
+        """Seconds of this system in units of the other's, round by round."""
+        return [mine / theirs for mine, theirs in zip(self.medians, other.medians, strict=False)]
+
+    def psi(self, ranks: int) -> float:
+        """Bytes that a rank sent in a step, in units of the fp32 model times 2 (N-1)/N (1.0 is one all-reduce)."""
+        return max(self.sent, default=0.0) / (4 * self.parameters * 2 * (ranks - 1) / ranks) if ranks > 1 else 0.0
+
+
+class Team:
+    """The live ranks of one system."""
+
+    def __init__(self, name: str, plan: Plan, *, peer: bool, folder: Path) -> None:
+        self.result = Result(name=name)
+        self._plan = plan
+        self._logs = [folder / f"{name}-{rank}.log" for rank in range(plan.ranks)]
+        python = str(PEERS) if peer else sys.executable
+        self._ranks = [self._start(python, rank, folder / f"{name}-store") for rank in range(plan.ranks)]
+        self._sent: list[list[int]] = []
+
+    def _start(self, python: str, rank: int, store: Path) -> subprocess.Popen[str]:
+        plan = self._plan
+        job = {"system": self.result.name, "workload": plan.workload, "rank": rank, "ranks": plan.ranks,
+               "store": str(store), "microbatch": plan.microbatch, "length": plan.length}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                       "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                       "WORLD_SIZE": str(plan.ranks), "LOCAL_WORLD_SIZE": str(plan.ranks)}
+        with self._logs[rank].open("w") as log:
+            return subprocess.Popen([python, str(WORKER), json.dumps(job)], stdin=subprocess.PIPE, text=True,
+                                    stdout=subprocess.PIPE, stderr=log, env=environment)
+
+    def ready(self) -> None:
+        """Wait until every rank has built its model, then run the steps that are not counted."""
+        self.result.parameters = self._answers()[0]["parameters"]
+        self._order({"steps": self._plan.warm})
+        self._answers()
+
+    def turn(self) -> None:
+        """Run one round's steps."""
+        self._order({"steps": self._plan.steps})
+        answers = self._answers()
+        result = self.result
+        result.rounds.append([max(steps) for steps in zip(*(answer["seconds"] for answer in answers), strict=True)])
+        result.cpu.append(statistics.mean(answer["cpu"] for answer in answers))
+        result.faults.append(statistics.mean(answer["faults"] for answer in answers))
+        result.losses.append(statistics.mean(answer["loss"] for answer in answers))
+        self._sent.append([answer["sent"] for answer in answers])
+
+    def finish(self) -> None:
+        """Collect bytes and memory, and let the ranks end."""
+        self._order({"finish": True})
+        answers = self._answers()
+        steps = self._plan.steps * len(self._sent)
+        self.result.sent = [(answer["sent"] - first) / steps
+                            for answer, first in zip(answers, self._sent[0], strict=True)]
+        self.result.peak = max(answer["peak"] for answer in answers)
+        self.result.resting = max(answer["resident"] for answer in answers)
+
+    def stop(self) -> None:
+        """End the ranks, whatever they are doing."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+    def _order(self, order: dict[str, Any]) -> None:
+        for rank in self._ranks:
+            assert rank.stdin
+            try:
+                rank.stdin.write(json.dumps(order) + "\n")
+                rank.stdin.flush()
+            except BrokenPipeError:
+                continue  # the answer that does not come tells why
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = []
+        for number, rank in enumerate(self._ranks):
+            assert rank.stdout
+            line = rank.stdout.readline()
+            if not line:
+                raise TeamFailed(self._last_words(number))
+            answers.append(json.loads(line))
+        return answers
+
+    def _last_words(self, number: int) -> str:
+        lines = [line for line in self._logs[number].read_text(errors="replace").splitlines() if line.strip()]
+        return f"rank {number}: {lines[-1] if lines else 'died without a word'}"
+
+
+def measure(names: Sequence[str], plan: Plan, *, peers: Iterable[str], tell: Callable[[str], None]) -> list[Result]:
+    """Run the named systems in turns and return their results in the order of the names.
+
+    A system that fails keeps the reason in `failure` and the others go on. `tell` receives progress as text.
+    """
+    everyone = set(peers)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        teams: list[Team] = []
+        failed: dict[str, Result] = {}
+        try:
+            for name in names:
+                if name in everyone and not PEERS.exists():
+                    failed[name] = Result(name=name, failure="skipped: no .venv-peers (make peers)")
+                    continue
+                tell(f"{name}: starting")
+                teams.append(Team(name, plan, peer=name in everyone, folder=Path(folder)))
+                _attempt(teams, teams[-1], failed, teams[-1].ready)
+            for number in range(plan.rounds):
+                shift = number % max(1, len(teams))
+                for team in [*teams[shift:], *teams[:shift]]:
+                    tell(f"round {number + 1} of {plan.rounds}: {team.result.name}")
+                    _attempt(teams, team, failed, team.turn)
+            for team in list(teams):
+                _attempt(teams, team, failed, team.finish)
+            results = {team.result.name: team.result for team in teams} | failed
+        finally:
+            for team in teams:
+                team.stop()
+    return [results[name] for name in names]
+
+
+def _attempt(teams: list[Team], team: Team, failed: dict[str, Result], action: Callable[[], None]) -> None:
+    try:
+        action()
+    except TeamFailed as error:
+        team.stop()
+        teams.remove(team)
+        failed[team.result.name] = Result(name=team.result.name, failure=str(error))

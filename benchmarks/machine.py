@@ -1,0 +1,54 @@
+"""The machine and the versions that a measurement was made with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+
+
+def facts() -> dict[str, str]:
+    """Return processor, cores, memory, system, versions, commit and date, ready for JSON."""
+    return {"date": date.today().isoformat(), "processor": _processor(), "cores": str(len(os.sched_getaffinity(0))),
+            "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+            "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
+            "torch": metadata.version("torch"), "shoal": metadata.version("shoal"), "deepspeed": _deepspeed(),
+            "commit": _commit()}
+
+
+def available() -> int:
+    """Return the bytes of memory that can be used without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _deepspeed() -> str:
+    if not PEERS.exists():
+        return "not installed"
+    ask = "from importlib.metadata import version; print(version('deepspeed'))"
+    answer = subprocess.run([PEERS, "-c", ask], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "not installed"
+
+
+def _commit() -> str:
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    for name, fact in facts().items():
+        sys.stdout.write(f"{name}: {fact}\n")

@@ -1,0 +1,19 @@
+"""What is going on: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being measured now."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(text, highlight=False)
+        return
+    with console.status("starting") as status:
+        yield status.update

@@ -1,0 +1,91 @@
+"""What it costs to start: `import shoal` over `import torch`, and `shoal run` over `torchrun` of an empty script.
+
+    python benchmarks/startup.py [--rounds 15] [--ranks 2]
+
+Every measurement is a fresh process; the two of a pair take turns, and the difference is taken within the pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from outcome import Outcome, Sheet, Target
+from progress import progress
+
+BIN = Path(sys.executable).parent
+NO_DEVICE = "import torch, shoal; assert not torch.cuda.is_initialized(); assert not torch.distributed.is_initialized()"
+
+
+def main() -> None:
+    options = _options()
+    subprocess.run([sys.executable, "-c", NO_DEVICE], check=True)
+    imports = [[sys.executable, "-c", "import torch"], [sys.executable, "-c", "import torch, shoal"]]
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script, progress() as tell:
+        importing = _pairs("import", *imports, options.rounds, tell)
+        runs = [[str(BIN / "torchrun"), f"--nproc-per-node={options.ranks}", "--standalone", script.name],
+                [str(BIN / "shoal"), "run", "--ranks", str(options.ranks), script.name]]
+        running = _pairs("run", *runs, options.rounds, tell)
+    rows = (_row("import torch, import torch and shoal", importing), _row("torchrun, shoal run", running))
+    targets = (
+        Target(what="`import shoal` over `import torch`", measured=_cost(importing), high=0.3, unit=" s"),
+        Target(what="`shoal run` of an empty script over `torchrun`", measured=_cost(running), high=0.5, unit=" s"))
+    note = (f"Fresh processes, {options.rounds} pairs in turns; {options.ranks} ranks in the runs. Importing shoal "
+            f"initialised neither CUDA nor a process group.")
+    columns = ("pair", "first, median s", "second, median s", "difference, median s", "least", "most")
+    Outcome(benchmark="startup", command=" ".join(["python", *sys.argv]), note=note, targets=targets,
+            sheets=(Sheet(title="Starting", columns=columns, rows=rows),),
+            raw={"import": importing, "run": running}).publish(options.out)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of each kind (15)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the empty script (2)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/startup.json)")
+    return parser.parse_args()
+
+
+def _pairs(name: str, first: list[str], second: list[str], rounds: int,
+           tell: Callable[[str], None]) -> list[tuple[float, float]]:
+    for command in (first, second):
+        _seconds(command)  # files come into the page cache
+    pairs: list[tuple[float, float]] = []
+    for number in range(rounds):
+        tell(f"{name}: pair {number + 1} of {rounds}")
+        if number % 2:
+            later = _seconds(second)
+            pairs.append((_seconds(first), later))
+        else:
+            pairs.append((_seconds(first), _seconds(second)))
+    return pairs
+
+
+def _seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return time.perf_counter() - start
+
+
+def _cost(pairs: list[tuple[float, float]]) -> float:
+    return statistics.median(second - first for first, second in pairs)
+
+
+def _row(name: str, pairs: list[tuple[float, float]]) -> tuple[str, ...]:
+    differences = [second - first for first, second in pairs]
+    seconds = (statistics.median(first for first, _ in pairs), statistics.median(second for _, second in pairs),
+               statistics.median(differences), min(differences), max(differences))
+    return name, *(f"{value:.2f}" for value in seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The systems that are compared, each at the best settings that were found for it, all doing the same training.
+
+A system turns a model into a step: `step(inputs, targets) -> loss`. fp32, AdamW with one set of hyperparameters and one
+parameter group, no gradient clipping for anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from workloads import Workload
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+BETAS = (0.9, 0.95)
+ADAMW = {"lr": 3e-4, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One competitor: how to make its step, what it needs, and what to call it."""
+
+    title: str
+    settings: str
+    build: Callable[[nn.Module, Workload], Step]
+    peer: bool = False
+    ratio: float = 1.0  # bytes a step must send at least, in units of 2 Psi (N-1)/N
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload) -> Step:
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = workload.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def plain(model: nn.Module, workload: Workload) -> Step:
+    """Build the step of one process alone: no communication."""
+    return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
+
+
+def ddp(model: nn.Module, workload: Workload) -> Step:
+    """Build DDP: gradients are views of its buckets, the graph is static."""
+    wrapped = _ddp(model)
+    return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
+
+
+def zero_redundancy(model: nn.Module, workload: Workload) -> Step:
+    """Build DDP with torch's ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = _ddp(model)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True,
+                                        fused=True, **ADAMW)
+    return _plain_step(wrapped, optimizer, workload)
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+
+
+def fsdp2(model: nn.Module, workload: Workload) -> Step:
+    """Build FSDP2: `fully_shard` on each block and on the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in workload.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
+
+
+def deepspeed(stage: int) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of DeepSpeed at `stage`."""
+    def build(model: nn.Module, workload: Workload) -> Step:
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS), "torch_adam": True, "fused": True}}
+        engine, *_ = deepspeed.initialize(model=model, config=_config(stage, optimizer, workload))
+        return _engine_step(engine, workload)
+
+    return build
+
+
+def shoal(stage: int) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of this library at `stage`."""
+    def build(model: nn.Module, workload: Workload) -> Step:
+        import shoal
+
+        optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
+        engine, *_ = shoal.initialize(model=model, config=_config(stage, optimizer, workload))
+        return _engine_step(engine, workload)
+
+    return build
+
+
+def _config(stage: int, optimizer: dict[str, object], workload: Workload) -> dict[str, object]:
+    return {"train_micro_batch_size_per_gpu": len(workload.batch(0, 0)[0]), "gradient_accumulation_steps": 1,
+            "optimizer": optimizer, "gradient_clipping": 0.0, "steps_per_print": 1_000_000_000,
+            "zero_optimization": {"stage": stage}}
+
+
+def _engine_step(engine: Callable[[Tensor], Tensor], workload: Workload) -> Step:
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = workload.loss(engine(inputs), targets)
+        engine.backward(loss)  # type: ignore[attr-defined]
+        engine.step()  # type: ignore[attr-defined]
+        return loss.detach()
+
+    return step
