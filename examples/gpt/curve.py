@@ -34,6 +34,7 @@ class History:
         self.bits[step] = bits
 
     def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("step", "bits_per_byte"))

@@ -18,15 +18,15 @@ BAR = 24
 
 
 class Display:
-    """Shows one `Reading` per step, on `console`; shows nothing where `console` is None (every rank but 0)."""
+    """Shows one `Reading` per step on `console`: each of them in a terminal, one in `every` elsewhere."""
 
-    def __init__(self, console: Console | None, every: int) -> None:
+    def __init__(self, console: Console, every: int) -> None:
         self.console = console
         self.every = every
         self.live: Live | None = None
 
     def __enter__(self) -> Display:
-        if self.console is not None and self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             self.live = Live(console=self.console, refresh_per_second=4)
             self.live.start()
         return self
@@ -39,7 +39,7 @@ class Display:
     def show(self, reading: Reading) -> None:
         if self.live is not None:
             self.live.update(with_bar(reading, self.live.console.width))
-        elif self.console is not None and (reading.step % self.every == 0 or reading.step in (1, reading.steps)):
+        elif reading.step % self.every == 0 or reading.step in (1, reading.steps):
             self.console.print(line(reading), highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch: pre-norm blocks, causal attention, rotary positions, one byte per token.
+"""A GPT in plain PyTorch, one byte per token: pre-norm blocks, causal attention, rotary positions.
 
 Nothing in this file knows about ranks, stages or precision: what trains it must not need to change it.
 """
@@ -17,11 +17,16 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The size of a model: `layers` blocks on vectors of `dim` elements, with `heads` attention heads."""
+    """The size of a model: `layers` blocks on vectors of `dim` elements, with `heads` attention heads.
+
+    With `ngrams` = n, every byte is also embedded by the 2, ... n + 1 bytes that end at it, each from a table of `rows`.
+    """
 
     layers: int
     dim: int
     heads: int
+    ngrams: int = 0
+    rows: int = 2048
 
     def build(self) -> GPT:
         return GPT(self)
@@ -29,11 +34,35 @@ class Shape:
 
 PRESETS = {
     "tiny": Shape(layers=2, dim=64, heads=2),
-    "3m": Shape(layers=4, dim=256, heads=4),
+    "3m": Shape(layers=4, dim=192, heads=4, ngrams=3),
     "30m": Shape(layers=6, dim=640, heads=10),
     "124m": Shape(layers=16, dim=800, heads=10),
 }
-"""Named after their parameters: 0.1, 3.3, 29.8 and 123.3 million."""
+"""Named after their parameters: 0.1, 3.0, 29.8 and 123.3 million."""
+
+
+class Embedding(nn.Module):
+    """A byte's own vector, plus one for each short run of bytes that ends at it, found by hash.
+
+    The runs give a byte model from its first layer on what a tokenizer would give it, and cost no arithmetic; runs that
+    share a row are told apart later on (Pagnoni et al. 2024, "Byte Latent Transformer", section 3.2.1).
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.byte = nn.Embedding(VOCABULARY, shape.dim)
+        self.runs = nn.ModuleList(nn.Embedding(shape.rows, shape.dim) for _ in range(shape.ngrams))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed bytes (batch, length) as vectors (batch, length, dim), each from itself and the bytes before it."""
+        vectors = self.byte(x)
+        key = x
+        for order, table in enumerate(self.runs, start=1):
+            before = F.pad(x + 1, (order, 0))[:, :x.shape[1]]  # 0: before the beginning
+            key = (key * 1_000_003 + before) % 2_147_483_647
+            vectors = vectors + table(key % self.shape.rows)
+        return vectors
 
 
 class Block(nn.Module):
@@ -65,7 +94,7 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(VOCABULARY, shape.dim)
+        self.embedding = Embedding(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.dim)
         self.head = nn.Linear(shape.dim, VOCABULARY, bias=False)
@@ -95,7 +124,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
-            deviation = 0.02 if name == "embedding.weight" else 0.6 / math.sqrt(parameter.shape[1])
+            deviation = 0.02 if name.startswith("embedding.") else 0.6 / math.sqrt(parameter.shape[1])
             if name.endswith("_out.weight"):  # what is added to the stream starts small, so that depth does not matter
                 deviation /= math.sqrt(2 * self.shape.layers)
             nn.init.normal_(parameter, std=deviation)

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import shoal
 import tables
 from corpus import Blocks, Corpus
 from curve import History, Mark, picture, text_picture
+from display import clock
 from evaluate import bits_per_byte, generate
 from shoal.zero.placement import StateBytes, state_bytes
 
@@ -27,54 +29,55 @@ SAMPLE = 400
 
 
 class Report:
-    """Speaks on `console`, which only rank 0 has; every rank must call each method, for measuring takes all of them."""
+    """Speaks on `console`, which is quiet on every rank but 0; all ranks call it, for measuring takes all of them."""
 
     def __init__(self, engine: shoal.Engine, corpus: Corpus, args: argparse.Namespace, parser: argparse.ArgumentParser,
-                 console: Console | None) -> None:
+                 console: Console) -> None:
         self.engine = engine
         self.corpus = corpus
         self.args = args
         self.parser = parser
         self.console = console
-        self.title = f"GPT {args.model}, ZeRO stage {engine.zero_optimization_stage()}, {engine.world_size} ranks"
+        self.began = time.perf_counter()
+        ranks = "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"
+        self.title = f"GPT {args.model}, ZeRO stage {engine.zero_optimization_stage()}, {ranks}"
 
     def begin(self) -> None:
         """Say what is about to be trained."""
-        if self.console is None:
-            return
-        self.args.out.mkdir(parents=True, exist_ok=True)
         parameters = sum(parameter.numel() for parameter in self.engine.module.parameters())
         train, validation = self.corpus.train, self.corpus.validation
-        self.console.print(f"[bold]{self.title}[/]: {parameters / 1e6:.1f} M parameters, "
-                           f"{self.engine.train_batch_size()} x {self.args.block} bytes a step", highlight=False)
-        self.console.print(f"{train.length / 1e6:.1f} MB of Python in {train.documents} files to learn from, "
-                           f"{validation.length / 1e6:.2f} MB in {validation.documents} files held out", highlight=False)
+        self._say(f"[bold]{self.title}[/]: {parameters / 1e6:.1f} M parameters, "
+                  f"{self.engine.train_batch_size()} x {self.args.block} bytes a step")
+        self._say(f"{train.length / 1e6:.1f} MB of Python in {train.documents} files to learn from, "
+                  f"{validation.length / 1e6:.2f} MB in {validation.documents} files held out")
         if self.engine.global_steps:
-            self.console.print(f"going on after step {self.engine.global_steps}", highlight=False)
+            self._say(f"going on after step {self.engine.global_steps}")
 
     def stopped(self) -> None:
         """Say where a run that was interrupted can be taken up again."""
-        if self.console is not None:
-            self.console.print(f"stopped after step {self.engine.global_steps}, which is saved", highlight=False)
-            tables.show(self.console, tables.places(self._places(steps=self.args.steps)))
+        self._say(f"stopped after step {self.engine.global_steps}, which is saved")
+        tables.show(self.console, places=self._places(steps=self.args.steps))
 
     def finished(self, history: History) -> None:
         """Measure what was learned; say so, draw the curve, and tell how to go on."""
-        engine, device = self.engine, self.engine.device
+        self._say(f"trained to step {self.engine.global_steps} in {clock(time.perf_counter() - self.began)}; "
+                  f"now for the held-out files")
+        engine, held_out = self.engine, self.corpus.validation
         engine.eval()
-        held_out = self.corpus.validation
-        bits = bits_per_byte(engine, Blocks(held_out.path, self.args.block), batch=16, device=device)
-        written = bytes(generate(engine, PROMPT, SAMPLE, window=self.args.block, device=device))
+        bits = bits_per_byte(engine, Blocks(held_out.path, self.args.block), batch=16, device=engine.device)
+        written = bytes(generate(engine, PROMPT, SAMPLE, window=self.args.block, device=engine.device))
         formula, measured = self._state()
-        if self.console is None:
-            return
         model = Mark(name=f"GPT {self.args.model}", bits=bits)
         marks = [Mark(name="order-0 entropy", bits=held_out.order0), Mark(name="xz -9", bits=held_out.xz)]
-        picture(self.args.out / "loss.png", history.bits, model, marks, self.title)
-        places = {"The loss curve": str(self.args.out / "loss.png")} | self._places(steps=2 * engine.global_steps)
+        if engine.global_rank == 0:
+            picture(self.args.out / "loss.png", history.bits, model, marks, self.title)
         tables.show(self.console, tables.sample(PROMPT, written), text_picture(history.bits, marks),
                     tables.quality(model, marks, f"{held_out.length:,} held-out bytes"),
-                    tables.state(formula, measured, f"Model state of a rank: {self.title}"), tables.places(places))
+                    tables.state(formula, measured, f"Model state of a rank: {self.title}"),
+                    places={"The loss curve": str(self.args.out / "loss.png")} | self._places(2 * engine.global_steps))
+
+    def _say(self, words: str) -> None:
+        self.console.print(words, highlight=False, soft_wrap=True)
 
     def _state(self) -> tuple[StateBytes, StateBytes]:
         """Return the model state of a rank as the formula has it, and as measured on the rank that holds the most."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from rich.console import Console, Group
-from rich.padding import Padding
+from rich.console import Console
 from rich.panel import Panel
-from rich.rule import Rule
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -46,25 +43,22 @@ def state(formula: StateBytes, measured: StateBytes, heading: str) -> Table:
 
 
 def sample(prompt: bytes, written: bytes) -> Panel:
-    """Show what the model wrote after `prompt` as coloured Python."""
-    code = (prompt + written).replace(b"\0", b"\n# (a new file)\n").decode("utf-8", errors="replace").strip("\n")
+    """Show what the model wrote after `prompt` as coloured Python; bytes that are no text become dots."""
+    text = (prompt + written).replace(b"\0", b"\n# --- a new file ---\n").decode("utf-8", errors="replace").strip("\n")
+    code = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
     return Panel(Syntax(code, "python", theme="ansi_dark", word_wrap=True), title="Written by the model",
                  title_align="left", border_style="dim")
 
 
-def places(rows: Mapping[str, Path | str]) -> Group:
-    """List where things are, and commands, each on a line of its own that can be copied whole."""
-    lines: list[Text] = []
-    for name, place in rows.items():
-        lines += [Text(name, "dim"), Text(f"  {place}", "bold", no_wrap=True, overflow="ignore")]
-    return Group(*lines)
-
-
-def show(console: Console, *parts: Table | Panel | Group | Text) -> None:
-    """Print the parts of the report one below the other."""
-    console.print(Rule(style="dim"))
+def show(console: Console, *parts: Table | Panel | Text, places: Mapping[str, str]) -> None:
+    """Print `parts` one below the other, then named `places`, each on one unbroken line that can be copied."""
     for part in parts:
-        console.print(Padding(part, (1, 0, 0, 0)), soft_wrap=isinstance(part, Group))
+        console.print()
+        console.print(part)
+    console.print()
+    for name, place in places.items():
+        console.print(Text(name, "dim"))
+        console.print(Text(f"  {place}", "bold"), soft_wrap=True)
 
 
 def _ratio(measured: float, expected: float) -> str:

@@ -50,7 +50,7 @@ def main() -> None:
     if args.resume:
         resume(engine, args.out)
 
-    console = Console() if engine.global_rank == 0 else None
+    console = Console(quiet=engine.global_rank != 0)
     report = Report(engine, corpus, args, parser(), console)
     report.begin()
     meter = Meter(engine, steps=steps, tokens=engine.train_batch_size() * args.block, flops=model.flops(args.block))
