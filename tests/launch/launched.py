@@ -84,14 +84,14 @@ def execute(*command: str, **variables: str) -> Launched:
     return Launched(pid=process.pid, out=process.stdout, err=process.stderr, token=token, wait=process.wait)
 
 
-def fork(*args: str, **variables: str) -> Launched:
-    """Start `shoal` with `args`, in a session of its own."""
+def fork(*args: str, folder: str = ".", **variables: str) -> Launched:
+    """Start `shoal` with `args` in `folder`, in a session of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shoal.testing"])
     token = uuid.uuid4().hex
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     ends = _Ends(out=out_end, err=err_end)
-    process = context.Process(target=_serve, args=(args, _environment(token, variables), ends))
+    process = context.Process(target=_serve, args=(args, folder, _environment(token, variables), ends))
     process.start()
     os.close(out_end)
     os.close(err_end)
@@ -121,10 +121,11 @@ class _Received:
         self.out, self.err = out.detach(), err.detach()
 
 
-def _serve(args: tuple[str, ...], variables: dict[str, str], ends: _Received) -> None:
+def _serve(args: tuple[str, ...], folder: str, variables: dict[str, str], ends: _Received) -> None:
     from shoal.launch.cli import main
 
     os.setsid()
+    os.chdir(folder)
     for stream, end in ((1, ends.out), (2, ends.err)):
         os.dup2(end, stream)
         os.close(end)

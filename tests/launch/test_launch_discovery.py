@@ -61,7 +61,7 @@ def test_mpi_on_one_host_needs_no_address(variables):
 
 
 def test_mpi_on_several_hosts_asks_for_the_address():
-    with pytest.raises(LaunchError, match="MASTER_ADDR is not set, and Open MPI started ranks on several hosts.*-x MASTER"):
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR is not set, and Open MPI started ranks on several hosts.*-x MASTER"):
         discover({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
@@ -71,7 +71,7 @@ def test_mpi_on_several_hosts_meets_at_the_address_given():
 
 
 def test_mpi_is_not_ignored_when_discovery_is_off():
-    with pytest.raises(LaunchError, match="Open MPI started this process.*auto_mpi_discovery is off"):
+    with pytest.raises(LaunchError, match=r"Open MPI started this process.*auto_mpi_discovery is off"):
         discover(OPEN_MPI, mpi=False)
 
 

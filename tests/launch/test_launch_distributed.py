@@ -33,6 +33,7 @@ def adopt():
     group = dist.group.WORLD
     init_distributed(dist_init_required=False)
     init_distributed("gloo")
+    dist.barrier()
     return dist.group.WORLD is group, dist.get_rank()
 
 
@@ -58,7 +59,7 @@ def test_a_rank_without_a_place_to_meet_is_refused(lone):
 
 
 def test_a_group_that_must_be_there_already_is_missed(lone):
-    with pytest.raises(UsageError, match="dist_init_required is False, but torch.distributed is not initialised"):
+    with pytest.raises(UsageError, match=r"dist_init_required is False, but torch.distributed is not initialised"):
         init_distributed(dist_init_required=False)
 
 
@@ -98,7 +99,7 @@ def test_what_a_dead_job_announced_is_not_believed(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
     path = distributed._announcement(TWO)
     path.write_text(json.dumps({"port": 1, "pid": os.getpid(), "born": "an earlier life"}))
-    with pytest.raises(LaunchError, match="rank 0 announced no port in .*ompi-7-8.json within 0.05 s"):
+    with pytest.raises(LaunchError, match=r"rank 0 announced no port in .*ompi-7-8.json within 0.05 s"):
         distributed._announced_port(path, timedelta(seconds=0.05))
 
 

@@ -36,9 +36,9 @@ def test_a_signal_without_a_name_keeps_its_number():
 
 
 def test_the_block_names_the_cause_and_gives_the_others_a_line_each():
-    block = describe([failed(0, time=2.0, summary="RuntimeError: [/a/gloo/transport/tcp/pair.cc:5] Connection closed by peer"),
-                      failed(1, summary="ValueError: no", text="Traceback\nValueError: no\n"),
-                      failed(2, status=-15, stopped=True)], ranks=3)
+    echo = "RuntimeError: [/a/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
+    cause = failed(1, summary="ValueError: no", text="Traceback\nValueError: no\n")
+    block = describe([failed(0, time=2.0, summary=echo), cause, failed(2, status=-15, stopped=True)], ranks=3)
     lines = block.splitlines()
     assert lines[0].startswith("---- rank 1 of 3 failed: ValueError: no -----")
     assert lines[2:4] == ["Traceback", "ValueError: no"]

@@ -9,7 +9,12 @@ from launched import wait
 
 from shoal.launch.orphans import MARK, marked, sweep
 
-WAIT = "import signal, sys; sys.argv[1:] and signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+WAIT = """
+import signal, sys
+if sys.argv[1:]: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(flush=True)
+signal.pause()
+"""
 
 
 def start(mark, *args):

@@ -169,7 +169,7 @@ def test_a_log_folder_gets_a_file_for_each_rank_beside_the_live_output(run, scri
 
 def test_a_module_runs_as_main_with_the_working_folder_on_its_path(run, tmp_path):
     (tmp_path / "herring.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    launch = run("--ranks", "1", "--module", "herring", "--flag", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    launch = run("--ranks", "1", "--module", "herring", "--flag", folder=str(tmp_path))
     assert launch.end()[:2] == (0, "__main__ ['--flag']\n")
 
 
