@@ -4,11 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from shoal.checkpoint import Piece, Snapshot, Writer
 
 State = dict[str, Tensor]
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Properties say nothing about time: a busy machine is no failure."""
 
 
 def state(seed: int = 0) -> State:

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 import torch
+from checkpoint_cases import calm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def data_of(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
     return tensor[slices(cut.box)].reshape(-1)[cut.start : cut.stop].clone()
 
 
+@calm
 @given(intervals())
 def test_boxes_cover_an_interval_exactly_once_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
@@ -50,6 +52,7 @@ def test_boxes_cover_an_interval_exactly_once_in_order(case: tuple[tuple[int, ..
     assert torch.cat([torch.empty(0, dtype=torch.long), *covered]).tolist() == list(range(start, stop))
 
 
+@calm
 @given(intervals())
 def test_an_interval_of_n_dims_needs_at_most_2n_minus_1_boxes(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
@@ -66,6 +69,7 @@ def test_an_empty_interval_has_no_boxes() -> None:
     assert list(boxes((0, 3), 0, 0)) == []
 
 
+@calm
 @given(st.data())
 def test_the_intersection_of_two_boxes_holds_their_common_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -77,7 +81,7 @@ def test_the_intersection_of_two_boxes_holds_their_common_elements(data: st.Data
     assert (0 if shared is None else shared.elements) == int((marks == 2).sum())
 
 
-@settings(max_examples=200)
+@settings(calm, max_examples=200)
 @given(st.data())
 def test_any_cut_becomes_any_other(data: st.DataObject) -> None:
     shape = data.draw(shapes)

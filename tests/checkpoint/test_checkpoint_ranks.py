@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import CUTS, assert_holds, save, state, whole
 
-from shoal.checkpoint import Piece, Ranks, Writer, read
+from shoal.checkpoint import Piece, Ranks, Writer, read, snapshot, writer
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.testing import run_ranks
 
 
 def save_cut(folder: str, how: str) -> None:
-    writer = Writer(Ranks.join())
+    ours = Writer(Ranks.join())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pieces = list(CUTS[how](state(), rank, ranks))
-    writer.write(folder, "step7", pieces, step=7, shared={"from": rank},
+    ours.write(folder, "step7", pieces, step=7, shared={"from": rank},
                  private={"rank": rank, "rng": torch.full((3,), rank)}, file_bytes=256).wait()
 
 
@@ -31,9 +31,9 @@ def load_cut(folder: str, how: str) -> tuple[list[bool], object]:
     ranks = Ranks.join()
     wanted = list(CUTS[how](state(), ranks.rank, ranks.count))
     found = [blank(piece) for piece in wanted]
-    with read(folder, ranks=ranks) as snapshot:
-        snapshot.fill(found)
-        values = snapshot.shared, [snapshot.private(rank)["rank"] for rank in range(snapshot.ranks)]
+    with read(folder, ranks=ranks) as saved:
+        saved.fill(found)
+        values = saved.shared, [saved.private(rank)["rank"] for rank in range(saved.ranks)]
     return [torch.equal(a.data, b.data) for a, b in zip(wanted, found, strict=True)], values
 
 
@@ -121,8 +121,8 @@ def fail_on_rank_1(folder: str) -> list[str]:
     """Save well, then with a full file system on rank 1, then well again; return what was said."""
     import shoal.checkpoint.rank_file as module
 
-    writer, rank = Writer(Ranks.join()), dist.get_rank()
-    writer.write(folder, "good", CUTS["flat"](state(), rank, 2), step=1).wait()
+    ours, rank = Writer(Ranks.join()), dist.get_rank()
+    ours.write(folder, "good", CUTS["flat"](state(), rank, 2), step=1).wait()
     write_all = module.write_all
 
     def run_out(descriptor: int, data: memoryview) -> None:
@@ -133,15 +133,15 @@ def fail_on_rank_1(folder: str) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "write_all", run_out)
-        writer.write(folder, "bad", CUTS["flat"](state(), rank, 2), step=2)
+        ours.write(folder, "bad", CUTS["flat"](state(), rank, 2), step=2)
         try:
-            writer.wait()
+            ours.wait()
         except CheckpointError as error:
             said.append(str(error))
     dist.barrier()
     said.append(" ".join(sorted(path.name for path in Path(folder).iterdir())))
     dist.barrier()
-    writer.write(folder, "next", CUTS["flat"](state(), rank, 2), step=3).wait()
+    ours.write(folder, "next", CUTS["flat"](state(), rank, 2), step=3).wait()
     return said
 
 
@@ -151,18 +151,18 @@ def test_a_rank_that_fails_is_named_on_every_rank_and_nothing_else_changes(tmp_p
                                "this rank needs 748 bytes, ")
         assert "free there now" in said
         assert names == "good latest"
-    with read(tmp_path) as snapshot:
-        assert snapshot.tag == "next"
+    with read(tmp_path) as found:
+        assert found.tag == "next"
 
 
 def surface_at_next_save(folder: str) -> list[str]:
-    writer, rank = Writer(Ranks.join()), dist.get_rank()
+    ours, rank = Writer(Ranks.join()), dist.get_rank()
     pieces = [piece for piece in CUTS["flat"](state(), rank, 2) if (rank, piece.name) != (1, "weight/cube")]
-    writer.write(folder, "bad", pieces)
+    ours.write(folder, "bad", pieces)
     said: list[str] = []
     for _ in range(2):
         try:
-            writer.write(folder, "next", CUTS["flat"](state(), rank, 2)).wait()
+            ours.write(folder, "next", CUTS["flat"](state(), rank, 2)).wait()
         except CheckpointError as error:
             said.append(str(error))
     return said
@@ -253,6 +253,65 @@ def test_bytes_that_one_rank_finds_damaged_are_an_error_on_all(tmp_path: Path) -
     one, other = run_ranks(2, load_damaged, str(tmp_path))
     assert one == other
     assert one.startswith(f"could not load {tmp_path / 'step7'}: rank 1: buffer/mask: damaged in {last.name} of rank 1")
+
+
+def save_in_pairs(root: str) -> None:
+    pair = dist.get_rank() // 2
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ranks = Ranks.join(groups[pair])
+    for seed in range(2 + pair):  # the pairs need not do the same
+        Writer(ranks).write(f"{root}/{pair}", "a", CUTS["flat"](state(seed), ranks.rank, ranks.count)).wait()
+
+
+def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
+    run_ranks(4, save_in_pairs, str(tmp_path))
+    assert_holds(read(tmp_path / "0"), state(1))
+    assert_holds(read(tmp_path / "1"), state(2))
+
+
+def save_without_sharing(folder: str, elsewhere: str) -> str:
+    ranks = Ranks.join()
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(writer.folders, "saving_path", lambda folder, tag: Path(elsewhere))
+        try:
+            Writer(ranks).write(folder, "a", CUTS["flat"](state(), ranks.rank, ranks.count)).wait()
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_named(tmp_path: Path) -> None:
+    for said in run_ranks(2, save_without_sharing, str(tmp_path / "run"), str(tmp_path / "other")):
+        assert said == (f"could not save {tmp_path}/run/a: rank 1: {tmp_path}/run: rank 0 made other there, this rank does "
+                        "not see it; a checkpoint needs a folder that all ranks share")
+
+
+def test_files_that_rank_0_does_not_see_are_named(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for said in run_ranks(2, save_without_sharing, str(tmp_path / "run"), str(tmp_path / "other")):
+        assert said == (f"could not save {tmp_path}/run/a: rank 0: this rank does not see what others wrote; a checkpoint "
+                        "needs a folder that all ranks share:\n"
+                        f"  {tmp_path}/run/.shoal-saving-a/rank00001-000.safetensors (rank 1): missing")
+
+
+def load_without_sharing(folder: str) -> str:
+    ranks = Ranks.join()
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(snapshot.folders, "locate", lambda folder, tag: None)
+        try:
+            read(folder, ranks=ranks)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "a")
+    for said in run_ranks(2, load_without_sharing, str(tmp_path)):
+        assert said == (f"could not load: rank 1: {tmp_path}: rank 0 sees the checkpoint 'a' there, this rank does not; "
+                        "a checkpoint needs a folder that all ranks share")
 
 
 def test_without_a_process_group_one_rank_saves_and_loads(tmp_path: Path) -> None:

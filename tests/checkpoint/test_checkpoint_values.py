@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import save
+from checkpoint_cases import calm, save
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +59,7 @@ def back(value: object) -> object:
     return decode(encoded.json, lambda at: encoded.tensors[at])
 
 
+@calm
 @given(values)
 def test_plain_values_come_back_equal_and_of_the_same_type(value: object) -> None:
     assert same(back(value), value)

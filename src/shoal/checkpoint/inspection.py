@@ -14,7 +14,6 @@ import torch
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.index import File, Index, Range, gaps
 from shoal.checkpoint.tensor_file import BLOCK, DTYPES
-from shoal.errors import CheckpointError
 
 __all__ = ["Summary", "TensorLine", "Verdict", "inspect", "verify"]
 
@@ -84,9 +83,8 @@ def verify(folder: str | os.PathLike[str], tag: str | None = None) -> Verdict:
 
 def _load(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Index]:
     place = Path(folder)
-    path = folders.locate(place, folders.resolve(place, tag))
-    if path is None:
-        raise CheckpointError(f"{place}: the checkpoint was removed just now")
+    name = folders.resolve(place, tag)
+    path = folders.locate(place, name) or place / name
     return path, folders.load_index(path)
 
 

@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(hours=2)) -> Ranks:
-        """Create the own group for the ranks of `group` (None: all ranks); a collective call of all ranks of the job.
+        """Create the own group for the ranks of `group` (None: all ranks of the job); a collective call of these ranks.
 
         `timeout` bounds how long ranks wait for the slowest writer. Without an initialised process group the
         checkpoint has one rank.
@@ -48,7 +48,7 @@ class Ranks:
         if not dist.is_initialized():
             return cls()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        own = dist.new_group(members, timeout=timeout, backend="gloo")
+        own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup), "this rank is no member of the group that it asked to join"
         return cls(own)
 

@@ -244,7 +244,7 @@ def _commit(hidden: Path, save: _Save, parts: list[bytes]) -> None:
     """Publish what all ranks wrote; on rank 0."""
     index = merge([parse_part(part) for part in parts], save.step)
     if faults := folders.faults(hidden, index):
-        raise CheckpointError("rank 0 does not see what other ranks wrote; a checkpoint needs a folder that all ranks "
+        raise CheckpointError("this rank does not see what others wrote; a checkpoint needs a folder that all ranks "
                               "share:\n  " + "\n  ".join(faults))
     text = index.dump()
     try:
