@@ -76,8 +76,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from shoal.checkpoint.state_dict import export
     from shoal.checkpoint.snapshot import read
+    from shoal.checkpoint.state_dict import export
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
     with read(args.folder, args.tag) as snapshot:
