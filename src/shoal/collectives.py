@@ -14,6 +14,7 @@ one message for another.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import ClassVar, Protocol, TypeVar, cast
@@ -25,6 +26,11 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 
 T = TypeVar("T")
+
+# Newer torch calls the two native collectives `*_single` and deprecates the names that torch 2.11 has.
+_gather_native: Callable[..., dist.Work | None] = vars(dist).get("all_gather_single") or vars(dist)["all_gather_into_tensor"]
+_scatter_native: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
+                                                     or vars(dist)["reduce_scatter_tensor"])
 
 PIECE_BYTES = 4 << 20
 """Bytes of one point-to-point message: large ones ran half-duplex on a limited link."""
@@ -103,7 +109,7 @@ class Communicator:
         traffic.count(label.kind, span * full.element_size() * (self.ranks - 1))
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span]
-            work = dist.all_gather_into_tensor(full, own, self.group, async_op=True)
+            work = _gather_native(full, own, self.group, async_op=True)
             return _Native(self, label, work)
         spans = full.view(self.ranks, span)
         return _Pairwise(self, label, receive={peer: spans[peer] for peer in self._peers()},
@@ -122,7 +128,7 @@ class Communicator:
         spans = source.view(self.ranks, span)
         if self.native:
             total = staging[:span]
-            work = dist.reduce_scatter_tensor(total, source, group=self.group, async_op=True)
+            work = _scatter_native(total, source, group=self.group, async_op=True)
             return _Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
@@ -141,7 +147,7 @@ class Communicator:
         traffic.count("words", words.numel() * 8 * (self.ranks - 1))
         try:
             if self.native:
-                dist.all_gather_into_tensor(out, words, self.group)
+                _gather_native(out, words, self.group)
             else:
                 dist.all_gather(list(out.view(self.ranks, -1).unbind()), words, self.group)
         except RuntimeError as error:

@@ -6,7 +6,7 @@ rests where, and when it travels, is decided in `zero`; how a step is taken in `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,13 @@ from shoal.collectives import Communicator
 from shoal.errors import UsageError
 from shoal.log import logger, warn_once
 from shoal.optim.sharded import ShardedOptimizer
+from shoal.saving import Saving
 from shoal.schedule.registry import AnySchedule
 from shoal.schema import Config
-from shoal.surface import Surface
 from shoal.zero.sharded import ShardedModel
 
 
-class Engine(Surface):
+class Engine(Saving):
     """One model in training. Build it with `shoal.initialize`."""
 
     def __init__(self, model: nn.Module, config: Config, communicator: Communicator, device: torch.device):
@@ -58,7 +58,7 @@ class Engine(Surface):
         `gradient_accumulation_steps` unless `scale_wrt_gas` is false. Returns the loss so divided, without loss scale.
         """
         if self.optimizer is None:
-            raise UsageError("backward: the engine has no optimizer; give initialize an optimizer, or name one in the config")
+            raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
         if loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"backward: got a tensor of shape {tuple(loss.shape)} "
                              f"{'with' if loss.requires_grad else 'without'} a graph; pass the scalar loss that the "
@@ -81,7 +81,7 @@ class Engine(Surface):
         """
         self._applied = False
         if self.is_gradient_accumulation_boundary():
-            self._apply(lr_kwargs or {})
+            self._take_step(lr_kwargs or {})
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -100,7 +100,7 @@ class Engine(Surface):
             self.optimizer.zero_grad()
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Accumulate without communication; what is owed is reduced by the next synchronised backward or by `step`."""
         if not self._sync:
             raise UsageError("no_sync: nested in another no_sync of this engine; leave the outer one first")
@@ -136,9 +136,9 @@ class Engine(Surface):
         """Whether backward passes communicate at present."""
         return self._sync
 
-    def _apply(self, lr_kwargs: dict[str, Any]) -> None:
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:
-            raise UsageError("step: the engine has no optimizer; give initialize an optimizer, or name one in the config")
+            raise UsageError("step: the engine has no optimizer; give initialize one, or name one in the configuration")
         if not self._sync:
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
         self.communicator.step = self.global_steps

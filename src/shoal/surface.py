@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.collectives import Communicator
+from shoal.data.loader import Loader
+from shoal.errors import UsageError
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.schema import Config
 from shoal.zero.placement import StateBytes
@@ -19,6 +22,8 @@ from shoal.zero.sharded import ShardedModel
 class Surface(nn.Module):
     """Accessors of an engine."""
 
+    module: nn.Module
+    device: torch.device
     settings: Config
     communicator: Communicator
     optimizer: ShardedOptimizer | None
@@ -64,6 +69,17 @@ class Surface(nn.Module):
     @property
     def config(self) -> dict[str, Any]:
         return self.settings.as_dict()
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+                     data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
+        """Build the loader of a dataset: this rank's microbatches, shuffled for the route 'train', resumable."""
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io: data_sampler is not supported: the loader's own order is what makes it "
+                             "resumable on any number of ranks; build a torch DataLoader with your sampler instead")
+        return Loader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), rank=self.communicator.rank,
+                      ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
+                      collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
+                      pin_memory=pin_memory and self.device.type == "cuda")
 
     def model_state_bytes(self) -> StateBytes:
         """Measure the bytes of model state that rest on this rank."""

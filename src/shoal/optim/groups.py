@@ -40,7 +40,7 @@ class Groups:
             params: Any = group["params"]
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
-                if parameter not in names:
+                if not isinstance(parameter, nn.Parameter) or parameter not in names:
                     raise UsageError(f"optimizer group {index}: got a tensor of shape {tuple(parameter.shape)} that is no "
                                      f"parameter of the model; pass parameters of the model given to initialize")
                 if parameter in groups:

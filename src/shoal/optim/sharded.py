@@ -5,11 +5,12 @@ The optimizer is torch's own, or any that works element by element; it sees view
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
@@ -52,7 +53,7 @@ class ShardedOptimizer:
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
         return self.optimizer.state
 
     @property

@@ -7,7 +7,7 @@ they received one is split where they differ, for good, and each part keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -46,7 +46,7 @@ class Views:
 
     def lend(self, touched: dict[Unit, int], optimizer: Optimizer) -> None:
         """Give each view its gradient; `touched[unit]` has a bit for each slot that received one on any rank."""
-        self._split(touched, optimizer)
+        self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
         for view in self.views:
             gradient = view.unit.gradient
             assert gradient is not None
@@ -58,12 +58,14 @@ class Views:
         for view in self.views:
             view.parameter.grad = None
 
-    def _split(self, touched: dict[Unit, int], optimizer: Optimizer) -> None:
-        if all(not _mixed(view, touched[view.unit]) for view in self.views):
-            return
+    def regroup(self, key: Callable[[View, Part], Hashable], optimizer: Optimizer) -> None:
+        """Split every view where `key` changes from one slot to the next."""
         views: list[View] = []
         for view in self.views:
-            views += _divide(view, touched[view.unit], optimizer) if _mixed(view, touched[view.unit]) else [view]
+            keys = [key(view, part) for part in view.parts]
+            views += _divide(view, keys, optimizer) if len(set(keys)) > 1 else [view]
+        if len(views) == len(self.views):
+            return
         self.views = views
         for group, options in enumerate(optimizer.param_groups[:self.groups]):
             options["params"] = self.of_group(group)
@@ -77,7 +79,7 @@ class Views:
                 else:
                     raise OptimizerError(
                         f"{type(optimizer).__name__} keeps state '{name}' of shape {tuple(value.shape)} for slices of shape "
-                        f"{tuple(view.parameter.shape)}: only elementwise state can be sharded. Use an elementwise optimizer.")
+                        f"{tuple(view.parameter.shape)}: only elementwise state can be sharded")
 
 
 def _cut(unit: Unit) -> Iterator[View]:
@@ -93,15 +95,11 @@ def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> View:
                 parameter=nn.Parameter(unit.master[start:stop]))
 
 
-def _mixed(view: View, touched: int) -> bool:
-    return len({touched >> part.slot & 1 for part in view.parts}) > 1
-
-
-def _divide(view: View, touched: int, optimizer: Optimizer) -> Iterator[View]:
-    """Split a view where `touched` changes; the state is divided with it."""
+def _divide(view: View, keys: list[Hashable], optimizer: Optimizer) -> Iterator[View]:
+    """Split a view where the key of its parts changes; the state is divided with it."""
     state = optimizer.state.pop(view.parameter, {})
-    for _, found in groupby(view.parts, lambda part: touched >> part.slot & 1):
-        part = _view(view.unit, view.group, tuple(found))
+    for _, found in groupby(zip(view.parts, keys, strict=True), lambda pair: pair[1]):
+        part = _view(view.unit, view.group, tuple(part for part, _ in found))
         if state:
             cut = slice(part.start - view.start, part.stop - view.start)
             optimizer.state[part.parameter] = {

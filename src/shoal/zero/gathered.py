@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from torch import nn
@@ -15,7 +15,7 @@ Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 
 @contextmanager
 def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
-             enabled: bool = True) -> Iterator[None]:
+             enabled: bool = True) -> Generator[None]:
     """Hold `parameters` (one, a module's, or an iterable) whole within the context.
 
     With `modifier_rank` None, what is written into sharded ones is dropped; with a rank, what that rank wrote is taken

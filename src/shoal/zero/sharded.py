@@ -73,7 +73,7 @@ class ShardedModel:
         """Return the unit that `parameter` belongs to."""
         return next((unit for unit in self.units if any(m.parameter is parameter for m in unit.members)), None)
 
-    def state_bytes(self, moments: Mapping[nn.Parameter, Mapping[str, Any]]) -> StateBytes:
+    def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
         weight = gradient = master = 0
         for unit in self.units:

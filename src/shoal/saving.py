@@ -1,0 +1,205 @@
+"""Saving and loading an engine: its tensors as pieces, its counters as values, its ranks in agreement.
+
+A checkpoint holds everything that the next step depends on. It is written behind training's back: `save_checkpoint`
+returns once the state is copied, and a failure surfaces at the next save, or in `wait_for_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import Ranks, Snapshot, Writer, latest, read, rng
+from shoal.errors import CheckpointError, RanksDisagree, UsageError
+from shoal.log import logger, warn_once
+from shoal.schedule.registry import AnySchedule
+from shoal.surface import Surface
+from shoal.training_state import moments_to_load, moments_to_save, parameter_shapes, weights_to_load, weights_to_save
+from shoal.zero.partition import tied_names
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Saving(Surface):
+    """The part of an engine that outlives the process."""
+
+    lr_scheduler: AnySchedule | None
+    training_dataloader: Any
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+    _writer: Writer | None = None
+
+    def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None,
+                        client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
+        """Save the whole training state as `save_dir/tag` (default tag: `global_stepN`); every rank calls it.
+
+        `client_state` is any nest of JSON values, tensors and arrays. Returns True once the state is copied, or written
+        where `checkpoint.async_save` is false. Raises `CheckpointError` (also for the save before this one), `UsageError`
+        for client state that needs pickle, `RanksDisagree` for differing tags where the configuration says so.
+        """
+        if not str(save_dir):
+            raise UsageError("save_checkpoint: save_dir is empty; give a folder that all ranks share")
+        assert self.sharded is not None
+        if self.micro_steps % self.gradient_accumulation_steps():
+            warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are not "
+                      "in the checkpoint")
+        self.sharded.settle()
+        settings = self.settings.checkpoint
+        pieces = list(weights_to_save(self.sharded))
+        if exclude_frozen_parameters:
+            frozen = {f"weight/{m.name}" for unit in self.sharded.units if not unit.trainable for m in unit.members}
+            pieces = [piece for piece in pieces if piece.name not in frozen]
+        if self.optimizer is not None:
+            pieces += moments_to_save(self.optimizer)
+        pending = self._writing().write(
+            save_dir, self._agree_on_tag(tag), pieces, step=self.global_steps, latest=save_latest,
+            keep_last=settings.keep_last, shared=self._shared(client_state or {}, exclude_frozen_parameters),
+            private={"random": rng.capture()})
+        if not settings.async_save:
+            pending.wait()
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last save stands; raises its `CheckpointError` on every rank if it failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | int | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn: Any = None,
+                        ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir/tag` (default: what `latest` names), saved at any stage on any number of ranks.
+
+        Returns (path, client_state), or (None, None) with a warning when no tag is given and there is no `latest`.
+        `load_module_only` takes the weights alone; with `load_module_strict` false, names that the checkpoint lacks keep
+        their values. Raises `CheckpointError` on every rank, before anything is changed where that can be known.
+        """
+        if custom_load_fn is not None:
+            raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
+                             "rename them in the checkpoint, or load with load_module_strict=False")
+        assert self.sharded is not None
+        if tag is None and latest(Path(load_dir)) is None:
+            warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
+            return None, None
+        self.wait_for_checkpoint()
+        self.sharded.settle()
+        with read(load_dir, None if tag is None else str(tag), ranks=self._writing().ranks) as snapshot:
+            self._load_tensors(snapshot, strict=load_module_strict, moments=load_optimizer_states and not load_module_only)
+            if not load_module_only:
+                self._load_values(snapshot, optimizer=load_optimizer_states, schedule=load_lr_scheduler_states)
+            client = cast("dict[str, Any]", snapshot.shared.get("client_state", {}))
+            return str(snapshot.path), client
+
+    def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
+                                ) -> dict[str, Tensor] | None:
+        """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it."""
+        assert self.sharded is not None
+        first = self.communicator.rank == 0
+        state: dict[str, Tensor] = {}
+        for unit in self.sharded.units:
+            if exclude_frozen and not unit.trainable:
+                continue
+            unit.gather()
+            for member in unit.members if first else ():
+                state[member.name] = member.parameter.detach().to("cpu", dtype or member.parameter.dtype, copy=True)
+            unit.release()
+        if not first:
+            return None
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if name not in state and not isinstance(tensor, torch.nn.Parameter):
+                state[name] = tensor.detach().cpu().clone()
+        return state | {alias: state[name] for alias, name in tied_names(self.module).items() if name in state}
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
+                         exclude_frozen_parameters: bool = False) -> bool:
+        """Save the weights in the compute dtype as one file that `torch.load` reads; every rank calls it.
+
+        At stage 3 it returns False, with a warning, unless `stage3_gather_16bit_weights_on_model_save` is true.
+        """
+        zero = self.settings.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            logger.warning("save_16bit_model: nothing is saved; at stage 3 the weights must be gathered first: set "
+                           "zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
+            return False
+        state = self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
+        if state is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        return True
+
+    def _writing(self) -> Writer:
+        if self._writer is None:  # every rank comes here at its first save or load
+            self._writer = Writer(Ranks.join(self.communicator.group))
+        return self._writer
+
+    def _agree_on_tag(self, tag: str | int | None) -> str:
+        tags = self.communicator.gather_objects(f"global_step{self.global_steps}" if tag is None else str(tag))
+        if len(set(tags)) > 1:
+            said = "; ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(tags))
+            match self.settings.checkpoint.tag_validation:
+                case "Fail":
+                    raise RanksDisagree(f"save_checkpoint: ranks save under different tags ({said}); give all the same")
+                case "Warn":
+                    warn_once(f"save_checkpoint: ranks save under different tags ({said}); rank 0's is taken")
+                case "Ignore":
+                    pass
+        return tags[0]
+
+    def _shared(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, object]:
+        optimizer = self.optimizer
+        names = {name for name, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
+        return {
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "parameters": {name: shape for name, shape in parameter_shapes(self.module).items() if name in names},
+            "tied": tied_names(self.module),
+            "stage": self.zero_optimization_stage(),
+            "groups": [] if optimizer is None else [{key: value for key, value in group.items() if key != "params"}
+                                                    for group in optimizer.param_groups],
+            "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else dict(self.lr_scheduler.state_dict()),
+            "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
+            "client_state": dict(client_state),
+        }
+
+    def _load_tensors(self, snapshot: Snapshot, *, strict: bool, moments: bool) -> None:
+        assert self.sharded is not None
+        pieces = list(weights_to_load(self.sharded, snapshot, strict=strict))
+        if moments and self.optimizer is not None:
+            pieces += moments_to_load(self.optimizer, snapshot)
+        snapshot.fill(pieces)
+        for unit in self.sharded.units:
+            unit.publish()
+
+    def _load_values(self, snapshot: Snapshot, *, optimizer: bool, schedule: bool) -> None:
+        shared = snapshot.shared
+        for name in _COUNTERS:
+            setattr(self, name, shared[name])
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # a step begins, of this engine's length
+        if optimizer and self.optimizer is not None:
+            self._load_groups(cast("list[dict[str, Any]]", shared["groups"]))
+            self.optimizer.scaler.load_state_dict(cast("dict[str, Any]", shared["loss_scale"]))
+        if schedule and self.lr_scheduler is not None and shared["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(shared["lr_scheduler"])
+        if self.training_dataloader is not None and shared["data"] is not None:
+            self.training_dataloader.load_state_dict(shared["data"])
+        if snapshot.ranks == self.communicator.ranks:
+            rng.restore(cast("dict[str, object]", snapshot.private(self.communicator.rank)["random"]))
+        else:
+            logger.info("%s was saved by %d ranks and is loaded by %d: random states are not restored",
+                        snapshot.path, snapshot.ranks, self.communicator.ranks)
+
+    def _load_groups(self, saved: list[dict[str, Any]]) -> None:
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        if len(saved) != len(groups):
+            raise CheckpointError(f"the checkpoint has {len(saved)} optimizer groups, this engine {len(groups)}; build the "
+                                  f"same groups, or load with load_optimizer_states=False")
+        for group, options in zip(groups, saved, strict=True):
+            group.update(options)

@@ -1,0 +1,154 @@
+"""The whole training state as named pieces and plain values: what a checkpoint holds, whatever the topology.
+
+    weight/NAME        every parameter, in the precision of its master
+    KIND/NAME          the optimizer's state of that parameter, of its shape (exp_avg, exp_avg_sq, ...)
+    scalar.KIND/NAME   the same where it is one number per parameter (step)
+    buffer/NAME        the model's persistent buffers
+
+Each rank gives the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
+cover everything; on loading it asks for whatever rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint import Piece, Snapshot
+from shoal.errors import CheckpointError
+from shoal.optim.sharded import ShardedOptimizer
+from shoal.optim.views import View
+from shoal.zero.layout import Part
+from shoal.zero.sharded import ShardedModel
+from shoal.zero.unit import Unit
+
+WEIGHT, BUFFER = "weight", "buffer"
+SCALAR, NUMBER = "scalar.", "number."
+"""Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
+
+
+def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
+    """Yield this rank's share of the parameters and buffers."""
+    for unit in model.units:
+        for part in unit.layout.parts(unit.span):
+            yield _weight(unit, part, unit.span)
+    if model.communicator.rank == 0:
+        yield from _whole(model)
+
+
+def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, frozen: bool = True) -> Iterator[Piece]:
+    """Yield what rests on this rank, to be filled in place; `strict` asks for names that the checkpoint lacks too."""
+    held = set(snapshot.names())
+    for unit in model.units:
+        for part in unit.layout.parts(_resting_span(unit)):
+            piece = _weight(unit, part, _resting_span(unit))
+            if piece.name in held or (strict and (unit.trainable or frozen)):
+                yield piece
+    yield from (piece for piece in _whole(model) if strict or piece.name in held)
+
+
+def moments_to_save(optimizer: ShardedOptimizer) -> Iterator[Piece]:
+    """Yield this rank's share of the optimizer's state."""
+    for view, kind, value in optimizer.views.states(optimizer.optimizer):
+        for part in view.parts:
+            yield from _moment(view, part, kind, value)
+
+
+def moments_to_load(optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator[Piece]:
+    """Allocate the optimizer's state as the checkpoint has it, and yield the tensors to fill.
+
+    Slots whose saved scalars differ (one was stepped less often) end in views of their own.
+    """
+    held = set(snapshot.names())
+    kinds = sorted({name.partition("/")[0] for name in held} - {WEIGHT, BUFFER})
+
+    def saved(view: View, part: Part) -> tuple[tuple[str, float | None], ...]:
+        slot = view.unit.layout.slots[part.slot].name
+        return tuple((kind, snapshot.tensor(f"{kind}/{slot}").item() if kind.startswith((SCALAR, NUMBER)) else None)
+                     for kind in kinds if f"{kind}/{slot}" in held)
+
+    optimizer.views.regroup(saved, optimizer.optimizer)
+    for view in optimizer.views.views:
+        state: dict[str, Tensor | float] = {}
+        for kind, scalar in saved(view, view.parts[0]):
+            dtype = snapshot.dtype(f"{kind}/{view.unit.layout.slots[view.parts[0].slot].name}")
+            if scalar is None:
+                moment = torch.zeros_like(view.parameter, dtype=_state_dtype(view, dtype), requires_grad=False)
+                state[kind] = moment
+                yield from _parts(view, kind, moment)
+            elif kind.startswith(NUMBER):
+                state[kind.removeprefix(NUMBER)] = scalar
+            else:
+                state[kind.removeprefix(SCALAR)] = torch.tensor(scalar, dtype=dtype)
+        optimizer.optimizer.state[view.parameter] = state
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shape of every parameter by its first name."""
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _resting_span(unit: Unit) -> range:
+    """The elements of a unit whose most precise copy rests on this rank."""
+    if unit.master is not None:
+        return unit.master_span
+    return range(unit.layout.size) if unit.weight is unit.full else unit.span
+
+
+def _weight(unit: Unit, part: Part, span: range) -> Piece:
+    slot = unit.layout.slots[part.slot]
+    source = unit.weight if unit.master is None else unit.master
+    start = span.start + part.offset - _resting_span(unit).start
+    return Piece(name=f"{WEIGHT}/{slot.name}", shape=slot.shape, start=part.start, stop=part.stop,
+                 data=source[start:start + part.stop - part.start])
+
+
+def _parts(view: View, kind: str, moment: Tensor) -> Iterator[Piece]:
+    """Yield the pieces of a moment of a view, slot by slot."""
+    for part in view.parts:
+        slot = view.unit.layout.slots[part.slot]
+        start = part.offset - view.start
+        yield Piece(name=f"{kind}/{slot.name}", shape=slot.shape, start=part.start, stop=part.stop,
+                    data=moment[start:start + part.stop - part.start])
+
+
+def _moment(view: View, part: Part, kind: str, value: Tensor | float) -> Iterator[Piece]:
+    """Yield the piece of one slot's state that lies in this rank's own span; a scalar goes with the first element."""
+    unit = view.unit
+    slot = unit.layout.slots[part.slot]
+    own = unit.span
+    start, stop = max(slot.start + part.start, own.start), min(slot.start + part.stop, own.stop)
+    if start >= stop:
+        return
+    name = f"{kind}/{slot.name}"
+    if isinstance(value, Tensor) and value.dim():
+        offset = start - unit.master_span.start - view.start
+        yield Piece(name=name, shape=slot.shape, start=start - slot.start, stop=stop - slot.start,
+                    data=value[offset:offset + stop - start])
+    elif start == slot.start:
+        prefix = SCALAR if isinstance(value, Tensor) else NUMBER
+        yield Piece(name=prefix + name, shape=(), start=0, stop=1, data=torch.as_tensor(value).reshape(1))
+
+
+def _state_dtype(view: View, saved: torch.dtype) -> torch.dtype:
+    return view.parameter.dtype if saved.is_floating_point else saved
+
+
+def _whole(model: ShardedModel) -> Iterator[Piece]:
+    """Yield what every rank holds whole: buffers, and parameters that no unit holds."""
+    in_units = {member.name for unit in model.units for member in unit.members}
+    persistent = set(model.model.state_dict(keep_vars=True))
+    for name, parameter in model.model.named_parameters():
+        if name not in in_units:
+            yield _flat(f"{WEIGHT}/{name}", parameter.data)
+    for name, buffer in model.model.named_buffers():
+        if name in persistent:
+            yield _flat(f"{BUFFER}/{name}", buffer)
+
+
+def _flat(name: str, tensor: Tensor) -> Piece:
+    if not tensor.is_contiguous():
+        raise CheckpointError(f"{name}: the tensor is not contiguous; register a contiguous one")
+    return Piece(name=name, shape=tuple(tensor.shape), start=0, stop=tensor.numel(), data=tensor.view(-1))
