@@ -1,12 +1,19 @@
 """Shoal trains PyTorch models larger than any one device: one call, one JSON file, no change to the model."""
 
-from shoal import zero
-from shoal.distributed import init_distributed
-from shoal.engine import Engine
-from shoal.errors import ShoalError
-from shoal.initialize import add_config_arguments, initialize
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from shoal.version import __version__
-from shoal.zero.gathered import gathered
+
+if TYPE_CHECKING:
+    from shoal import zero
+    from shoal.distributed import init_distributed
+    from shoal.engine import Engine
+    from shoal.errors import ShoalError
+    from shoal.initialize import add_config_arguments, initialize
+    from shoal.zero.gathered import gathered
 
 __all__ = [
     "Engine",
@@ -18,3 +25,28 @@ __all__ = [
     "initialize",
     "zero",
 ]
+
+# Names are imported at their first use: the command line and `import shoal` pay for nothing that they do not need.
+_HOMES = {
+    "Engine": "shoal.engine",
+    "ShoalError": "shoal.errors",
+    "add_config_arguments": "shoal.initialize",
+    "gathered": "shoal.zero.gathered",
+    "init_distributed": "shoal.distributed",
+    "initialize": "shoal.initialize",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "zero":
+        return import_module("shoal.zero")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute '{name}'")
+    home = import_module(_HOMES[name])
+    here = {known: vars(home)[known] for known, place in _HOMES.items() if place == home.__name__}
+    globals().update(here)  # the import set shoal.initialize to the module of that name
+    return here[name]
+
+
+def __dir__() -> list[str]:
+    return __all__
