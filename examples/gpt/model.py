@@ -71,10 +71,10 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.attention_norm = nn.RMSNorm(shape.dim)
+        self.attention_norm = nn.LayerNorm(shape.dim, bias=False)
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
         self.attention_out = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.mlp_norm = nn.RMSNorm(shape.dim)
+        self.mlp_norm = nn.LayerNorm(shape.dim, bias=False)
         self.mlp_in = nn.Linear(shape.dim, 4 * shape.dim, bias=False)
         self.mlp_out = nn.Linear(4 * shape.dim, shape.dim, bias=False)
 
@@ -83,8 +83,9 @@ class Block(nn.Module):
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
     def _attend(self, qkv: Tensor, rotation: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(rotate(query, rotation), rotate(key, rotation), value, is_causal=True)
+        parts = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, size)
+        query, key = rotate(parts[:2], rotation)
+        mixed = F.scaled_dot_product_attention(query, key, parts[2], is_causal=True)
         return mixed.transpose(1, 2).flatten(-2)
 
 
@@ -96,7 +97,7 @@ class GPT(nn.Module):
         self.shape = shape
         self.embedding = Embedding(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.dim)
+        self.norm = nn.LayerNorm(shape.dim, bias=False)
         self.head = nn.Linear(shape.dim, VOCABULARY, bias=False)
         self._initialise()
 

@@ -59,6 +59,7 @@ def main() -> None:
                args.save_every) as watch:
         train(engine, iter(RepeatingLoader(loader)), watch)
         watch.save()
+    engine.wait_for_checkpoint()
     report.stopped() if watch.stopped else report.finished(history)
 
 
