@@ -81,7 +81,12 @@ def device() -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", discover_local_rank(os.environ) % torch.cuda.device_count())
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def local_rank() -> int:
+    """Return which of its host's ranks this process is, 0 where nothing says."""
+    return discover_local_rank(os.environ)
 
 
 def discover_local_rank(variables: Mapping[str, str]) -> int:

@@ -14,25 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
+from shoal.controls import Controls
 from shoal.errors import UsageError
 from shoal.log import logger, warn_once
 from shoal.optim.sharded import ShardedOptimizer
-from shoal.saving import Saving
 from shoal.schedule.registry import AnySchedule
 from shoal.schema import Config
 from shoal.zero.sharded import ShardedModel
 
 
-class Engine(Saving):
+class Engine(Controls):
     """One model in training. Build it with `shoal.initialize`."""
 
     def __init__(self, model: nn.Module, config: Config, communicator: Communicator, device: torch.device):
         super().__init__()
         self.module = model
         self.settings = config
+        self.batch = config.batch
         self.communicator = communicator
         self.device = device
         self.optimizer: ShardedOptimizer | None = None
+        self.client_optimizer: object = None
         self.lr_scheduler: AnySchedule | None = None
         self.sharded: ShardedModel | None = None
         self.training_dataloader: Any = None
@@ -96,7 +98,8 @@ class Engine(Saving):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget accumulated gradients; within an accumulation they are kept, for `step` consumes them."""
-        if self.optimizer is not None and self.micro_steps % self.gradient_accumulation_steps() == 0:
+        first = self.micro_steps % self.gradient_accumulation_steps() == 0 if self._boundary is None else self._boundary
+        if self.optimizer is not None and first:
             self.optimizer.zero_grad()
 
     @contextmanager
@@ -116,6 +119,8 @@ class Engine(Saving):
 
     def destroy(self) -> None:
         """Detach from the model, and leave it whole and plain. Every rank calls it."""
+        self.wait_for_checkpoint()
+        self.restore_forwards()
         if self.sharded is not None:
             self.sharded.destroy()
 
@@ -134,7 +139,7 @@ class Engine(Saving):
 
     def synchronising(self) -> bool:
         """Whether backward passes communicate at present."""
-        return self._sync
+        return self._sync and self.enable_backward_allreduce
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:

@@ -7,6 +7,7 @@ The order is a contract between ranks: distributed first, then the configuration
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from shoal import distributed
 from shoal.collectives import Communicator
 from shoal.config.load import Source
+from shoal.config.resolve import DEFAULT
 from shoal.engine import Engine
 from shoal.errors import ConfigError, UsageError
 from shoal.log import logger
@@ -58,14 +60,19 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise UsageError(f"initialize: {name} is not supported yet; leave it out: every rank is a data rank")
-    distributed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    source = _source(args, config, config_params)
+    distributed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
+                                 timeout=_timeout(source))
     group = dist.group.WORLD
     assert group is not None
-    settings = Config.resolve(_source(args, config, config_params), data_ranks=dist.get_world_size(),
+    settings = Config.resolve(source, data_ranks=dist.get_world_size(),
                               data_ranks_origin="the world size of torch.distributed")
+    if settings.log_level is not None:
+        logger.setLevel(settings.log_level.upper())
     communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug)
     device = distributed.device()
     engine = Engine(model, settings, communicator, device)
+    engine.client_optimizer = optimizer
     _move_buffers(model, device)
     _build(engine, optimizer, model_parameters)
     engine.lr_scheduler = _schedule(engine, lr_scheduler)
@@ -99,13 +106,22 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     return next(iter(given.values()))
 
 
+def _timeout(source: Source) -> timedelta | None:
+    """Return the configured timeout, if there is one; what is wrong with `source` is said once the ranks are counted."""
+    try:
+        settings = Config.resolve(source, data_ranks=None)
+    except ConfigError:
+        return None
+    return None if settings.origins["timeout"] == DEFAULT else timedelta(seconds=settings.timeout)
+
+
 def _build(engine: Engine, optimizer: OptimizerSource | None,
            parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> None:
     """Give the engine its units and its optimizer."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
-    dtypes = _policy(settings, model)
+    engine.policy = dtypes = _policy(settings, model)
     zero = settings.zero_optimization
     plan = Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold)
@@ -125,7 +141,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
     check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
-    rules = StepRules(clipping=settings.gradient_clipping, check_overflow=settings.fp16.enabled
+    overflows = torch.float16 in (dtypes.compute, dtypes.reduce)
+    rules = StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
                       or (settings.bf16.enabled and settings.bf16.check_grad_overflow))
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
 

@@ -47,7 +47,7 @@ class Saving(Surface):
         if not str(save_dir):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder that all ranks share")
         assert self.sharded is not None
-        if self.micro_steps % self.gradient_accumulation_steps():
+        if self.optimizer is not None and self.optimizer.pending:
             warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are not "
                       "in the checkpoint")
         self.sharded.settle()
@@ -102,6 +102,7 @@ class Saving(Surface):
         """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it."""
         assert self.sharded is not None
         first = self.communicator.rank == 0
+        sharded = set(tied_names(self.module)) | {m.name for unit in self.sharded.units for m in unit.members}
         state: dict[str, Tensor] = {}
         for unit in self.sharded.units:
             if exclude_frozen and not unit.trainable:
@@ -113,7 +114,7 @@ class Saving(Surface):
         if not first:
             return None
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            if name not in state and not isinstance(tensor, torch.nn.Parameter):
+            if name not in state and name not in sharded:
                 state[name] = tensor.detach().cpu().clone()
         return state | {alias: state[name] for alias, name in tied_names(self.module).items() if name in state}
 

@@ -108,6 +108,7 @@ class Config(Section):
 
     _batch: BatchSizes | None = PrivateAttr(default=None)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
 
     @classmethod
     def resolve(cls, source: Source, *, data_ranks: int | None, data_ranks_origin: str = "the caller") -> Config:
@@ -119,7 +120,8 @@ class Config(Section):
         Raises ConfigError with every problem that it found, or NotSupportedYet when each is a key of a later version.
         Warns once per key that has no effect.
         """
-        found = resolve(cls, read(source))
+        given = read(source)
+        found = resolve(cls, given)
         config, findings = found.section, found.findings
         if data_ranks is not None:
             config = config._with_batch(DataRanks(count=data_ranks, origin=data_ranks_origin), findings)
@@ -127,6 +129,7 @@ class Config(Section):
         for warning in findings.warnings:
             warn_once(warning)
         config._warn()
+        config._given = given
         config._origins = {path: findings.origins.get(path, DEFAULT) for path, _ in leaves(config.as_dict())}
         return config
 
@@ -135,6 +138,11 @@ class Config(Section):
         """The settled batch sizes. Only a configuration that was resolved for a number of data ranks has them."""
         assert self._batch is not None, "resolved without a number of data ranks"
         return self._batch
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What `source` held, before anything was settled."""
+        return self._given
 
     @property
     def origins(self) -> Mapping[str, str]:

@@ -29,23 +29,35 @@ class Loader:
     def __init__(self, dataset: object, *, batch_size: int, rank: int = 0, ranks: int = 1, shuffle: bool = True,
                  seed: int = 0, drop_last: bool = False, collate_fn: Callable[[list[Any]], Any] | None = None,
                  num_workers: int = 0, pin_memory: bool = False) -> None:
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank: got {rank} of {ranks} ranks; it must be at least 0 and below the number of ranks")
+        self.dataset = dataset
+        self.drop_last = drop_last
+        self._seed = seed
+        self._shuffle = shuffle
+        self._rank, self._ranks = rank, ranks
+        self._workers, self._collate, self._pin_memory = num_workers, collate_fn, pin_memory
+        self._position = Position()
+        self._fresh = True  # the next iteration starts at the position; else it starts the epoch after it
+        self._iteration = 0
+        self.resize(batch_size)
+
+    def resize(self, batch_size: int) -> None:
+        """Deal microbatches of `batch_size` samples from here on; a running iteration goes on with them.
+
+        Raises `ConfigError` for less than 1, `UsageError` where the dataset cannot fill one global batch.
+        """
         from shoal.data.source import Options, source  # torch.utils.data costs 0.15 s, which `import shoal` does not pay
 
         if batch_size < 1:
             raise ConfigError(f"train_micro_batch_size_per_gpu: got {batch_size}; it must be 1 or more")
-        if not 0 <= rank < ranks:
-            raise ConfigError(f"rank: got {rank} of {ranks} ranks; it must be at least 0 and below the number of ranks")
-        self.dataset = dataset
+        deal = Deal(size=batch_size, rank=self._rank, ranks=self._ranks, drop_last=self.drop_last)
+        options = Options(collate=self._collate, workers=self._workers, pin_memory=self._pin_memory)
+        self._source = source(self.dataset, deal, options, shuffle=self._shuffle)
+        self._deal = deal
         self.batch_size = batch_size
-        self.drop_last = drop_last
-        self._seed = seed
-        self._shuffle = shuffle
-        self._deal = Deal(size=batch_size, rank=rank, ranks=ranks, drop_last=drop_last)
-        options = Options(collate=collate_fn, workers=num_workers, pin_memory=pin_memory)
-        self._source = source(dataset, self._deal, options, shuffle=shuffle)
-        self._position = Position()
-        self._fresh = True  # the next iteration starts at the position; else it starts the epoch after it
-        self._iteration = 0
+        if not self._fresh:  # a position of its own: a running iteration takes it for a move, and asks the new source
+            self._position = Position(epoch=self._position.epoch, samples=self._position.samples)
 
     @property
     def epoch(self) -> int:

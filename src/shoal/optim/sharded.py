@@ -66,11 +66,16 @@ class ShardedOptimizer:
     def _global_grad_norm(self) -> float | None:
         return self.norm
 
+    @property
+    def pending(self) -> bool:
+        """Whether a backward pass ran since the last step."""
+        return any(unit.gradient is not None and unit.gradient.pending for unit in self._model.trainable)
+
     @torch.no_grad()
     def step(self) -> bool:
         """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
         units = self._model.trainable
-        if not any(unit.gradient is not None and unit.gradient.pending for unit in units):
+        if not self.pending:
             raise UsageError(f"rank {self._model.communicator.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
         self._model.reducer.flush()
