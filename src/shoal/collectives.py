@@ -13,6 +13,7 @@ one message for another.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,13 +87,17 @@ class Communicator:
     """The ranks that share one data axis, and the transport between them."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, debug: bool = False,
-                 piece_bytes: int = PIECE_BYTES):
+                 piece_bytes: int = PIECE_BYTES, gather_elements: int = sys.maxsize, reduce_elements: int = sys.maxsize):
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.timeout = timedelta(seconds=timeout)
         self.debug = debug
         self.piece_bytes = piece_bytes
+        self.gather_elements = gather_elements
+        """The most elements of a buffer that travel in one piece of a gather, over all ranks."""
+        self.reduce_elements = reduce_elements
+        """The same of a reduction."""
         self.native = dist.get_backend(group) != "gloo"
         self.step = 0
         self._units = 0
@@ -113,7 +118,7 @@ class Communicator:
             return _Native(self, label, work)
         spans = full.view(self.ranks, span)
         return _Pairwise(self, label, receive={peer: spans[peer] for peer in self._peers()},
-                         send={peer: spans[self.rank] for peer in self._peers()})
+                         send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
 
     def reduce_scatter(self, source: Tensor, target: Tensor, staging: Tensor, label: Label, *,
                        scale: float, accumulate: bool) -> Handle:
@@ -133,7 +138,7 @@ class Communicator:
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
         work = _Pairwise(self, label, receive={peer: received[peer] for peer in peers},
-                         send={peer: spans[peer] for peer in peers})
+                         send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
         return _Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
 
@@ -202,10 +207,12 @@ class _Pairwise:
     """Point-to-point messages to and from each peer, in pieces."""
 
     def __init__(self, communicator: Communicator, label: Label, *,
-                 receive: dict[int, Tensor], send: dict[int, Tensor]):
+                 receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
         self._communicator = communicator
         self._label = label
-        group, size, tag = communicator.group, communicator.piece_bytes, label.tag
+        group, tag = communicator.group, label.tag
+        width = next((tensor.element_size() for tensor in send.values()), 1)
+        size = min(communicator.piece_bytes, elements // communicator.ranks * width)
         self._works = [group.recv([piece], peer, tag) for peer, t in receive.items() for piece in _pieces(t, size)]
         self._works += [group.send([piece], peer, tag) for peer, t in send.items() for piece in _pieces(t, size)]
 

@@ -69,7 +69,9 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
                               data_ranks_origin="the world size of torch.distributed")
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
-    communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug)
+    zero = settings.zero_optimization
+    communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug,
+                                gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size)
     device = distributed.device()
     engine = Engine(model, settings, communicator, device)
     engine.client_optimizer = optimizer
@@ -124,7 +126,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     engine.policy = dtypes = _policy(settings, model)
     zero = settings.zero_optimization
     plan = Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
-                live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold)
+                live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
+                persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance)
     trained = groups.of if optimizer is not None or named else {}
     engine.sharded = ShardedModel(model, trained, plan, engine.communicator, dtypes, engine.device,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
@@ -143,7 +146,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
     overflows = torch.float16 in (dtypes.compute, dtypes.reduce)
     rules = StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
-                      or (settings.bf16.enabled and settings.bf16.check_grad_overflow))
+                      or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
+                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
 
 

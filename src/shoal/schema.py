@@ -62,7 +62,7 @@ class Config(Section):
     """The largest global L2 norm of the gradients, to which a larger one is scaled down; 0 leaves them alone."""
 
     communication_data_type: Dtype | None = None
-    """The dtype in which gradients are reduced over ranks; null: the dtype that they are accumulated in."""
+    """The dtype in which gradients are reduced over ranks; null: the compute dtype."""
 
     zero_allow_untested_optimizer: Switch = False
     """Let an optimizer that is not known to be elementwise step on slices of parameters."""

@@ -5,6 +5,7 @@ The optimizer is torch's own, or any that works element by element; it sees view
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.gradients import judge, scale
+from shoal.gradients import Verdict, judge, scale
 from shoal.optim.views import Views
 from shoal.precision.loss_scale import LossScale
 from shoal.zero.sharded import ShardedModel
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value that torch.nn.utils.clip_grad_norm_ uses."""
+
+SHOWN = 5
+"""Parameters that an error names before it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,10 @@ class StepRules:
     """Largest global L2 norm; 0 leaves gradients alone."""
     check_overflow: bool
     """Skip a step whose gradients hold an infinity or NaN."""
+    unused: bool = True
+    """Whether a parameter may be without gradient."""
+    at_once: int = sys.maxsize
+    """Elements that one call of the inner optimizer steps, or one view."""
 
 
 class ShardedOptimizer:
@@ -85,12 +93,13 @@ class ShardedOptimizer:
         loss_scale = self.scaler.value
         self.norm = None if verdict.norm is None else verdict.norm / loss_scale
         try:
+            if not self.rules.unused:
+                _refuse_unused(verdict)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 scale(units, self._factor(self.norm, loss_scale))
-                self.views.lend(verdict.touched, self.optimizer)
-                self.optimizer.step()
-                self.views.take_back()
+                for _ in self.views.lend(verdict.touched, self.optimizer, at_once=self.rules.at_once):
+                    self.optimizer.step()
         finally:
             self.zero_grad()
         if not self.overflow:
@@ -111,3 +120,14 @@ class ShardedOptimizer:
         clip = self.rules.clipping
         coefficient = min(1.0, clip / (norm + CLIP_EPSILON)) if clip > 0 and norm is not None else 1.0
         return coefficient / loss_scale
+
+
+def _refuse_unused(verdict: Verdict) -> None:
+    """Raise unless every parameter received a gradient on some rank."""
+    unused = [slot.name for unit, touched in verdict.touched.items()
+              for index, slot in enumerate(unit.layout.slots) if not touched >> index & 1]
+    if unused:
+        more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
+        raise UsageError(f"step: on no rank did the loss depend on {', '.join(unused[:SHOWN])}{more}, and "
+                         f"zero_optimization.ignore_unused_parameters is false: use them in the forward, freeze them by "
+                         f"requires_grad_(False) before initialize, or set it to true. The weights are as before this step")

@@ -44,17 +44,29 @@ class Views:
         """Return the parameters of one optimizer group."""
         return [view.parameter for view in self.views if view.group == group]
 
-    def lend(self, touched: dict[Unit, int], optimizer: Optimizer) -> None:
-        """Give each view its gradient; `touched[unit]` has a bit for each slot that received one on any rank."""
+    def lend(self, touched: dict[Unit, int], optimizer: Optimizer, *, at_once: int) -> Iterator[None]:
+        """Give the views their gradients, for the optimizer to step at each yield those that have one.
+
+        `touched[unit]` has a bit for each slot that received a gradient on any rank. At most `at_once` elements are lent
+        at a time, or one view.
+        """
         self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
+        lent = 0
         for view in self.views:
             gradient = view.unit.gradient
             assert gradient is not None
-            if touched[view.unit] >> view.parts[0].slot & 1:
-                view.parameter.grad = gradient.reduced[view.start:view.stop].to(view.parameter.dtype)
+            if not touched[view.unit] >> view.parts[0].slot & 1:
+                continue
+            if lent and lent + view.stop - view.start > at_once:
+                yield
+                self._take_back()
+                lent = 0
+            view.parameter.grad = gradient.reduced[view.start:view.stop].to(view.parameter.dtype)
+            lent += view.stop - view.start
+        yield
+        self._take_back()
 
-    def take_back(self) -> None:
-        """Take the gradients from the views."""
+    def _take_back(self) -> None:
         for view in self.views:
             view.parameter.grad = None
 

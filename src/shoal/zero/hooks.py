@@ -82,6 +82,7 @@ class Hooks:
                 unit.held = True
                 warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
                           f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
+            unit.awaited = torch.is_grad_enabled() and self._window.reused(unit)
             unit.release()
         if module is self._model:
             self._in_forward = self._scope.open = False
@@ -147,7 +148,7 @@ class Hooks:
         self._frozen = []
         for units in self._units.values():
             for unit in units:
-                unit.held = False
+                unit.held = unit.awaited = False
                 unit.release()
 
     def _recomputing(self) -> bool:

@@ -8,6 +8,7 @@ of no elements, stay whole on every rank.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -48,20 +49,24 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def partition(model: nn.Module, groups: dict[nn.Parameter, int], *, persistent_below: int = 0) -> list[Share]:
+def partition(model: nn.Module, groups: dict[nn.Parameter, int], *, persistent_below: int = 0,
+              persistent_at_most: int = sys.maxsize) -> list[Share]:
     """Divide the parameters of `model` into units, in order of definition, the root's first.
 
     `groups` gives the optimizer group of each trainable parameter; one that is in no group is never stepped and counts
-    as frozen. Parameters of at most `persistent_below` elements form units of their own, whose weights stay whole.
+    as frozen. Parameters of at most `persistent_below` elements form units of their own, whose weights stay whole, until
+    they are `persistent_at_most` elements together.
     """
     owners = _owners(model, blocks(model))
     shares: dict[tuple[nn.Module, bool, torch.dtype, bool], list[Member]] = {}
     names: dict[nn.Module, str] = {}
+    kept = 0
     for parameter, (name, module, path) in owners.items():
         if not (parameter.is_floating_point() or parameter.is_complex()) or parameter.numel() == 0:
             continue
         trainable = parameter.requires_grad and parameter in groups
-        persistent = parameter.numel() <= persistent_below
+        persistent = parameter.numel() <= persistent_below and kept + parameter.numel() <= persistent_at_most
+        kept += parameter.numel() if persistent else 0
         names[module] = path
         member = Member(name=name, parameter=parameter, group=groups.get(parameter, 0))
         shares.setdefault((module, trainable, parameter.dtype, persistent), []).append(member)

@@ -49,16 +49,17 @@ class ZeroSettings(Section):
     """Reduce gradients while backward runs. Bit-identical either way, so it is on at every stage."""
 
     reduce_bucket_size: Positive = 500_000_000
-    """The most elements that one reduction carries; larger units are cut into pieces of it."""
+    """The most elements that one message of a reduction carries, over all ranks; larger units are cut into pieces of it,
+    as they are at 4 MiB in any case. NCCL cuts by itself."""
 
     allgather_bucket_size: Positive = 500_000_000
-    """The most elements that one all-gather carries; larger units are cut into pieces of it."""
+    """The most elements that one message of an all-gather carries, in the same way."""
 
     ignore_unused_parameters: Switch = True
     """Let a parameter go without gradient in a step (it counts as zero); false raises an error that names it."""
 
     sub_group_size: Positive = 1_000_000_000
-    """Stage 3: the most elements that one optimizer update takes at once."""
+    """The most elements that one call of the optimizer takes at once; a unit is not cut for it."""
 
     stage3_max_live_parameters: Count = 1_000_000_000
     """Stage 3: the most elements that run-ahead keeps gathered at once; the unit in use is gathered in any case."""

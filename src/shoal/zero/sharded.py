@@ -6,6 +6,7 @@ step and publish, the names to save and load, and the bytes that rest on this ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ class Plan:
     """Elements that may be gathered ahead and in use."""
     persistent_below: int = 0
     """Parameters of at most so many elements stay whole at stage 3."""
+    persistent_at_most: int = sys.maxsize
+    """Elements of such parameters together."""
+    reuse: int = 0
+    """A unit that is used again within so many elements stays gathered until then."""
 
 
 class ShardedModel:
@@ -53,13 +58,14 @@ class ShardedModel:
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
         row = STAGES[plan.stage]
-        shares = partition(model, groups, persistent_below=plan.persistent_below if row.weight is SHARD else 0)
+        shares = partition(model, groups, persistent_below=plan.persistent_below if row.weight is SHARD else 0,
+                           persistent_at_most=plan.persistent_at_most)
         check_agreement(communicator, shares)
         for share in shares:
             unit = self._unit(share, STAGES[2] if share.persistent else row, policy)
             self.units.append(unit)
             self.by_module.setdefault(share.module, []).append(unit)
-        self.window = Window(plan.ahead, plan.live)
+        self.window = Window(plan.ahead, plan.live, plan.reuse)
         self.reducer = Reducer([unit.gradient for unit in reversed(self.units) if unit.gradient is not None],
                                overlap=plan.overlap)
         self.hooks = Hooks(model, self.by_module, self.window, self.reducer, self.scope, boundary=boundary, sync=sync)

@@ -69,6 +69,8 @@ class Unit:
         """How many contexts keep the unit gathered."""
         self.held = False
         """Read by somebody else's forward: stays gathered until the pass is over."""
+        self.awaited = False
+        """Used again soon: stays gathered until then."""
         self.phase = Phase.GATHERED
         self.communicator = communicator
         self.dtypes = dtypes
@@ -149,7 +151,7 @@ class Unit:
 
     def release(self) -> None:
         """Give up the memory that the resting weights do not need, unless somebody holds it."""
-        if self.weight is self.full or self.phase is Phase.RELEASED or self.pins or self.held:
+        if self.weight is self.full or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
         for parameter in self._parameters:

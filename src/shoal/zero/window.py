@@ -12,9 +12,10 @@ from shoal.zero.unit import Unit
 class Window:
     """What is gathered, and what will be."""
 
-    def __init__(self, ahead: int, live: int):
+    def __init__(self, ahead: int, live: int, reuse: int = 0):
         self._ahead = ahead
         self._live = live
+        self._reuse = reuse
         self._orders: dict[str, list[Unit]] = {}
         self._expected: list[Unit] = []
         self._seen: list[Unit] = []
@@ -34,6 +35,7 @@ class Window:
 
     def use(self, unit: Unit) -> None:
         """Gather `unit`, with the next ones on their way."""
+        unit.awaited = False
         unit.prefetch()
         if not self._seen or self._seen[-1] is not unit:
             position = len(self._seen)
@@ -41,6 +43,17 @@ class Window:
             if position < len(self._expected) and self._expected[position] is unit:
                 self._run_ahead(position + 1)
         unit.gather()
+
+    def reused(self, unit: Unit) -> bool:
+        """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did."""
+        elements = 0
+        for other in [*self._expected[len(self._seen):], *self._orders.get("backward", [])]:
+            if other is unit or elements > self._reuse:
+                break
+            elements += other.layout.size
+        else:
+            return False
+        return 0 < self._reuse >= elements
 
     def open(self, name: str) -> None:
         """Start the first gathers of the pass `name` before it begins."""
