@@ -79,14 +79,15 @@ def fsdp2(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
 
 
-def deepspeed(stage: int) -> Callable[[nn.Module, Workload], Step]:
-    """Return the builder of DeepSpeed at `stage`."""
+def deepspeed(stage: int, **zero: object) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of DeepSpeed at `stage`, with more settings of its ZeRO block."""
     def build(model: nn.Module, workload: Workload) -> Step:
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS), "torch_adam": True, "fused": True}}
-        engine, *_ = deepspeed.initialize(model=model, config=_config(stage, optimizer, workload))
+        config = _config({"stage": stage, **zero}, optimizer, workload)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
         return _engine_step(engine, workload)
 
     return build
@@ -98,16 +99,16 @@ def shoal(stage: int) -> Callable[[nn.Module, Workload], Step]:
         import shoal
 
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
-        engine, *_ = shoal.initialize(model=model, config=_config(stage, optimizer, workload))
+        engine, *_ = shoal.initialize(model=model, config=_config({"stage": stage}, optimizer, workload))
         return _engine_step(engine, workload)
 
     return build
 
 
-def _config(stage: int, optimizer: dict[str, object], workload: Workload) -> dict[str, object]:
+def _config(zero: dict[str, object], optimizer: dict[str, object], workload: Workload) -> dict[str, object]:
     return {"train_micro_batch_size_per_gpu": len(workload.batch(0, 0)[0]), "gradient_accumulation_steps": 1,
             "optimizer": optimizer, "gradient_clipping": 0.0, "steps_per_print": 1_000_000_000,
-            "zero_optimization": {"stage": stage}}
+            "zero_optimization": zero}
 
 
 def _engine_step(engine: Callable[[Tensor], Tensor], workload: Workload) -> Step:
