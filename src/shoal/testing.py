@@ -6,6 +6,7 @@ opened, and a trivial job of four ranks takes about a tenth of a second.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -59,7 +60,7 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
         connections: list[Connection] = []
         processes: list[ForkServerProcess] = []
         for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             job = _Job(function=function, rank=rank, ranks=ranks, store=str(Path(folder) / "store"), seconds=seconds,
                        folder=os.getcwd(), path=tuple(sys.path))
             process = context.Process(target=_run, args=(job, theirs, args, kwargs), daemon=True)
@@ -70,16 +71,14 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
         try:
             return _collect(connections, seconds)
         finally:
+            for connection in connections:
+                connection.close()
             for process in processes:
-                process.terminate()
-            for process in processes:
-                process.join(5)
+                process.join(1)
                 if process.is_alive():
                     process.kill()
                     process.join()
                 process.close()
-            for connection in connections:
-                connection.close()
 
 
 def _context() -> ForkServerContext:
@@ -123,5 +122,6 @@ def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...
     except BaseException:  # a rank's last word, whatever it was, belongs to the caller
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
-        connection.close()
-        os._exit(0)  # skip torch's teardown: the parent has what it needs, and peers may be gone
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv_bytes()  # stay until the caller has every rank's word: peers may still be connecting
+        os._exit(0)  # skip torch's teardown: the caller has what it needs, and peers may be gone

@@ -1,0 +1,133 @@
+"""A model built under `zero.Init` is the model built without it, and no rank ever holds the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import ReleasedError
+from shoal.testing import run_ranks
+
+from .models import FEATURES, batch, loss_of
+from .test_guard import engine_of
+
+
+class Deep(nn.Module):
+    """Raw layers made in one go, parameters of its own, and `apply` in its constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(33))
+        self.layers = nn.Sequential(*[nn.Linear(33, 33) for _ in range(10)])
+        nn.init.normal_(self.scale, std=0.02)
+        self.apply(self.reset)
+        with torch.no_grad():
+            self.layers[0].bias.add_(1.0)
+
+    def reset(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+            module.bias.data.uniform_(-1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * self.scale)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    with shoal.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def build(kind: type[nn.Module], sharded: bool) -> nn.Module:
+    torch.manual_seed(7)
+    with shoal.zero.Init(enabled=sharded):
+        return kind()
+
+
+def same(kind: type[nn.Module], stage: int) -> None:
+    plain, sharded = build(kind, False), build(kind, True)
+    expected = values(plain)
+    assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in sharded.named_parameters()}
+    found = values(sharded)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    if kind is Deep:
+        with pytest.raises(ReleasedError):
+            sharded.scale.sum()
+        return
+    for model in (plain, sharded):
+        engine = engine_of(model, stage, bf16={"enabled": True})
+        for step in range(2):
+            tokens, targets = batch(step, 0, dist.get_rank())
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+    expected, found = values(plain), values(sharded)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+class Watched(nn.Linear):
+    """A layer that notes how many parameter bytes are alive when each is built."""
+
+    alive: list[Tensor] = []
+    peak = 0
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        Watched.alive += [self.weight, self.bias]
+        with torch._C.DisableTorchFunctionSubclass():
+            held = sum(p.untyped_storage().nbytes() for p in Watched.alive)
+        Watched.peak = max(Watched.peak, held)
+
+
+def peak() -> int:
+    with shoal.zero.Init():
+        nn.Sequential(*[Watched() for _ in range(50)])
+    return Watched.peak
+
+
+def one_layer_at_a_time() -> None:
+    layer = (64 * 64 + 64) * 4
+    assert peak() <= 2 * layer
+
+
+def existing() -> None:
+    torch.manual_seed(0)
+    model = FEATURES["tied"]()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shoal.zero.Init(module=model)
+    assert all("released" in repr(p) for p in model.parameters())
+    found = values(model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def seeds_differ() -> None:
+    torch.manual_seed(dist.get_rank())
+    with shoal.zero.Init():
+        model = nn.Linear(5, 5)
+    found = values(model)["weight"]
+    torch.manual_seed(0)
+    assert torch.equal(found, nn.Linear(5, 5).weight), "what rank 0 drew counts"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", [FEATURES["plain"], FEATURES["tied"], FEATURES["frozen"]])
+def test_a_model_built_sharded_trains_as_one_built_whole(kind: type[nn.Module], stage: int) -> None:
+    run_ranks(2, same, kind, stage)
+
+
+def test_initialisation_within_and_after_constructors_gives_the_same_values() -> None:
+    run_ranks(3, same, Deep, 3)
+
+
+def test_no_rank_holds_more_than_one_layer_while_building() -> None:
+    run_ranks(2, one_layer_at_a_time)
+
+
+def test_an_existing_model_is_sharded_at_once() -> None:
+    run_ranks(2, existing)
+
+
+def test_the_values_of_rank_0_count() -> None:
+    run_ranks(2, seeds_differ)
