@@ -13,12 +13,13 @@ one message for another.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, Protocol, TypeVar, cast
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -148,16 +149,8 @@ class Communicator:
 
     def gather_words(self, words: Tensor) -> Tensor:
         """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
-        out = words.new_empty(self.ranks * words.numel())
         traffic.count("words", words.numel() * 8 * (self.ranks - 1))
-        try:
-            if self.native:
-                _gather_native(out, words, self.group)
-            else:
-                dist.all_gather(list(out.view(self.ranks, -1).unbind()), words, self.group)
-        except RuntimeError as error:
-            raise self.failure("the decision at the end of a step", error) from error
-        return out.view(self.ranks, -1)
+        return self._gather_whole(words, "the decision at the end of a step")
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Give every rank the contiguous `tensor` of rank `source` of this group. Blocks."""
@@ -166,18 +159,21 @@ class Communicator:
         if self.rank == source:
             traffic.count("broadcast", tensor.numel() * tensor.element_size())
         try:
-            dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group)
+            work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
+            self._wait(work)
         except RuntimeError as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
     def gather_objects(self, value: T) -> list[T]:
         """Return the picklable `value` of every rank, by rank. Blocks; for checks, not for state."""
-        values: list[T | None] = [None] * self.ranks
-        try:
-            dist.all_gather_object(values, value, self.group)
-        except RuntimeError as error:
-            raise self.failure("a comparison between ranks", error) from error
-        return cast("list[T]", values)
+        what = "a comparison between ranks"
+        device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes = self._gather_whole(torch.tensor([mine.numel()], device=device), what).flatten().tolist()
+        padded = mine.new_zeros(max(sizes))
+        padded[:mine.numel()] = mine
+        rows = self._gather_whole(padded, what).cpu()
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
         """Say which collective of which rank failed, and why it may have."""
@@ -189,6 +185,23 @@ class Communicator:
                 f"raise \"timeout\". ({error})")
         return CollectiveFailed(f"{where} broke: another rank died or closed its connection. The error in the output "
                                 f"of that rank is the cause. ({error})")
+
+    def _gather_whole(self, tensor: Tensor, what: str) -> Tensor:
+        """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
+        out = tensor.new_empty((self.ranks, tensor.numel()))
+        try:
+            if self.native:
+                self._wait(_gather_native(out.view(-1), tensor, self.group, async_op=True))
+            else:
+                self._wait(dist.all_gather(list(out.unbind()), tensor, self.group, async_op=True))
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
+        return out
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective within this communicator's timeout, which may be shorter than the group's."""
+        if work is not None:
+            work.wait() if self.native else work.wait(self.timeout)
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]

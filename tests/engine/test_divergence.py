@@ -1,0 +1,122 @@
+"""Ranks that differ are told so: what they built at `initialize`, what they did within the timeout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.errors import CollectiveTimeout, RanksDisagree
+from shoal.testing import run_ranks
+
+from ..zero.models import Plain, batch
+from .trained import build, configured, loss
+
+
+class Branching(Plain):
+    """Rank 1 runs the blocks in another order."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in reversed(self.blocks) if dist.get_rank() else self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def branch(debug: bool) -> str:
+    engine = shoal.initialize(model=Branching(), config=configured(3, timeout=3, debug=debug))[0]
+    with pytest.raises(RanksDisagree if debug else CollectiveTimeout) as caught:
+        loss(engine, 0)
+    return str(caught.value)
+
+
+def test_ranks_on_different_paths_time_out_naming_rank_unit_and_collective() -> None:
+    first, second = run_ranks(2, branch, False)
+    assert first.startswith("rank 0 of 2, step 0: gather of unit 'blocks.0' did not finish within 3 s. Another rank took a "
+                            "different path through the model, stopped, or is that slow: set \"debug\": true")
+    assert second.startswith("rank 1 of 2, step 0: gather of unit 'blocks.2' did not finish within 3 s.")
+
+
+def test_ranks_on_different_paths_are_compared_under_debug() -> None:
+    first, second = run_ranks(2, branch, True)
+    assert first == second
+    assert first.startswith("step 0: ranks issue different collectives: rank 0: gather of unit 'blocks.0' (")
+    assert "; rank 1: gather of unit 'blocks.2' (" in first
+
+
+def early() -> str:
+    """Rank 0 steps, while rank 1 runs another microbatch."""
+    engine = build(3, timeout=3)
+    engine.backward(loss(engine, 0))
+    with pytest.raises(CollectiveTimeout) as caught:
+        if dist.get_rank() == 0:
+            engine.step()
+        loss(engine, 0, 1)
+    return str(caught.value)
+
+
+def test_a_rank_that_steps_alone_times_out_naming_the_decision() -> None:
+    first, second = run_ranks(2, early)
+    assert first.startswith("rank 0 of 2, step 0: the decision at the end of a step did not finish within 3 s.")
+    assert second.startswith("rank 1 of 2, step 0: gather of unit 'root' did not finish within 3 s.")
+
+
+class Wider(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up = nn.Linear(12, 24)
+        self.blocks[1].down = nn.Linear(24, 12)
+
+
+class Deeper(Plain):
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+class HeadFrozen(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.requires_grad_(False)
+
+
+def differ(other: type[nn.Module], ours: str, theirs: str, groups: bool = False) -> None:
+    plain = dist.get_rank() == 0
+    model = Plain() if plain else other()
+    parameters: Any = [{"params": [p for p in model.parameters() if p.dim() > 1], "lr": 1e-2},
+                       {"params": [p for p in model.parameters() if p.dim() < 2]}] if groups and not plain else None
+    with pytest.raises(RanksDisagree) as caught:
+        shoal.initialize(model=model, model_parameters=parameters, config=configured(2))
+    message = str(caught.value)
+    assert message.startswith("initialize: ranks built different models. First difference, at parameter ")
+    assert f"rank 0 has {ours}; rank 1 has {theirs}. Build the same model on every rank." in message, message
+
+
+def test_ranks_that_build_different_models_are_told_the_first_difference() -> None:
+    run_ranks(2, differ, Wider, "blocks.1.up.weight (25, 12) torch.float32 trainable group 0 in unit 'blocks.1'",
+              "blocks.1.up.weight (24, 12) torch.float32 trainable group 0 in unit 'blocks.1'")
+    run_ranks(2, differ, Deeper, "nothing", "blocks.3.norm.weight (12,) torch.float32 trainable group 0 in unit 'blocks.3'")
+    run_ranks(2, differ, HeadFrozen, "head.bias (17,) torch.float32 trainable group 0 in unit 'root'",
+              "head.bias (17,) torch.float32 frozen group 0 in unit 'root frozen'")
+
+
+def test_ranks_that_group_parameters_differently_are_told_the_first_difference() -> None:
+    run_ranks(2, differ, Plain, "head.bias (17,) torch.float32 trainable group 0 in unit 'root'",
+              "head.bias (17,) torch.float32 trainable group 1 in unit 'root'", True)
+
+
+def values() -> tuple[float, float]:
+    """Ranks that drew different random numbers train rank 0's."""
+    torch.manual_seed(dist.get_rank())
+    engine = shoal.initialize(model=Plain(), config=configured(1))[0]
+    tokens, _ = batch(0, 0, 0)
+    return engine(tokens).sum().item(), torch.rand(()).item()
+
+
+def test_what_rank_0_drew_counts() -> None:
+    (first, own), (second, other) = run_ranks(2, values)
+    assert first == second
+    assert own != other

@@ -1,0 +1,314 @@
+"""Every published name of the engine exists, and is true or says why not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.engine import Engine
+from shoal.errors import NotSupportedYet, ReleasedError, UsageError
+from shoal.testing import run_ranks
+
+from ..zero.models import Plain, batch
+from .trained import ADAMW, build, configured, loss, model, same, train, weights
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return build(2, gradient_accumulation_steps=3, gradient_clipping=0.5, bf16={"enabled": True},
+                 scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, steps_per_print=7)
+
+
+def test_the_configuration_is_asked_for_by_its_published_names(engine: Engine) -> None:
+    assert engine.train_batch_size() == 6 and engine.train_micro_batch_size_per_gpu() == 2
+    assert engine.gradient_accumulation_steps() == 3
+    assert engine.get_batch_info() == (6, 2, 3)
+    assert engine.zero_optimization() and engine.zero_optimization_stage() == 2
+    assert engine.zero_optimization_partition_gradients() and not engine.zero_optimization_partition_weights()
+    assert not engine.zero_gather_16bit_weights_on_model_save()
+    assert engine.bfloat16_enabled() and not engine.fp16_enabled() and not engine.amp_enabled()
+    assert not engine.dynamic_loss_scale() and engine.loss_scale() == 1
+    assert engine.gradient_clipping() == 0.5
+    assert engine.optimizer_name() == "AdamW" and engine.scheduler_name() == "WarmupLR"
+    assert engine.steps_per_print() == 7
+    assert not engine.dump_state() and not engine.wall_clock_breakdown() and not engine.memory_breakdown()
+    assert engine.postscale_gradients() and engine.gradient_predivide_factor() == 1
+    assert engine.communication_data_type == torch.bfloat16
+
+
+def test_the_communication_dtype_of_a_built_engine_stays(engine: Engine) -> None:
+    engine.communication_data_type = torch.bfloat16
+    with pytest.raises(UsageError, match=r"communication_data_type: got torch\.float32, but the buffers of this engine were "
+                                         r"made for torch\.bfloat16"):
+        engine.communication_data_type = torch.float32
+
+
+def test_objects_and_ranks_are_found_under_their_published_names(engine: Engine) -> None:
+    assert isinstance(engine.module, Plain) and engine.device == torch.device("cpu")
+    assert engine.optimizer is not None and engine.basic_optimizer is engine.optimizer.optimizer
+    assert isinstance(engine.basic_optimizer, torch.optim.AdamW) and engine.client_optimizer is None
+    assert engine.lr_scheduler is not None and engine.training_dataloader is None
+    assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+    assert (engine.dp_world_size, engine.mp_world_size, engine.mpu) == (1, 1, None)
+    assert engine.param_names[engine.module.embed.weight] == "embed.weight"
+    assert engine.enable_backward_allreduce and not engine.has_moe_layers
+    assert engine.monitor is None and engine.timers is None and engine.flops_profiler is None
+    assert engine.get_wall_clock_timers() == {}
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps) == (0, 0, 0, 0)
+    assert engine.get_type() == ["AdamW"] and engine.get_mom() == [(0.9, 0.999)] and len(engine.get_lr()) == 1
+    assert engine.optimizer.cur_scale == 1 and not engine.optimizer.overflow
+    assert engine.get_global_grad_norm() is None and not engine.was_step_applied()
+
+
+def test_the_momentum_of_sgd_is_its_momentum() -> None:
+    assert build(optimizer={"type": "SGD", "params": {"lr": 1, "momentum": 0.5}}).get_mom() == [0.5]
+
+
+def test_config_is_what_was_given_and_the_callers_own_stays_as_it_is() -> None:
+    given = configured(zero_optimization=True, train_batch_size="auto")
+    before = copy.deepcopy(given)
+    engine = shoal.initialize(model=model(), config=given)[0]
+    assert given == before
+    assert engine.config == before and engine.config.get("train_batch_size") == "auto"
+    assert engine.config is engine.config and engine.config is not given
+    assert engine._config.zero_optimization.stage == 1
+
+
+def test_what_the_engine_lacks_is_the_modules() -> None:
+    engine = build()
+    assert engine.hidden(batch(0, 0, 0)[0]).shape == (2, 5, 12)
+    assert engine.blocks is engine.module.blocks
+    with pytest.raises(AttributeError, match="neither Engine nor its module Plain has an attribute 'nonsense'"):
+        _ = engine.nonsense
+    assert not hasattr(engine, "nonsense")
+
+
+def test_the_engine_is_a_module_around_the_model(engine: Engine) -> None:
+    assert isinstance(engine, nn.Module)
+    inner = dict(engine.module.named_parameters())
+    assert dict(engine.named_parameters()) == {f"module.{name}": p for name, p in inner.items()}
+    assert list(engine.parameters()) == list(inner.values())
+    assert set(engine.state_dict()) == {f"module.{name}" for name in engine.module.state_dict()}
+    assert set(engine.module_state_dict()) == set(engine.module.state_dict())
+    assert set(engine.module_state_dict(prefix="a.")) == {f"a.{name}" for name in inner}
+    engine.eval()
+    assert not engine.module.training
+    engine.train()
+    assert engine.module.training
+
+
+def test_frozen_parameters_are_left_out_of_a_state_dict_on_demand() -> None:
+    assert "embed.weight" in (frozen := build(1, "frozen")).module_state_dict()
+    assert "embed.weight" not in frozen.module_state_dict(exclude_frozen_parameters=True)
+
+
+def test_the_engine_may_be_moved_to_where_it_is_and_nowhere_else(engine: Engine) -> None:
+    assert engine.to("cpu") is engine and engine.bfloat16() is engine
+    for cast in (engine.float, engine.half, lambda: engine.to(torch.float64), lambda: engine.to("meta")):
+        with pytest.raises(UsageError, match=r"the engine's model is torch\.bfloat16 on cpu and cannot become .*views of "
+                                             r"the engine's buffers\. Convert the model before initialize"):
+            cast()
+
+
+def resize(stage: int) -> list[int]:
+    """Return how many optimizer steps were taken after each microbatch, while the batch changes."""
+    engine = build(stage, train_batch_size=4)
+    done: list[int] = []
+
+    def microbatch() -> None:
+        engine.backward(loss(engine, len(done)))
+        engine.step()
+        done.append(engine.global_steps)
+
+    for _ in range(3):
+        microbatch()
+    engine.set_train_batch_size(8)
+    assert engine.get_batch_info() == (8, 2, 2)
+    microbatch()
+    with pytest.raises(UsageError, match="set_train_batch_size: called within an accumulation; call it right after a step"):
+        engine.set_train_batch_size(4)
+    for _ in range(3):
+        microbatch()
+    engine.set_train_micro_batch_size(1)
+    assert engine.get_batch_info() == (4, 1, 2)
+    with pytest.raises(UsageError, match=r"set_train_batch_size: got 3; it must be a multiple of 2 \(microbatches of 1 on 2 "
+                                         r"data ranks\)"):
+        engine.set_train_batch_size(3)
+    with pytest.raises(UsageError, match="set_train_micro_batch_size: got 0; it must be 1 or more"):
+        engine.set_train_micro_batch_size(0)
+    return done
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_batch_changes_at_run_time(stage: int) -> None:
+    assert run_ranks(2, resize, stage)[0] == [1, 2, 3, 3, 4, 4, 5]
+
+
+def by_hand(stage: int) -> bool:
+    """Reduce by hand what backward passes left, and train as if they had reduced."""
+    usual, manual = build(stage, gradient_accumulation_steps=2), build(stage, gradient_accumulation_steps=2)
+    manual.enable_backward_allreduce = False
+    for step in range(3):
+        for micro in range(2):
+            for engine in (usual, manual):
+                engine.backward(loss(engine, step, micro))
+                if engine is manual and micro == 1:
+                    manual.allreduce_gradients() if step else manual.buffered_allreduce_fallback()
+                engine.step()
+    with pytest.raises(UsageError, match="buffered_allreduce_fallback: grads is not supported"):
+        manual.buffered_allreduce_fallback(grads=[])
+    gap = max((a - b).abs().max().item() for a, b in zip(weights(usual).values(), weights(manual).values(), strict=True))
+    return gap < (1e-7 if stage < 2 else 1e-5)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_may_be_reduced_by_hand(stage: int) -> None:
+    assert all(run_ranks(2, by_hand, stage))
+
+
+def carry(stage: int, dtype: str) -> None:
+    half: dict[str, Any] = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    source, target = build(0, "tied"), build(stage, "tied", **half)
+    train(source, 2)
+    state = source.module_state_dict()
+    target.load_module_state_dict({"module": state, "other": 1})
+    assert target.sharded is not None
+    expected = weights(source)
+    for unit in target.sharded.units:  # the masters took the whole precision
+        master = unit.full if unit.master is None else unit.master
+        span = unit.master_span
+        for part in unit.layout.parts(span):
+            value = expected[unit.layout.slots[part.slot].name].flatten()[part.start:part.stop]
+            assert torch.equal(master[part.offset:part.offset + part.stop - part.start], value)
+    rounded = torch.bfloat16 if dtype == "bf16" else torch.float32
+    assert same(weights(target), {name: value.to(rounded).float() for name, value in expected.items()})
+    train(target, 1)
+    bad = {**state, "embed.weight": torch.zeros(3)}
+    with pytest.raises(UsageError, match=r"load_module_state_dict: embed\.weight: got \(3,\), the model has \(17, 12\)\. "
+                                         r"Nothing was loaded"):
+        target.load_module_state_dict(bad)
+    del bad["embed.weight"], bad["head.weight"]
+    with pytest.raises(UsageError, match=r"embed\.weight: missing; .*extra: the model has no such tensor"):
+        target.load_module_state_dict({**bad, "extra": torch.zeros(1)})
+    target.load_module_state_dict({"head.weight": state["head.weight"], "extra": 0}, strict=False)
+    assert torch.equal(weights(target)["embed.weight"], expected["embed.weight"].to(rounded).float())
+    with pytest.raises(UsageError, match="load_module_state_dict: custom_load_fn is not supported"):
+        target.load_module_state_dict(state, custom_load_fn=print)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_plain_state_dict_is_loaded_into_any_stage_with_its_whole_precision(stage: int) -> None:
+    run_ranks(2, carry, stage, "fp32")
+    run_ranks(2, carry, stage, "bf16")
+
+
+def consolidate(folder: str) -> None:
+    engine = build(3, "tied", bf16={"enabled": True})
+    train(engine, 1)
+    whole = weights(engine)
+    for state in (engine._zero3_consolidated_16bit_state_dict(), engine._consolidated_16bit_state_dict()):
+        if engine.global_rank:
+            assert state is None
+        else:
+            assert state is not None and set(state) == set(Plain().state_dict())
+            assert all(value.dtype == torch.bfloat16 for value in state.values())
+            assert all(torch.equal(state[name].float(), value) for name, value in whole.items())
+    assert engine.save_fp16_model(folder) is False  # not asked for in the configuration
+    asked = build(3, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True})
+    assert asked.zero_gather_16bit_weights_on_model_save()
+    assert asked.save_fp16_model(folder, "weights.bin") is True
+
+
+def test_the_weights_are_consolidated_on_rank_0(tmp_path: Path) -> None:
+    run_ranks(2, consolidate, str(tmp_path))
+    assert set(torch.load(tmp_path / "weights.bin")) == set(Plain().state_dict())
+
+
+class Counting(Plain):
+    """Holds a parameter of whole numbers and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.register_buffer("mean", torch.ones(2))
+
+
+def test_a_consolidated_state_dict_holds_whole_numbers_and_buffers_too() -> None:
+    engine = shoal.initialize(model=Counting(), config=configured(3))[0]
+    state = engine.consolidated_state_dict()
+    assert state is not None and set(state) == set(engine.module.state_dict(keep_vars=True))
+    assert state["count"].tolist() == [0, 1, 2]
+
+
+def released() -> None:
+    engine = build(3)
+    block = engine.module.blocks[2]
+    error = (r"rank \d: '\w+' read the data of parameter '\S+' \(.*\), which is sharded over 2 ranks and released at present\. "
+             r".* gather it first, on every rank: `with shoal\.gathered\(parameter\): \.\.\.`")
+    for read in (engine.state_dict, engine.module_state_dict, block.state_dict, lambda: copy.deepcopy(engine.module)):
+        with pytest.raises(ReleasedError, match=error):
+            read()
+    assert "up.weight" in dict(block.named_parameters()) and "released" in repr(block.up.weight)
+    with shoal.gathered(engine.module):
+        assert set(engine.module_state_dict()) == set(copy.deepcopy(engine.module).state_dict()) == set(
+            Plain().state_dict())
+
+
+def test_a_state_dict_of_released_parameters_says_how_to_gather_them() -> None:
+    run_ranks(2, released)
+
+
+def empty_cache() -> None:
+    engine = build(3, zero_optimization={"stage3_prefetch_bucket_size": 1000})
+    train(engine, 2)
+    assert engine.sharded is not None
+    engine.empty_partition_cache()
+    assert all(unit.full.untyped_storage().size() == 0 for unit in engine.sharded.units)
+    assert train(engine, 1)
+
+
+def test_the_partition_cache_is_emptied() -> None:
+    run_ranks(2, empty_cache)
+
+
+def compiled(stage: int) -> None:
+    plain, fast = build(stage), build(stage)
+    assert not fast.is_compiled
+    fast.compile(backend="aot_eager")
+    fast.compile(backend="aot_eager")
+    assert fast.is_compiled
+    assert train(fast, 3) == pytest.approx(train(plain, 3), rel=1e-5)
+    fast.destroy()
+    assert not fast.is_compiled and "forward" not in vars(fast.module.blocks[0])
+    with pytest.raises(NotSupportedYet, match="compile: schedule and compiled_autograd_enabled are not supported yet"):
+        fast.compile(schedule=[])
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_blocks_are_compiled_and_collectives_stay_outside(stage: int) -> None:
+    run_ranks(2, compiled, stage)
+
+
+def test_states_are_not_moved_yet(engine: Engine) -> None:
+    with pytest.raises(NotSupportedYet, match="offload_states: not supported yet: model state stays on its device"):
+        engine.offload_states()
+    with pytest.raises(NotSupportedYet, match="reload_states: not supported yet"):
+        engine.reload_states()
+
+
+def test_an_optimizer_of_ones_own_is_named_by_its_class() -> None:
+    net = model()
+    config = configured()
+    del config["optimizer"]
+    optimizer = torch.optim.RMSprop(net.parameters(), lr=1e-3)
+    engine = shoal.initialize(model=net, optimizer=optimizer, config=config)[0]
+    assert engine.client_optimizer is optimizer and engine.basic_optimizer is optimizer
+    assert engine.optimizer_name() == "RMSprop" and engine.get_mom() == [0]
+    assert ADAMW["type"] == build().optimizer_name()
