@@ -116,21 +116,22 @@ def xz_bits_per_byte(data: bytes) -> float:
 class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """A file of bytes as pairs (x, y) of `block` int64 bytes each, y being x moved on by one byte.
 
-    Pair i starts at byte `i * block`: together the pairs predict every byte but the first once, up to a last partial
-    block. The file stays on disk, memory-mapped.
+    Pair i starts at byte `i * stride` (default: `block`, so that the pairs predict every byte but the first once, up to
+    a last partial block). The file stays on disk, memory-mapped.
     """
 
-    def __init__(self, path: Path, block: int) -> None:
+    def __init__(self, path: Path, block: int, stride: int | None = None) -> None:
         self.block = block
+        self.stride = stride or block
         self.bytes = np.memmap(path, np.uint8, mode="r")
-        if len(self) == 0:
+        if len(self.bytes) <= block:
             raise ValueError(f"{path}: got {len(self.bytes)} bytes; a block of {block} needs at least {block + 1}")
 
     def __len__(self) -> int:
-        return (len(self.bytes) - 1) // self.block
+        return (len(self.bytes) - 1 - self.block) // self.stride + 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self.block
+        start = index * self.stride
         window = torch.from_numpy(self.bytes[start:start + self.block + 1].astype(np.int64))
         return window[:-1], window[1:]
 

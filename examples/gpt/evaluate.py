@@ -21,18 +21,22 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def bits_per_byte(forward: Forward, blocks: Blocks, batch: int, device: torch.device) -> float:
-    """Return the mean cost in bits of a byte of `blocks`, shared out over the ranks, `batch` blocks at a time."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def bits_per_byte(forward: Forward, blocks: Blocks, device: torch.device, tokens: int = 4096) -> float:
+    """Return the mean cost in bits of a byte of `blocks`, shared out over the ranks, about `tokens` bytes at a time.
+
+    Where blocks overlap, a byte is counted in the block that shows the most of what stands before it.
+    """
+    ranks, rank, batch = dist.get_world_size(), dist.get_rank(), max(1, tokens // blocks.block)
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
     for start in range(0, len(blocks), ranks * batch):
-        mine = range(start + rank * batch, start + (rank + 1) * batch)
-        pairs = [blocks[min(index, len(blocks) - 1)] for index in mine]
-        counted = torch.tensor([index < len(blocks) for index in mine], device=device)
+        mine = torch.arange(start + rank * batch, start + (rank + 1) * batch)
+        pairs = [blocks[min(int(index), len(blocks) - 1)] for index in mine]
         x, y = (torch.stack(side).to(device) for side in zip(*pairs, strict=True))
-        nats = F.cross_entropy(forward(x).float().transpose(1, 2), y, reduction="none").sum(dim=1)
-        total[0] += nats[counted].sum()
-        total[1] += counted.sum() * y.shape[1]
+        nats = F.cross_entropy(forward(x).float().transpose(1, 2), y, reduction="none")
+        counted = (mine < len(blocks))[:, None].expand(-1, blocks.block).clone()
+        counted[mine > 0, :-blocks.stride] = False
+        total[0] += nats[counted.to(device)].sum()
+        total[1] += counted.sum()
     dist.all_reduce(total)
     nats, count = total.tolist()
     return nats / count / math.log(2)

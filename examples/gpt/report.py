@@ -21,7 +21,7 @@ from display import clock
 from evaluate import bits_per_byte, generate
 from shoal.zero.placement import StateBytes, state_bytes
 
-PROMPT = b"\0import "
+PROMPT = b"\0class "
 """What the sample starts with: a new file, and a word."""
 
 SAMPLE = 400
@@ -64,7 +64,8 @@ class Report:
                   f"now for the held-out files")
         engine, held_out = self.engine, self.corpus.validation
         engine.eval()
-        bits = bits_per_byte(engine, Blocks(held_out.path, self.args.block), batch=16, device=engine.device)
+        overlapping = Blocks(held_out.path, self.args.block, stride=self.args.block // 2)
+        bits = bits_per_byte(engine, overlapping, engine.device)
         written = bytes(generate(engine, PROMPT, SAMPLE, window=self.args.block, device=engine.device))
         formula, measured = self._state()
         model = Mark(name=f"GPT {self.args.model}", bits=bits)

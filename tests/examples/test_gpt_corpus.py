@@ -79,6 +79,13 @@ def test_blocks_predict_each_byte_but_the_first_once(tmp_path: Path) -> None:
     assert torch.cat([blocks[i][1] for i in range(4)]).tolist() == list(range(1, 33))
 
 
+def test_overlapping_blocks_start_a_stride_apart_and_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.bin"
+    path.write_bytes(bytes(range(20)))
+    blocks = Blocks(path, 8, stride=4)
+    assert [(x[0].item(), y[-1].item()) for x, y in (blocks[i] for i in range(len(blocks)))] == [(0, 8), (4, 12), (8, 16)]
+
+
 def test_a_file_shorter_than_a_block_is_refused_with_both_sizes(tmp_path: Path) -> None:
     (tmp_path / "bytes.bin").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"bytes.bin: got 5 bytes; a block of 8 needs at least 9"):
