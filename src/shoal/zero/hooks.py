@@ -46,6 +46,10 @@ class Hooks:
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""
 
+    def __reduce__(self) -> tuple[Callable[[], Hooks], tuple[()]]:
+        """Let a deep copy of the model, or a pickled one, have hooks that find nothing to do: it belongs to no engine."""
+        return _without_model, ()
+
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
         for module in dict.fromkeys([self._model, *self._units]):
@@ -159,6 +163,10 @@ class Hooks:
         if self._in_forward or self._in_backward:
             self._in_forward = self._in_backward = False
             self._release_all()
+
+
+def _without_model() -> Hooks:
+    return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(), boundary=bool, sync=bool)
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
