@@ -1,0 +1,120 @@
+"""What the README and the docs say is run, drawn and looked up.
+
+A page is one script: its blocks marked ```python run and ```console run are executed in order, in one process that is a
+rank of its own, in an empty folder that holds the repository's examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.launch import cli
+from shoal.testing import run_ranks
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+SOURCE = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+|(?:\w+/)*\w+\.(?:py|json|md))`")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def run_page(text: str, folder: str) -> None:
+    """Execute the blocks of a page on this rank."""
+    os.chdir(folder)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for kind, block in BLOCK.findall(text):
+        match kind:
+            case "python":
+                exec(compile(block, "<page>", "exec"), names)
+            case "console":
+                for line in filter(None, block.splitlines()):
+                    command, *words = shlex.split(line, comments=True)
+                    assert command == "shoal", f"only shoal's own commands are run: {line}"
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        assert cli.main(words) == 0, line
+            case _:
+                raise AssertionError(f"```{kind} run: only python and console blocks are run")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=page_id)
+def test_what_a_page_shows_runs(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    run_ranks(1, run_page, page.read_text(), str(tmp_path))
+
+
+def run_script(path: str, folder: str) -> str:
+    os.chdir(folder)
+    sys.argv = [path]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_loop_of_the_readme_learns_on_two_ranks(tmp_path: Path) -> None:
+    spoke, silent = run_ranks(2, run_script, str(ROOT / "examples/minimal.py"), str(tmp_path))
+    losses = [float(line.split()[-1]) for line in spoke.splitlines()]
+    assert len(losses) == 3 and losses[-1] < losses[0] / 2
+    assert silent == ""
+    assert (tmp_path / "out/minimal/latest").is_file()
+
+
+def test_the_readme_shows_the_minimal_example_as_it_is() -> None:
+    _, _, loop = (ROOT / "examples/minimal.py").read_text().partition('"""\n\n')
+    assert loop in (ROOT / "README.md").read_text()
+
+
+def test_every_command_of_make_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for page in PAGES for word in re.findall(r"(?:^ *|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    assert named <= targets and {"train", "test", "check"} <= named
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield what a page points to and the repository does not hold."""
+    text = page.read_text()
+    for target in LINK.findall(text):
+        if "://" not in target and not (page.parent / target).exists():
+            yield target
+    for name in SOURCE.findall(text):
+        homes = (ROOT, ROOT / "src" / "shoal", page.parent)
+        if not any((home / name).exists() for home in homes) and name not in NOT_OURS:
+            yield name
+
+
+NOT_OURS = frozenset({"config.json", "index.json", "train.py", "script.py"})
+"""Files that pages speak of and the repository does not hold."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    assert list(links(page)) == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set[Path](), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        found = {(page.parent / target).resolve() for target in LINK.findall(page.read_text()) if target.endswith(".md")}
+        waiting += [other for other in found - reached if other.is_file()]
+    assert {page.resolve() for page in PAGES} <= reached
+
+
+def test_the_pictures_are_what_the_script_draws() -> None:
+    drawn = runpy.run_path(str(DOCS / "draw.py"))["pictures"]()
+    assert {path.name: path.read_text() for path in (DOCS / "images").glob("*.svg")} == drawn
