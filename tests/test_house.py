@@ -55,11 +55,11 @@ LATER: dict[tuple[str, str], str] = {
 }
 """Imports in a function that would close a circle if they stood at the top, and the reason."""
 
-LINES = 320
+LINES, TEST_LINES = 320, 400
 LONG = {
     "tests/config/test_config_schema.py": "one case after the other of one mechanism, the whole configuration",
 }
-"""Longer files, and why they are not two."""
+"""Files that are longer than others of their kind, and why they are not two."""
 
 BODY = 40
 """The most lines of a function, without its docstring."""
@@ -218,8 +218,8 @@ def test_code_lines_count_code_alone() -> None:
 
 def test_no_file_is_long_without_a_reason() -> None:
     lines = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in sources()}
-    assert {name: count for name, count in lines.items() if count > LINES and name not in LONG} == {}
-    assert all(lines.get(name, 0) > LINES for name in LONG), "a reason that nothing needs"
+    long = {name for name, count in lines.items() if count > (TEST_LINES if name.startswith("tests/") else LINES)}
+    assert long == set(LONG), {name: lines[name] for name in long}
 
 
 def test_no_function_is_long() -> None:
