@@ -42,12 +42,12 @@ def parts(state: StateBytes) -> dict[str, int]:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """Lay formula and measurement side by side, in bytes of one rank."""
-    result = Table(title=f"Memory of one rank in MB: {title}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                   header_style="bold", caption_justify="left",
-                   caption="formula, state: weight, gradient, master and moments; process: all that it took for them")
-    for name in ("\nstage", "\nranks", "micro-\nbatch", "param-\neters", "after init\nformula", "\nstate", "\nprocess",
-                 "in training\nformula", "\nstate", "peak of\nprocess"):
-        result.add_column(name, justify="right", no_wrap=True)
+    result = Table(title=f"MB of one rank: {title}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                   pad_edge=False, header_style="bold", caption_justify="left",
+                   caption="formula, state: weight, gradient, master, moments; process: all it took for them")
+    for name in ("stage", "ranks", "micro-\nbatch", "param-\neters", "at init\nformula", "state", "process",
+                 "trained\nformula", "state", "peak of\nprocess"):
+        result.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for row in rows:
         found = row.found
         result.add_row(str(row.stage), str(row.ranks), str(row.microbatch), f"{row.parameters / 1e6:.1f} M",
