@@ -1,0 +1,110 @@
+"""An overflow on one rank skips the step on every rank alike, and nothing else moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.engine import Engine
+from shoal.errors import LossScaleError, UsageError
+from shoal.testing import run_ranks
+
+from .trained import build, loss, same, train, weights
+
+FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
+
+
+def poisoned_step(engine: Engine, step: int) -> None:
+    """Step on gradients that are infinite on rank 1 alone."""
+    engine.backward(loss(engine, step) * (float("inf") if dist.get_rank() == 1 else 1))
+    engine.step()
+
+
+def fp16(stage: int) -> list[Any]:
+    engine = build(stage, fp16=FP16, scheduler=WARMUP)
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.loss_scale() == 16
+    train(engine, 1)
+    before, rates = weights(engine), engine.get_lr()
+    assert engine.was_step_applied() and engine.optimizer is not None and not engine.optimizer.overflow
+    poisoned_step(engine, 1)
+    assert not engine.was_step_applied() and engine.optimizer.overflow
+    assert same(before, weights(engine)) and engine.get_lr() == rates
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale()) == (2, 1, 8)
+    train(engine, 2, 2)
+    assert not same(before, weights(engine)) and engine.get_lr() > rates
+    assert (engine.skipped_steps, engine.loss_scale()) == (1, 16)  # two clean steps
+    return [value.double().sum().item() for value in weights(engine).values()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_overflow_on_one_rank_skips_the_step_on_every_rank_and_halves_the_scale(stage: int) -> None:
+    first, second = run_ranks(2, fp16, stage)
+    assert first == second
+
+
+def floor(stage: int) -> str:
+    engine = build(stage, fp16={**FP16, "initial_scale_power": 1, "min_loss_scale": 1})
+    poisoned_step(engine, 0)
+    assert engine.loss_scale() == 1
+    before = weights(engine)
+    with pytest.raises(LossScaleError) as caught:
+        poisoned_step(engine, 1)
+    assert same(before, weights(engine)) and engine.global_steps == 1
+    train(engine, 1)  # nothing of the failed step is left
+    assert engine.was_step_applied()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_overflow_at_the_smallest_scale_raises_on_every_rank(stage: int) -> None:
+    first, second = run_ranks(2, floor, stage)
+    assert first == second
+    assert first.startswith("step 1: the gradients overflow at loss scale 1, the smallest that fp16.min_loss_scale allows")
+
+
+def bf16(check: bool) -> tuple[bool, bool, int]:
+    engine = build(2, bf16={"enabled": True, "check_grad_overflow": check}, gradient_clipping=0)
+    before = weights(engine)
+    poisoned_step(engine, 0)
+    return engine.was_step_applied(), same(before, weights(engine)), engine.skipped_steps
+
+
+def test_a_bf16_step_with_an_infinity_is_skipped_where_asked() -> None:
+    assert run_ranks(2, bf16, True) == [(False, True, 1)] * 2
+    assert run_ranks(2, bf16, False) == [(True, False, 0)] * 2
+
+
+def test_the_warning_of_a_skipped_step_says_the_scale(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build(fp16=FP16)
+    engine.backward(loss(engine, 0) * float("inf"))
+    engine.step()
+    assert "step 1: gradients overflowed, the step is skipped; loss scale is now 8" in caplog.messages
+
+
+def test_an_unscaled_backward_is_refused_while_the_loss_is_scaled() -> None:
+    engine = build(fp16=FP16)
+    with pytest.raises(UsageError, match=r"loss\.backward\(\) was called on an unscaled loss while the loss scale is 16; "
+                                         r"call engine\.backward\(loss\), or engine\.scale\(loss\)\.backward\(\)"):
+        loss(engine, 0).backward()
+    engine = build(fp16=FP16, gradient_accumulation_steps=2)
+    other = build(fp16=FP16, gradient_accumulation_steps=2)
+    for micro in range(2):
+        value = loss(engine, 0, micro)
+        returned = engine.backward(value)
+        assert returned.item() == pytest.approx(value.item() / 2) and not returned.requires_grad
+        engine.step()
+        other.scale(loss(other, 0, micro)).backward()
+        other.step()
+    assert same(weights(engine), weights(other)) and engine.get_global_grad_norm() == other.get_global_grad_norm()
+
+
+def test_inputs_are_cast_where_auto_cast_asks_for_it() -> None:
+    import shoal
+
+    config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True, "auto_cast": True}}
+    engine = shoal.initialize(model=torch.nn.Bilinear(4, 4, 2), config=config)[0]
+    assert engine(torch.ones(1, 4), input2=torch.ones(1, 4)).dtype == torch.float16
