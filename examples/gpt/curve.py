@@ -80,7 +80,7 @@ def picture(path: Path, bits: dict[int, float], model: Mark, marks: Sequence[Mar
     figure.savefig(path)
 
 
-def text_picture(bits: dict[int, float], marks: Sequence[Mark], width: int = 60, height: int = 8) -> Text:
+def text_picture(bits: dict[int, float], marks: Sequence[Mark], width: int = 52, height: int = 8) -> Text:
     """Draw the curve in `height` lines of block characters, with a dotted row at each mark."""
     values = list(bits.values())
     columns = [_mean(values[len(values) * i // width:max(len(values) * (i + 1) // width, len(values) * i // width + 1)])
