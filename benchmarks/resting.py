@@ -26,6 +26,7 @@ def state(preset: str, stage: int, precision: str, steps: int) -> dict[str, int]
     engine = _engine(task, stage, precision)
     for step in range(steps):
         _train(engine, task, step)
+    assert engine.optimizer
     engine.optimizer.zero_grad()
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     return {"parameters": parameters, **asdict(engine.model_state_bytes()), "held": _held()}
@@ -64,7 +65,7 @@ def _held() -> int:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  guards refuse
                 storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()  # pyright: ignore[reportPrivateUsage]  its identity
     return sum(storages.values())

@@ -27,13 +27,16 @@ NO_DEVICE = "import torch, shoal; assert not torch.cuda.is_initialized(); assert
 def main() -> None:
     options = _options()
     subprocess.run([sys.executable, "-c", NO_DEVICE], check=True)
-    imports = [[sys.executable, "-c", "import torch"], [sys.executable, "-c", "import torch, shoal"]]
+    imports, uses = ([[sys.executable, "-c", code] for code in ("import torch", other)]
+                     for other in ("import torch, shoal", "import torch, shoal; shoal.initialize"))
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script, progress() as tell:
-        importing = _pairs("import", *imports, options.rounds, tell)
+        importing = _pairs("import", imports, options.rounds, tell)
+        using = _pairs("use", uses, options.rounds, tell)
         runs = [[str(BIN / "torchrun"), f"--nproc-per-node={options.ranks}", "--standalone", script.name],
                 [str(BIN / "shoal"), "run", "--ranks", str(options.ranks), script.name]]
-        running = _pairs("run", *runs, options.rounds, tell)
-    rows = (_row("import torch, import torch and shoal", importing), _row("torchrun, shoal run", running))
+        running = _pairs("run", runs, options.rounds, tell)
+    rows = (_row("import torch, import torch and shoal", importing), _row("import torch, and shoal.initialize", using),
+            _row("torchrun, shoal run", running))
     targets = (
         Target(what="`import shoal` over `import torch`", measured=_cost(importing), high=0.3, unit=" s"),
         Target(what="`shoal run` of an empty script over `torchrun`", measured=_cost(running), high=0.5, unit=" s"))
@@ -42,7 +45,7 @@ def main() -> None:
     columns = ("pair", "first, median s", "second, median s", "difference, median s", "least", "most")
     Outcome(benchmark="startup", command=" ".join(["python", *sys.argv]), note=note, targets=targets,
             sheets=(Sheet(title="Starting", columns=columns, rows=rows),),
-            raw={"import": importing, "run": running}).publish(options.out)
+            raw={"import": importing, "use": using, "run": running}).publish(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -53,9 +56,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _pairs(name: str, first: list[str], second: list[str], rounds: int,
-           tell: Callable[[str], None]) -> list[tuple[float, float]]:
-    for command in (first, second):
+def _pairs(name: str, commands: list[list[str]], rounds: int, tell: Callable[[str], None]) -> list[tuple[float, float]]:
+    first, second = commands
+    for command in commands:
         _seconds(command)  # files come into the page cache
     pairs: list[tuple[float, float]] = []
     for number in range(rounds):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from workloads import Workload
 Step = Callable[[Tensor, Tensor], Tensor]
 
 BETAS = (0.9, 0.95)
-ADAMW = {"lr": 3e-4, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +80,10 @@ def fsdp2(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
 
 
-def deepspeed(stage: int, **zero: object) -> Callable[[nn.Module, Workload], Step]:
+def deepspeed(stage: int, **zero: int) -> Callable[[nn.Module, Workload], Step]:
     """Return the builder of DeepSpeed at `stage`, with more settings of its ZeRO block."""
     def build(model: nn.Module, workload: Workload) -> Step:
-        import deepspeed
+        import deepspeed  # pyright: ignore[reportMissingImports]  lives in .venv-peers
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS), "torch_adam": True, "fused": True}}
@@ -105,17 +106,17 @@ def shoal(stage: int) -> Callable[[nn.Module, Workload], Step]:
     return build
 
 
-def _config(zero: dict[str, object], optimizer: dict[str, object], workload: Workload) -> dict[str, object]:
+def _config(zero: dict[str, Any], optimizer: dict[str, Any], workload: Workload) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": len(workload.batch(0, 0)[0]), "gradient_accumulation_steps": 1,
             "optimizer": optimizer, "gradient_clipping": 0.0, "steps_per_print": 1_000_000_000,
             "zero_optimization": zero}
 
 
-def _engine_step(engine: Callable[[Tensor], Tensor], workload: Workload) -> Step:
+def _engine_step(engine: Any, workload: Workload) -> Step:
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = workload.loss(engine(inputs), targets)
-        engine.backward(loss)  # type: ignore[attr-defined]
-        engine.step()  # type: ignore[attr-defined]
+        engine.backward(loss)
+        engine.step()
         return loss.detach()
 
     return step

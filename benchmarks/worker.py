@@ -29,7 +29,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     answers = _take_standard_output()
     torch.set_num_threads(1)
-    store = dist.FileStore(job["store"], job["ranks"])
+    store = dist.FileStore(job["store"], job["ranks"])  # pyright: ignore[reportPrivateImportUsage]  documented as public
     dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["ranks"])
     task = workload(job["workload"], microbatch=job["microbatch"], length=job["length"])
     torch.manual_seed(SEED)
