@@ -9,31 +9,40 @@ from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import zero
+    from shoal.data import RepeatingLoader
     from shoal.distributed import init_distributed
     from shoal.engine import Engine
     from shoal.errors import ShoalError
     from shoal.initialize import add_config_arguments, initialize
+    from shoal.optim import register_optimizer
+    from shoal.schedule import register_schedule
     from shoal.zero.gathered import gathered
 
 __all__ = [
     "Engine",
+    "RepeatingLoader",
     "ShoalError",
     "__version__",
     "add_config_arguments",
     "gathered",
     "init_distributed",
     "initialize",
+    "register_optimizer",
+    "register_schedule",
     "zero",
 ]
 
 # Names are imported at their first use: the command line and `import shoal` pay for nothing that they do not need.
 _HOMES = {
     "Engine": "shoal.engine",
+    "RepeatingLoader": "shoal.data",
     "ShoalError": "shoal.errors",
     "add_config_arguments": "shoal.initialize",
     "gathered": "shoal.zero.gathered",
     "init_distributed": "shoal.distributed",
     "initialize": "shoal.initialize",
+    "register_optimizer": "shoal.optim",
+    "register_schedule": "shoal.schedule",
 }
 
 

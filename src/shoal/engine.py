@@ -53,11 +53,14 @@ class Engine(Controls):
             args, kwargs = _half(args), _half(kwargs)
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
+                 allreduce_gradients: bool = True, release_loss: bool = False) -> Tensor:
         """Accumulate the gradients of `loss`, a scalar that this engine's forward gave.
 
         The gradients of a boundary are the mean over microbatches and data ranks: `loss` is divided by
         `gradient_accumulation_steps` unless `scale_wrt_gas` is false. Returns the loss so divided, without loss scale.
+        With `allreduce_gradients` false nothing is reduced before `step`; `release_loss` is published, and the loss is
+        never kept.
         """
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
@@ -67,7 +70,11 @@ class Engine(Controls):
                              f"engine's forward led to, with gradients enabled")
         share = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         self._scaled = True
-        _times(loss, share * self.optimizer.loss_scale).backward(retain_graph=retain_graph)
+        sync, self._sync = self._sync, self._sync and allreduce_gradients
+        try:
+            _times(loss, share * self.optimizer.loss_scale).backward(retain_graph=retain_graph)
+        finally:
+            self._sync = sync
         return _times(loss.detach(), share)
 
     def scale(self, loss: Tensor) -> Tensor:

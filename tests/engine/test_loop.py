@@ -75,6 +75,20 @@ def test_wrong_calls_are_told() -> None:
     assert engine.was_step_applied()
 
 
+def unreduced() -> None:
+    engine, reference = build(2), build(2)
+    before = traffic.calls["reduce"]
+    engine.backward(loss(engine, 0), allreduce_gradients=False, release_loss=True)
+    assert traffic.calls["reduce"] == before
+    engine.step()
+    train(reference, 1)
+    assert same(weights(engine), weights(reference))
+
+
+def test_a_backward_without_reduction_is_reduced_by_the_step() -> None:
+    run_ranks(2, unreduced)
+
+
 def zero_grad(stage: int) -> None:
     engine, reference = build(stage), build(stage)
     engine.backward(loss(engine, 7))

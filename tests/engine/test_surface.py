@@ -15,6 +15,7 @@ import shoal
 from shoal.engine import Engine
 from shoal.errors import NotSupportedYet, ReleasedError, UsageError
 from shoal.testing import run_ranks
+from shoal.zero.unit import Phase
 
 from ..zero.models import Plain, batch
 from .trained import ADAMW, build, configured, loss, model, same, train, weights
@@ -289,7 +290,7 @@ def empty_cache() -> None:
     train(engine, 2)
     assert engine.sharded is not None
     engine.empty_partition_cache()
-    assert all(unit.full.untyped_storage().size() == 0 for unit in engine.sharded.units)
+    assert all(unit.phase is Phase.RELEASED for unit in engine.sharded.units)
     assert train(engine, 1)
 
 
@@ -321,6 +322,14 @@ def test_states_are_not_moved_yet(engine: Engine) -> None:
         engine.offload_states()
     with pytest.raises(NotSupportedYet, match="reload_states: not supported yet"):
         engine.reload_states()
+
+
+def test_the_optimizers_state_goes_through_the_engine(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    with pytest.raises(UsageError, match=r"optimizer\.state_dict: the optimizer's state is sharded .*save_checkpoint"):
+        engine.optimizer.state_dict()
+    with pytest.raises(UsageError, match=r"optimizer\.load_state_dict: .*engine\.load_checkpoint"):
+        engine.optimizer.load_state_dict({})
 
 
 def test_an_optimizer_of_ones_own_is_named_by_its_class() -> None:

@@ -112,6 +112,16 @@ class ShardedOptimizer:
             if unit.gradient is not None:
                 unit.gradient.reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Raise `UsageError`: this rank's slices alone say nothing; the engine saves and loads all of them."""
+        raise UsageError("optimizer.state_dict: the optimizer's state is sharded over the ranks; call "
+                         "engine.save_checkpoint, which any number of ranks can load")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `UsageError`, as `state_dict` does."""
+        raise UsageError("optimizer.load_state_dict: the optimizer's state is sharded over the ranks; call "
+                         "engine.load_checkpoint")
+
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the backward of `loss` times the loss scale."""
         (loss * self.scaler.value).backward(retain_graph=retain_graph)
