@@ -46,8 +46,8 @@ def refused() -> None:
     model = Plain()
     engine_of(model)
     weight = model.blocks[0].up.weight
-    wanted = (rf"rank {dist.get_rank()}: '\w+' read the data of parameter 'blocks\.0\.up\.weight' \(25, 12\), which is sharded "
-              rf"over 2 ranks(.|\n)*shoal\.gathered")
+    wanted = (rf"rank {dist.get_rank()}: '\w+' read the data of parameter 'blocks\.0\.up\.weight' \(25, 12\), which is "
+              rf"sharded over 2 ranks(.|\n)*shoal\.gathered")
     for read in (lambda: weight + 1, lambda: weight.data, weight.detach, weight.sum, lambda: torch.cat([weight, weight]),
                  lambda: nn.init.zeros_(weight), lambda: copy.deepcopy(weight), weight.numpy, weight.tolist,
                  lambda: model.blocks[0].up(torch.randn(1, 12)), weight.untyped_storage, lambda: bool(weight.isnan().any())):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,29 +70,25 @@ def same(kind: type[nn.Module], stage: int) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-class Watched(nn.Linear):
-    """A layer that notes how many parameter bytes are alive when each is built."""
-
-    alive: list[Tensor] = []
-    peak = 0
-
-    def __init__(self) -> None:
-        super().__init__(64, 64)
-        Watched.alive += [self.weight, self.bias]
-        with torch._C.DisableTorchFunctionSubclass():
-            held = sum(p.untyped_storage().nbytes() for p in Watched.alive)
-        Watched.peak = max(Watched.peak, held)
-
-
-def peak() -> int:
-    with shoal.zero.Init():
-        nn.Sequential(*[Watched() for _ in range(50)])
-    return Watched.peak
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def one_layer_at_a_time() -> None:
-    layer = (64 * 64 + 64) * 4
-    assert peak() <= 2 * layer
+    width, layers = 1024, 40
+    layer = width * width * 4
+    before, peaks = resident(), []
+
+    class Watched(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(width, width, bias=False)
+            peaks.append(resident() - before)
+
+    with shoal.zero.Init():
+        model = nn.Sequential(*[Watched() for _ in range(layers)])
+    assert sum(p.numel() for p in model.parameters()) * 4 == layers * layer
+    assert max(peaks) < layers * layer / dist.get_world_size() + 9 * layer
 
 
 def existing() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.zero.buffer import Pool, allocate, free
+from shoal.zero.buffer import Pool, elastic
 from shoal.zero.layout import ALIGNMENT, Layout
 from shoal.zero.placement import PARTIAL, REPLICATE, SHARD, STAGES, state_bytes
 
@@ -33,8 +35,10 @@ def test_spans_are_equal_aligned_and_cover_the_buffer(shapes: list[tuple[int, ..
 def test_the_parts_of_all_spans_are_every_element_of_every_slot_once(shapes: list[tuple[int, ...]], ranks: int) -> None:
     layout = pack(shapes, ranks)
     found = [(part.slot, element, layout.span(rank).start + part.offset + element - part.start)
-             for rank in range(ranks) for part in layout.parts(layout.span(rank)) for element in range(part.start, part.stop)]
-    expected = [(i, element, slot.start + element) for i, slot in enumerate(layout.slots) for element in range(prod(slot.shape))]
+             for rank in range(ranks) for part in layout.parts(layout.span(rank))
+             for element in range(part.start, part.stop)]
+    expected = [(i, element, slot.start + element)
+                for i, slot in enumerate(layout.slots) for element in range(prod(slot.shape))]
     assert found == expected
 
 
@@ -56,15 +60,32 @@ def test_views_have_the_slots_shapes_and_share_the_memory(shapes: list[tuple[int
         assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-def test_freed_memory_comes_back_in_the_same_views() -> None:
-    flat = torch.arange(8.0)
-    view = flat[4:].view(2, 2)
-    free(flat)
-    assert flat.untyped_storage().nbytes() == 0
-    assert view.shape == (2, 2)
-    allocate(flat)
-    flat.fill_(3.0)
-    assert view.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("size", [1000, 16 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_elastic_buffer_keeps_its_span_and_gives_the_rest_back(size: int, dtype: torch.dtype) -> None:
+    span = range(size // 4 + 1, size // 2 + 3)
+    buffer = elastic(size, dtype, span, torch.device("cpu"))
+    view = buffer.full[: size // 2 * 2].view(2, -1)
+    before = resident()
+    for value in (1, 2):
+        buffer.grow()
+        buffer.full[: span.start] = 7
+        buffer.full[span.stop:] = 7
+        buffer.full[span.start:span.stop] = value
+        buffer.rest.fill_(value)
+        assert view[0, 0] == 7
+        buffer.shrink()
+        held = resident() - before
+        assert held < size * dtype.itemsize * 0.3 + (1 << 20), "a quarter rests"
+        assert buffer.rest.min() == buffer.rest.max() == value
+        assert view.shape == (2, size // 2)
+    buffer.grow()
+    assert (buffer.full[span.start:span.stop] == 2).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([torch.float32, torch.bfloat16, torch.float64])), max_size=20))
@@ -83,7 +104,8 @@ def test_a_pool_never_lends_the_same_memory_twice_and_keeps_what_it_needs(sizes:
 
 def test_each_stage_shards_one_thing_more() -> None:
     rows = [(stage.weight, stage.gradient, stage.master) for stage in STAGES]
-    assert rows == [(REPLICATE, PARTIAL, REPLICATE), (REPLICATE, PARTIAL, SHARD), (REPLICATE, SHARD, SHARD), (SHARD, SHARD, SHARD)]
+    assert rows == [(REPLICATE, PARTIAL, REPLICATE), (REPLICATE, PARTIAL, SHARD), (REPLICATE, SHARD, SHARD),
+                    (SHARD, SHARD, SHARD)]
 
 
 @pytest.mark.parametrize(("stage", "expected"), list(enumerate([2 + 2 + 12, 2 + 2 + 3, 2 + 0.5 + 3, 0.5 + 0.5 + 3])))

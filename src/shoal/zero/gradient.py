@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives import Communicator, Handle, Label
-from shoal.zero.buffer import Pool
+from shoal.zero.buffer import Pool, zeros
 from shoal.zero.layout import Layout
 from shoal.zero.placement import PARTIAL, SHARD, Stage
 
@@ -55,14 +55,14 @@ class Gradient:
         self._flight: _Flight | None = None
         own = layout.span(communicator.rank)
         if stage.gradient is PARTIAL:
-            self._resting = torch.zeros(layout.size, dtype=dtypes.accumulate, device=pool.device)
+            self._resting = zeros(layout.size, dtypes.accumulate, pool.device)
             self._resting_views = layout.views(self._resting)
             self.own = self._resting[own.start:own.stop]
             """This rank's span of the reduced gradient."""
             self.reduced = self.own if stage.master is SHARD else self._resting
             """The reduced gradient, where the master rests."""
         else:
-            self.own = self.reduced = torch.zeros(len(own), dtype=dtypes.accumulate, device=pool.device)
+            self.own = self.reduced = zeros(len(own), dtypes.accumulate, pool.device)
         self.reset()
 
     @property

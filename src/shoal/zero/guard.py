@@ -2,7 +2,8 @@
 
 While a parameter has no memory its class is a subclass that looks at every operation: metadata passes, data goes to the
 owner, who either brings the memory back (the operation then runs as usual) or raises. Reading a tensor whose storage was
-resized to zero would kill the process. A parameter that is gathered has its own class, and costs nothing.
+emptied kills the process, and one whose pages are gone reads as zeros. A parameter that is gathered has its own class,
+and costs nothing.
 """
 
 from __future__ import annotations

@@ -20,11 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal import distributed
 from shoal.collectives import Communicator
 from shoal.errors import UsageError
-from shoal.zero.buffer import Pool
+from shoal.zero.buffer import Pool, trim
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.unit import Member, Scope, Unit, UnitDtypes
+
+TRIM_EVERY = 16 << 20
+"""Bytes of whole parameters after whose sharding the heap is trimmed."""
 
 _parked = WeakIdKeyDictionary()  # keeps the slices of a parameter until an engine takes them over
 
@@ -54,6 +57,7 @@ class Init:
         self._opened: list[Unit] = []
         self._communicator: Communicator | None = None
         self._pool: Pool | None = None
+        self._freed = 0  # bytes of whole parameters since the last trim
         if enabled and module is not None:
             self._pending = list(module.parameters())
             self._start()
@@ -103,6 +107,10 @@ class Init:
         for parameter in pending:
             if owner_of(parameter) is None and parameter.device.type != "meta" and parameter.numel():
                 self._shard(parameter)
+                self._freed += parameter.numel() * parameter.element_size()
+        if self._freed > TRIM_EVERY:
+            trim()
+            self._freed = 0
 
     def _close_opened(self) -> None:
         while self._opened:

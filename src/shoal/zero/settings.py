@@ -68,8 +68,9 @@ class ZeroSettings(Section):
     """Stage 3: keep a unit gathered when it is used again within so many elements. DeepSpeed's default is 1e9; here
     nothing is kept gathered unless asked, so that memory follows the formula."""
 
-    stage3_prefetch_bucket_size: Count = 50_000_000
-    """Stage 3: how many elements are gathered ahead of their use; 0 gathers nothing ahead."""
+    stage3_prefetch_bucket_size: Count = 5_000_000
+    """Stage 3: how many elements are gathered ahead of their use, at least one unit; 0 gathers nothing ahead. DeepSpeed's
+    default is 5e7, which is the whole of a small model; here memory follows the formula."""
 
     stage3_param_persistence_threshold: Count = 0
     """Stage 3: parameters of at most so many elements always stay gathered. DeepSpeed's default is 1e5; here units are

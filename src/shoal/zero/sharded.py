@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.collectives import Communicator
 from shoal.errors import RanksDisagree
 from shoal.precision.policy import Policy
-from shoal.zero.buffer import Pool
+from shoal.zero.buffer import Pool, trim
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
 from shoal.zero.hooks import Hooks
@@ -65,6 +65,7 @@ class ShardedModel:
             unit = self._unit(share, STAGES[2] if share.persistent else row, policy)
             self.units.append(unit)
             self.by_module.setdefault(share.module, []).append(unit)
+        trim()  # the parameters' own memory is free now
         self.window = Window(plan.ahead, plan.live, plan.reuse)
         self.reducer = Reducer([unit.gradient for unit in reversed(self.units) if unit.gradient is not None],
                                overlap=plan.overlap)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.collectives import Communicator, Handle, Label
 from shoal.errors import ReleasedError
-from shoal.zero.buffer import Pool, allocate, free
+from shoal.zero.buffer import Elastic, Pool, elastic, zeros
 from shoal.zero.gradient import Gradient, GradientDtypes
 from shoal.zero.guard import claim, guard, unguard
 from shoal.zero.layout import Layout
@@ -82,21 +82,12 @@ class Unit:
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
         self._publish_label = Label(kind="publish", unit=name, index=index)
-        device = pool.device
-        self.full = torch.zeros(self.layout.size, dtype=dtypes.compute, device=device)
-        own = self.layout.span(communicator.rank)
-        self._own = self.full[own.start:own.stop]
-        self.weight = self.full if stage.weight is REPLICATE else torch.empty_like(self._own)
+        self._memory, self.full, self.weight = _memory(self.layout, stage, communicator.rank, dtypes.compute, pool.device)
+        self._own = self.full[self.span.start:self.span.stop]
         self.master: Tensor | None = None
         self.gradient: Gradient | None = None
         if trainable:
-            wide = master_dtype(dtypes.compute)
-            if wide != dtypes.compute:
-                self.master = torch.zeros(len(self.master_span), dtype=wide, device=device)
-            elif stage.master is SHARD:
-                self.master = self._own if stage.weight is REPLICATE else self.weight
-            else:
-                self.master = self.full
+            self.master = self._new_master(pool.device)
             self.gradient = Gradient(self.layout, stage, communicator, dtypes.gradient, pool, unit=name, index=index)
 
     @property
@@ -131,9 +122,9 @@ class Unit:
         """Start gathering, if the weights are released."""
         if self.phase is not Phase.RELEASED:
             return
-        allocate(self.full)
+        assert self._memory is not None
         with torch.no_grad():
-            self._own.copy_(self.weight)
+            self._memory.grow()
             self._handle = self.communicator.all_gather(self.full, self._gather_label)
         self.phase = Phase.IN_FLIGHT
 
@@ -151,12 +142,12 @@ class Unit:
 
     def release(self) -> None:
         """Give up the memory that the resting weights do not need, unless somebody holds it."""
-        if self.weight is self.full or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
+        if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
         for parameter in self._parameters:
             guard(parameter)
-        free(self.full)
+        self._memory.shrink()
         self.phase = Phase.RELEASED
 
     @torch.no_grad()
@@ -210,3 +201,22 @@ class Unit:
                 f"{tuple(parameter.shape)}, which is sharded over {self.communicator.ranks} ranks and released at present. "
                 f"Outside the engine's forward, gather it first, on every rank: "
                 f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write)")
+
+    def _new_master(self, device: torch.device) -> Tensor:
+        """Return the tensor that the optimizer steps: of its own, or within the weights where the dtypes agree."""
+        wide = master_dtype(self.full.dtype)
+        if wide != self.full.dtype:
+            return zeros(len(self.master_span), wide, device)
+        if self.stage.master is REPLICATE:
+            return self.full
+        return self._own if self.stage.weight is REPLICATE else self.weight
+
+
+def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype,
+            device: torch.device) -> tuple[Elastic | None, Tensor, Tensor]:
+    """Return (what grows and shrinks, the whole buffer, what rests of it)."""
+    if stage.weight is SHARD:
+        memory = elastic(layout.size, dtype, layout.span(rank), device)
+        return memory, memory.full, memory.rest
+    full = zeros(layout.size, dtype, device)
+    return None, full, full
