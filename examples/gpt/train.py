@@ -41,6 +41,7 @@ def train(engine: shoal.Engine, batches: Iterator[tuple[Tensor, Tensor]], watch:
 
 def main() -> None:
     args = parser().parse_args()
+    args.out = args.out or Path(f"out/gpt-{args.model}")
     shoal.init_distributed()
     config, steps = configuration(args)
     corpus = prepare(args.cache)
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--save-every", type=int, default=500, metavar="N", help="steps between checkpoints (default 500)")
-    parser.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder for what is made (default out/gpt)")
+    parser.add_argument("--out", type=Path, help="folder for what is made (default out/gpt-MODEL)")
     parser.add_argument("--cache", type=Path, default=Path("out/corpus"), help="folder of the corpus (default out/corpus)")
     shoal.add_config_arguments(parser)
     return parser

@@ -1,8 +1,9 @@
-"""The training example, end to end: two ranks, a few steps, then more of them from the checkpoint at another stage."""
+"""The training example, end to end: two ranks, a few steps, then the last of them again from a checkpoint."""
 
 import csv
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,39 +21,58 @@ def train(folder: Path, *options: str, stage: int) -> str:
     return done.stdout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """4 steps at stage 2; then its last two once more, at stage 3, from the checkpoint between."""
+
+    out: Path
+    said: str
+    bits: dict[int, float]
+    said_again: str
+    bits_again: dict[int, float]
+
+
+def curve(out: Path) -> dict[int, float]:
+    rows = csv.DictReader((out / "curve.csv").read_text().splitlines())
+    return {int(row["step"]): float(row["bits_per_byte"]) for row in rows}
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """The folder of two runs, and what each printed: 4 steps at stage 2, then on to 6 at stage 3."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("run")
-    return folder, train(folder, "--steps", "4", stage=2), train(folder, "--steps", "6", "--resume", stage=3)
+    out = folder / "out/gpt-tiny"
+    said = train(folder, "--steps", "4", "--save-every", "2", stage=2)
+    bits = curve(out)
+    (out / "checkpoints/latest").write_text("global_step2")
+    said_again = train(folder, "--steps", "4", "--resume", stage=3)
+    return Runs(out=out, said=said, bits=bits, said_again=said_again, bits_again=curve(out))
 
 
-def test_a_line_is_printed_for_every_step(runs: tuple[Path, str, str]) -> None:
-    assert [f"step {step}/4" in runs[1] for step in range(1, 5)] == [True] * 4
+def test_a_line_is_printed_for_every_step(runs: Runs) -> None:
+    assert [f"step {step}/4" in runs.said for step in range(1, 5)] == [True] * 4
 
 
-def test_a_resumed_run_goes_on_with_the_next_step(runs: tuple[Path, str, str]) -> None:
-    assert "going on after step 4" in runs[2]
-    assert "step 4/6" not in runs[2] and "step 5/6" in runs[2] and "step 6/6" in runs[2]
+def test_the_curve_holds_every_step_once(runs: Runs) -> None:
+    assert list(runs.bits) == list(runs.bits_again) == [1, 2, 3, 4]
+    assert all(4 < bits < 9 for bits in runs.bits.values())
 
 
-def test_the_curve_holds_every_step_of_both_runs_once(runs: tuple[Path, str, str]) -> None:
-    rows = list(csv.DictReader((runs[0] / "out/gpt/curve.csv").read_text().splitlines()))
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
-    assert all(4 < float(row["bits_per_byte"]) < 9 for row in rows)
+def test_a_resumed_run_repeats_what_the_first_one_did_at_another_stage_too(runs: Runs) -> None:
+    assert "going on after step 2" in runs.said_again and "step 2/4" not in runs.said_again
+    assert runs.bits_again == pytest.approx(runs.bits, abs=1e-5)
 
 
-def test_the_report_compares_with_entropy_and_xz_and_the_formula(runs: tuple[Path, str, str]) -> None:
+def test_the_report_compares_with_entropy_and_xz_and_the_formula(runs: Runs) -> None:
     for said in ("order-0 entropy", "xz -9", "GPT tiny", "Written by the model", "formula", "measured"):
-        assert said in runs[1]
-    assert "1.000" in next(line for line in runs[1].splitlines() if "total" in line)
+        assert said in runs.said
+    assert "1.000" in next(line for line in runs.said.splitlines() if "total" in line)
 
 
-def test_the_curve_is_a_picture(runs: tuple[Path, str, str]) -> None:
-    assert (runs[0] / "out/gpt/loss.png").read_bytes().startswith(b"\x89PNG")
+def test_the_curve_is_a_picture(runs: Runs) -> None:
+    assert (runs.out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_report_ends_with_the_command_that_trains_on(runs: tuple[Path, str, str]) -> None:
-    command = runs[1].strip().splitlines()[-1].split()
+def test_the_report_ends_with_the_command_that_trains_on(runs: Runs) -> None:
+    command = runs.said.strip().splitlines()[-1].split()
     assert command[1:3] == ["run", "--ranks"] and {"--resume", "--steps", "8"} <= set(command)
-    assert (runs[0] / "out/gpt/checkpoints/latest").read_text().strip() == "global_step6"
+    assert (runs.out / "checkpoints/latest").read_text().strip() == "global_step4"
