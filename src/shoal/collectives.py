@@ -38,6 +38,7 @@ PIECE_BYTES = 4 << 20
 """Bytes of one point-to-point message: large ones ran half-duplex on a limited link."""
 
 _TAG_BASE = 1 << 20  # out of the way of tags that a training script may use on the same group
+_WORDS, _SIZE, _OBJECT = (_TAG_BASE - offset for offset in (1, 2, 3))
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Communicator:
             work = _gather_native(full, own, self.group, async_op=True)
             return _Native(self, label, work)
         spans = full.view(self.ranks, span)
-        return _Pairwise(self, label, receive={peer: spans[peer] for peer in self._peers()},
+        return _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
                          send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
 
     def reduce_scatter(self, source: Tensor, target: Tensor, staging: Tensor, label: Label, *,
@@ -138,7 +139,7 @@ class Communicator:
             return _Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
-        work = _Pairwise(self, label, receive={peer: received[peer] for peer in peers},
+        work = _Pairwise(self, label, label.tag, receive={peer: received[peer] for peer in peers},
                          send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
         return _Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
@@ -149,18 +150,22 @@ class Communicator:
 
     def gather_words(self, words: Tensor) -> Tensor:
         """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
+        what = "the decision at the end of a step"
+        self._check(what, words)
         traffic.count("words", words.numel() * 8 * (self.ranks - 1))
-        return self._gather_whole(words, "the decision at the end of a step")
+        return self._gather_whole(words, what, _WORDS)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Give every rank the contiguous `tensor` of rank `source` of this group. Blocks."""
         if self.ranks == 1:
             return
+        self._check(f"broadcast of {what}", tensor)
         if self.rank == source:
             traffic.count("broadcast", tensor.numel() * tensor.element_size())
         try:
             work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
-            self._wait(work)
+            if work is not None:
+                work.wait() if self.native else work.wait(self.timeout)
         except RuntimeError as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
@@ -169,10 +174,10 @@ class Communicator:
         what = "a comparison between ranks"
         device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        sizes = self._gather_whole(torch.tensor([mine.numel()], device=device), what).flatten().tolist()
+        sizes = self._gather_whole(torch.tensor([mine.numel()], device=device), what, _SIZE).flatten().tolist()
         padded = mine.new_zeros(max(sizes))
         padded[:mine.numel()] = mine
-        rows = self._gather_whole(padded, what).cpu()
+        rows = self._gather_whole(padded, what, _OBJECT).cpu()
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
@@ -186,30 +191,24 @@ class Communicator:
         return CollectiveFailed(f"{where} broke: another rank died or closed its connection. The error in the output "
                                 f"of that rank is the cause. ({error})")
 
-    def _gather_whole(self, tensor: Tensor, what: str) -> Tensor:
+    def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
         out = tensor.new_empty((self.ranks, tensor.numel()))
-        try:
-            if self.native:
-                self._wait(_gather_native(out.view(-1), tensor, self.group, async_op=True))
-            else:
-                self._wait(dist.all_gather(list(out.unbind()), tensor, self.group, async_op=True))
-        except RuntimeError as error:
-            raise self.failure(what, error) from error
+        if self.native:
+            _Native(self, what, _gather_native(out.view(-1), tensor, self.group, async_op=True)).wait()
+        else:
+            out[self.rank] = tensor
+            _Pairwise(self, what, tag, receive={peer: out[peer] for peer in self._peers()},
+                      send=dict.fromkeys(self._peers(), tensor), elements=sys.maxsize).wait()
         return out
-
-    def _wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective within this communicator's timeout, which may be shorter than the group's."""
-        if work is not None:
-            work.wait() if self.native else work.wait(self.timeout)
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
 
-    def _check(self, label: Label, tensor: Tensor) -> None:
+    def _check(self, what: object, tensor: Tensor) -> None:
         if not self.debug or self.ranks == 1:
             return
-        mine = f"{label} ({tensor.numel()} x {tensor.dtype})"
+        mine = f"{what} ({tensor.numel()} x {tensor.dtype})"
         said = self.gather_objects(mine)
         if len(set(said)) > 1:
             raise RanksDisagree(f"step {self.step}: ranks issue different collectives: " +
@@ -219,11 +218,11 @@ class Communicator:
 class _Pairwise:
     """Point-to-point messages to and from each peer, in pieces."""
 
-    def __init__(self, communicator: Communicator, label: Label, *,
+    def __init__(self, communicator: Communicator, what: object, tag: int, *,
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
         self._communicator = communicator
-        self._label = label
-        group, tag = communicator.group, label.tag
+        self._what = what
+        group = communicator.group
         width = next((tensor.element_size() for tensor in send.values()), 1)
         size = min(communicator.piece_bytes, elements // communicator.ranks * width)
         self._works = [group.recv([piece], peer, tag) for peer, t in receive.items() for piece in _pieces(t, size)]
@@ -235,15 +234,15 @@ class _Pairwise:
             for work in works:
                 work.wait(self._communicator.timeout)
         except RuntimeError as error:
-            raise self._communicator.failure(self._label, error) from error
+            raise self._communicator.failure(self._what, error) from error
 
 
 class _Native:
     """A collective of the backend itself; `wait` orders the current stream behind it."""
 
-    def __init__(self, communicator: Communicator, label: Label, work: dist.Work | None):
+    def __init__(self, communicator: Communicator, what: object, work: dist.Work | None):
         self._communicator = communicator
-        self._label = label
+        self._what = what
         self._work = work
 
     def wait(self) -> None:
@@ -252,7 +251,7 @@ class _Native:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            raise self._communicator.failure(self._label, error) from error
+            raise self._communicator.failure(self._what, error) from error
 
 
 class _Reduction:

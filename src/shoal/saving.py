@@ -50,6 +50,7 @@ class Saving(Surface):
         if self.optimizer is not None and self.optimizer.pending:
             warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are not "
                       "in the checkpoint")
+        tag = self._agree_on_tag(tag)
         self.sharded.settle()
         settings = self.settings.checkpoint
         pieces = list(weights_to_save(self.sharded))
@@ -59,7 +60,7 @@ class Saving(Surface):
         if self.optimizer is not None:
             pieces += moments_to_save(self.optimizer)
         pending = self._writing().write(
-            save_dir, self._agree_on_tag(tag), pieces, step=self.global_steps, latest=save_latest,
+            save_dir, tag, pieces, step=self.global_steps, latest=save_latest,
             keep_last=settings.keep_last, shared=self._shared(client_state or {}, exclude_frozen_parameters),
             private={"random": rng.capture()})
         if not settings.async_save:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.errors import CollectiveTimeout, RanksDisagree
+from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.testing import run_ranks
 
 from ..zero.models import Plain, batch
@@ -27,42 +27,57 @@ class Branching(Plain):
         return self.head(x)
 
 
-def branch(debug: bool) -> str:
+def check(said: list[tuple[bool, str]], first: str, second: str) -> None:
+    """Check that each rank names its collective: the first to give up timed out, which breaks the other's connection."""
+    assert any(timed_out for timed_out, _ in said)
+    for rank, ((timed_out, message), what) in enumerate(zip(said, (first, second), strict=True)):
+        assert message.startswith(f"rank {rank} of 2, step 0: {what} ")
+        how = 'did not finish within 3 s. Another rank took a different path through the model, stopped, or is that slow: ' \
+              'set "debug": true' if timed_out else "broke: another rank died or closed its connection."
+        assert how in message
+
+
+def branch(debug: bool) -> tuple[bool, str]:
     engine = shoal.initialize(model=Branching(), config=configured(3, timeout=3, debug=debug))[0]
-    with pytest.raises(RanksDisagree if debug else CollectiveTimeout) as caught:
+    with pytest.raises(RanksDisagree if debug else CollectiveFailed) as caught:
         loss(engine, 0)
-    return str(caught.value)
+    return isinstance(caught.value, CollectiveTimeout), str(caught.value)
 
 
 def test_ranks_on_different_paths_time_out_naming_rank_unit_and_collective() -> None:
-    first, second = run_ranks(2, branch, False)
-    assert first.startswith("rank 0 of 2, step 0: gather of unit 'blocks.0' did not finish within 3 s. Another rank took a "
-                            "different path through the model, stopped, or is that slow: set \"debug\": true")
-    assert second.startswith("rank 1 of 2, step 0: gather of unit 'blocks.2' did not finish within 3 s.")
+    check(run_ranks(2, branch, False), "gather of unit 'blocks.0'", "gather of unit 'blocks.2'")
 
 
 def test_ranks_on_different_paths_are_compared_under_debug() -> None:
-    first, second = run_ranks(2, branch, True)
+    (_, first), (_, second) = run_ranks(2, branch, True)
     assert first == second
     assert first.startswith("step 0: ranks issue different collectives: rank 0: gather of unit 'blocks.0' (")
     assert "; rank 1: gather of unit 'blocks.2' (" in first
 
 
-def early() -> str:
-    """Rank 0 steps, while rank 1 runs another microbatch."""
-    engine = build(3, timeout=3)
+def early(other: str, debug: bool) -> tuple[bool, str]:
+    """Rank 0 steps, while rank 1 runs another microbatch, or saves."""
+    engine = build(3, timeout=3, debug=debug)
     engine.backward(loss(engine, 0))
-    with pytest.raises(CollectiveTimeout) as caught:
+    with pytest.raises(RanksDisagree if debug else CollectiveFailed) as caught:
         if dist.get_rank() == 0:
             engine.step()
+        elif other == "save":
+            engine.save_checkpoint("nowhere")
         loss(engine, 0, 1)
-    return str(caught.value)
+    return isinstance(caught.value, CollectiveTimeout), str(caught.value)
 
 
 def test_a_rank_that_steps_alone_times_out_naming_the_decision() -> None:
-    first, second = run_ranks(2, early)
-    assert first.startswith("rank 0 of 2, step 0: the decision at the end of a step did not finish within 3 s.")
-    assert second.startswith("rank 1 of 2, step 0: gather of unit 'root' did not finish within 3 s.")
+    decision = "the decision at the end of a step"
+    check(run_ranks(2, early, "forward", False), decision, "gather of unit 'root'")
+    check(run_ranks(2, early, "save", False), decision, "a comparison between ranks")
+
+
+def test_a_rank_that_steps_alone_is_told_so_under_debug() -> None:
+    for _, message in run_ranks(2, early, "forward", True):
+        assert message.startswith("step 0: ranks issue different collectives: rank 0: the decision at the end of a step (")
+        assert "; rank 1: gather of unit 'root' (" in message
 
 
 class Wider(Plain):
