@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import struct
+import time
 
 _BYTES_SENT = 200  # offset of tcpi_bytes_sent, followed by tcpi_bytes_retrans; Linux 4.19 and later
 _LENGTH = _BYTES_SENT + 16
@@ -19,6 +20,17 @@ _LENGTH = _BYTES_SENT + 16
 def bytes_sent() -> int:
     """Return the bytes that the open TCP sockets of this process have sent so far, without retransmissions."""
     return sum(_sent(int(name)) for name in os.listdir("/proc/self/fd"))
+
+
+def settled_bytes_sent(quiet: float = 0.3) -> int:
+    """Return `bytes_sent` once it has not moved for `quiet` seconds: nothing is in flight any more."""
+    sent, since = bytes_sent(), time.monotonic()
+    while time.monotonic() - since < quiet:
+        time.sleep(0.02)
+        now = bytes_sent()
+        if now != sent:
+            sent, since = now, time.monotonic()
+    return sent
 
 
 def _sent(descriptor: int) -> int:

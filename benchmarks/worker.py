@@ -2,7 +2,8 @@
 
 Asleep it uses no CPU, so that all systems can be alive at once and take turns. Orders and answers are lines of JSON:
 `{"steps": k}` runs k steps and answers with the seconds of each; `{"finish": true}` answers with the totals and ends.
-Bytes on the wire are read at the start of a turn, when whatever the last turn left in flight has long arrived.
+Bytes on the wire are read before the first step of a turn and at the end, once they stand still: a system may leave
+collectives in flight when its step returns, and what they have yet to send belongs to the steps before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ warnings.simplefilter("ignore")  # what other libraries deprecate is not what is
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from catalogue import SYSTEMS  # noqa: E402
-from wire import bytes_sent  # noqa: E402
+from wire import settled_bytes_sent  # noqa: E402
 from workloads import SEED, workload  # noqa: E402
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     done = 0
     for line in sys.stdin:
         order = json.loads(line)
-        sent = bytes_sent()
+        sent = settled_bytes_sent()
         if "finish" in order:
             _answer(answers, sent=sent, steps=done, **_memory())
             break

@@ -116,7 +116,7 @@ def _targets(groups: list[dict[str, Result]], ranks: int) -> Iterator[Target]:
         result = _find(f"shoal-{stage}", groups)
         if result and ranks > 1:
             yield Target(what=f"stage {stage}: bytes sent over the bound of {2 * bound:g} Psi (N-1)/N",
-                         measured=result.psi(ranks) / bound, high=1.02)
+                         measured=result.psi(ranks) / bound, low=0.98, high=1.02)
     losses = [result.losses[-1] for group in groups for result in group.values() if result.losses]
     if losses:
         yield Target(what="all systems' last losses differ by", measured=max(losses) - min(losses), high=2e-3)
@@ -125,12 +125,13 @@ def _targets(groups: list[dict[str, Result]], ranks: int) -> Iterator[Target]:
 def _faster(what: str, groups: list[dict[str, Result]], system: str, other: str, *, low: float = float("-inf"),
             high: float = float("inf")) -> Iterator[Target]:
     """Compare two systems by round; where they ran in different groups, by way of the baseline of each."""
-    mine, theirs = _find(system, groups), _find(other, groups)
-    if not mine or not theirs:
+    if not _find(system, groups) or not _find(other, groups):
         return
-    together = any(system in group and other in group for group in groups)
-    measured = statistics.median(mine.ratios(theirs)) if together else _to_baseline(system, groups) / _to_baseline(
-        other, groups)
+    together = next((group for group in groups if system in group and other in group), None)
+    if together:
+        measured = statistics.median(together[system].ratios(together[other]))
+    else:
+        measured = _to_baseline(system, groups) / _to_baseline(other, groups)
     yield Target(what=what, measured=measured, low=low, high=high)
 
 
