@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from shoal.zero.sharded import ShardedModel
 
 class Engine(Controls):
     """One model in training. Build it with `shoal.initialize`."""
+
+    under_way: ClassVar[float | None] = None
+    """The factor of the loss whose backward some engine of this process is running."""
 
     def __init__(self, model: nn.Module, config: Config, communicator: Communicator, device: torch.device):
         super().__init__()
@@ -69,12 +72,14 @@ class Engine(Controls):
                              f"{'with' if loss.requires_grad else 'without'} a graph; pass the scalar loss that the "
                              f"engine's forward led to, with gradients enabled")
         share = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        factor = share * self.optimizer.loss_scale
         self._scaled = True
         sync, self._sync = self._sync, self._sync and allreduce_gradients
+        outer, Engine.under_way = Engine.under_way, factor
         try:
-            _times(loss, share * self.optimizer.loss_scale).backward(retain_graph=retain_graph)
+            _times(loss, factor).backward(retain_graph=retain_graph)
         finally:
-            self._sync = sync
+            self._sync, Engine.under_way = sync, outer
         return _times(loss.detach(), share)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -135,8 +140,13 @@ class Engine(Controls):
         """Check that a backward pass was scaled as this engine needs it."""
         assert self.optimizer is not None
         scaled, self._scaled = self._scaled, False
-        if scaled:
+        wanted = self.optimizer.loss_scale / self.gradient_accumulation_steps()
+        if scaled or Engine.under_way == wanted:  # one loss may lead through several engines
             return
+        if Engine.under_way is not None:
+            raise UsageError(f"one loss leads through two engines that scale it differently: the one whose backward was "
+                             f"called by {Engine.under_way:g}, this one by {wanted:g}; give both the same "
+                             f"gradient_accumulation_steps and the same static fp16.loss_scale")
         if self.optimizer.loss_scale != 1:
             raise UsageError(f"loss.backward() was called on an unscaled loss while the loss scale is "
                              f"{self.optimizer.loss_scale:g}; call engine.backward(loss), or engine.scale(loss).backward()")

@@ -326,3 +326,26 @@ def test_the_returned_loss_is_divided_by_accumulation_and_backward_twice_needs_r
     assert engine.backward(value, retain_graph=True).item() == pytest.approx(value.item() / 4)
     assert engine.backward(value, scale_wrt_gas=False).item() == value.item()
     assert not engine.is_gradient_accumulation_boundary()
+
+
+def one_loss_over_two(first: dict[str, Any], second: dict[str, Any]) -> None:
+    engines = [shoal.initialize(model=nn.Linear(4, 4), config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **extra})[0]
+        for extra in (first, second)]
+    dtype = next(engines[0].module.parameters()).dtype
+    loss = engines[1](engines[0](torch.ones(2, 4, dtype=dtype))).float().square().mean()
+    engines[0].backward(loss)
+    for engine in engines:
+        engine.step()
+
+
+def differing_engines() -> None:
+    static = {"fp16": {"enabled": True, "loss_scale": 64}}
+    one_loss_over_two(static, static)
+    one_loss_over_two({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2})
+    with pytest.raises(UsageError, match=r"two engines that scale it differently(.|\n)*by 0\.5, this one by 1;"):
+        one_loss_over_two({"gradient_accumulation_steps": 2}, {})
+
+
+def test_one_loss_over_two_engines_needs_one_scale() -> None:
+    run_ranks(1, differing_engines)
