@@ -24,6 +24,8 @@ def lone(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    if dist.is_initialized():  # by a test elsewhere that ran in this process
+        dist.destroy_process_group()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

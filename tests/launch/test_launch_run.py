@@ -13,7 +13,8 @@ init_distributed()
 total = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(total)
 cores = sorted(os.sched_getaffinity(0)) if "SHOAL_LAUNCH" in os.environ else "any"
-print(dist.get_rank(), dist.get_world_size(), total.item(), sys.argv[1:], os.environ.get("NAME"), cores)
+said = (dist.get_rank(), dist.get_world_size(), total.item(), sys.argv[1:], os.environ.get("NAME"), cores)
+sys.stdout.write(" ".join(map(str, said)) + "\\n")  # one write: unbuffered ranks share the terminal
 """
 
 FAMILY = """

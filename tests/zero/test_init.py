@@ -88,7 +88,7 @@ def one_layer_at_a_time() -> None:
     with shoal.zero.Init():
         model = nn.Sequential(*[Watched() for _ in range(layers)])
     assert sum(p.numel() for p in model.parameters()) * 4 == layers * layer
-    assert max(peaks) < layers * layer / dist.get_world_size() + 9 * layer
+    assert max(peaks) < layers * layer / dist.get_world_size() + 13 * layer  # the heap is trimmed every few layers
 
 
 def existing() -> None:

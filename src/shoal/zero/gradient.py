@@ -46,7 +46,9 @@ class Gradient:
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
         self._slots = len(layout.slots)
-        self._seen = 0  # slots of the present backward pass
+        self.complete = False
+        """Every slot received its gradient in the present backward pass."""
+        self._seen = 0  # slots of the present backward pass, since it last was complete
         self._filled = 0  # slots whose view of the open buffer holds a value
         self._valid = False  # `reduced` holds a sum
         self._open: Tensor | None = None
@@ -64,11 +66,6 @@ class Gradient:
         else:
             self.own = self.reduced = zeros(len(own), dtypes.accumulate, pool.device)
         self.reset()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every slot received its gradient in the present backward pass."""
-        return self._seen.bit_count() == self._slots
 
     @property
     def reopened(self) -> bool:
@@ -93,10 +90,13 @@ class Gradient:
     def begin(self) -> None:
         """Start a backward pass."""
         self._seen = 0
-        self.launched = False
+        self.launched = self.complete = False
 
-    def collect(self, slot: int, gradient: Tensor) -> None:
-        """Add the gradient of one slot (its shape, any dtype) to the open buffer."""
+    def collect(self, slot: int, gradient: Tensor) -> bool:
+        """Add the gradient of one slot (its shape, any dtype) to the open buffer; return whether it was the last one.
+
+        A pass may complete a gradient more than once: re-entrant recompute runs a backward of its own for each call.
+        """
         bit = 1 << slot
         if self._open is None:
             self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
@@ -107,8 +107,12 @@ class Gradient:
         else:
             self._views[slot].copy_(gradient)
         self._filled |= bit
-        self._seen |= bit
         self.touched |= bit
+        self._seen |= bit
+        if self._seen.bit_count() < self._slots:
+            return False
+        self._seen, self.complete = 0, True
+        return True
 
     def launch(self) -> None:
         """Start reducing the open buffer; slots that received nothing count as zero."""
@@ -150,7 +154,7 @@ class Gradient:
         self._open = self._resting
         self._views = [] if self._resting is None else self._resting_views
         self._filled = self._seen = self.touched = 0
-        self._valid = self.unsynced = self.launched = False
+        self._valid = self.unsynced = self.launched = self.complete = False
 
     def _close(self) -> Tensor:
         """Return the open buffer, in the wire's dtype, with zeros where nothing was collected."""

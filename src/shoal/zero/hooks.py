@@ -135,8 +135,8 @@ class Hooks:
             gradient, parameter.grad = parameter.grad, None
         assert gradient is not None and unit.gradient is not None
         with torch.no_grad():
-            unit.gradient.collect(slot, gradient)
-        if unit.gradient.complete:
+            last = unit.gradient.collect(slot, gradient)
+        if last:
             del gradient
             unit.release()
             self._reducer.advance()
