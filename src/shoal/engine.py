@@ -110,7 +110,7 @@ class Engine(Controls):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget accumulated gradients; within an accumulation they are kept, for `step` consumes them."""
-        first = self.micro_steps % self.gradient_accumulation_steps() == 0 if self._boundary is None else self._boundary
+        first = self._boundary is None and self.micro_steps % self.gradient_accumulation_steps() == 0
         if self.optimizer is not None and first:
             self.optimizer.zero_grad()
 
@@ -180,7 +180,7 @@ class Engine(Controls):
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:
-    return loss if factor == 1 else loss.float() * factor
+    return loss if factor == 1 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
 
 def _half(value: Any) -> Any:
@@ -189,6 +189,8 @@ def _half(value: Any) -> Any:
         return value.half() if value.is_floating_point() else value
     if isinstance(value, dict):
         return {key: _half(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its items one by one
+        return type(value)(*(_half(item) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(_half(item) for item in value)
     return value

@@ -13,6 +13,7 @@ from math import isfinite, sqrt
 import torch
 
 from shoal.collectives import Communicator
+from shoal.zero.placement import master_dtype
 from shoal.zero.unit import Unit
 
 _WORD_BITS = 62
@@ -65,8 +66,9 @@ def scale(units: list[Unit], factor: float) -> None:
 
 def _squares(units: list[Unit]) -> float:
     """Return the sum of squares of the gradients that this rank owns."""
-    norms = [torch.linalg.vector_norm(unit.gradient.own, dtype=torch.float32) for unit in units if unit.gradient is not None]
-    return sum(value * value for value in torch.stack(norms).tolist()) if norms else 0.0
+    owned = [unit.gradient.own for unit in units if unit.gradient is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=master_dtype(gradient.dtype)) for gradient in owned]
+    return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
 
 
 def _to_word(value: float) -> int:

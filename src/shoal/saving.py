@@ -92,9 +92,10 @@ class Saving(Surface):
         self.wait_for_checkpoint()
         self.sharded.settle()
         with read(load_dir, None if tag is None else str(tag), ranks=self._writing().ranks) as snapshot:
+            private = self._read_values(snapshot)
             self._load_tensors(snapshot, strict=load_module_strict, moments=load_optimizer_states and not load_module_only)
             if not load_module_only:
-                self._load_values(snapshot, optimizer=load_optimizer_states, schedule=load_lr_scheduler_states)
+                self._load_values(snapshot, private, optimizer=load_optimizer_states, schedule=load_lr_scheduler_states)
             client = cast("dict[str, Any]", snapshot.shared.get("client_state", {}))
             return str(snapshot.path), client
 
@@ -179,7 +180,19 @@ class Saving(Surface):
         for unit in self.sharded.units:
             unit.publish()
 
-    def _load_values(self, snapshot: Snapshot, *, optimizer: bool, schedule: bool) -> None:
+    def _read_values(self, snapshot: Snapshot) -> dict[str, object] | None:
+        """Read what is no tensor of the model, so that damage there is told, on every rank, before anything changes."""
+        rank, ranks = self.communicator.rank, self._writing().ranks
+
+        def values() -> dict[str, object] | None:
+            _ = snapshot.shared
+            return snapshot.private(rank) if snapshot.ranks == self.communicator.ranks else None
+
+        with ranks.turn:
+            return ranks.together(f"could not load {snapshot.path}", values)
+
+    def _load_values(self, snapshot: Snapshot, private: dict[str, object] | None, *,
+                     optimizer: bool, schedule: bool) -> None:
         shared = snapshot.shared
         for name in _COUNTERS:
             setattr(self, name, shared[name])
@@ -191,8 +204,8 @@ class Saving(Surface):
             self.lr_scheduler.load_state_dict(shared["lr_scheduler"])
         if self.training_dataloader is not None and shared["data"] is not None:
             self.training_dataloader.load_state_dict(shared["data"])
-        if snapshot.ranks == self.communicator.ranks:
-            rng.restore(cast("dict[str, object]", snapshot.private(self.communicator.rank)["random"]))
+        if private is not None:
+            rng.restore(cast("dict[str, object]", private["random"]))
         else:
             logger.info("%s was saved by %d ranks and is loaded by %d: random states are not restored",
                         snapshot.path, snapshot.ranks, self.communicator.ranks)

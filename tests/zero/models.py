@@ -97,6 +97,69 @@ class Frozen(Plain):
         self.blocks[2].up.weight.requires_grad_(False)
 
 
+class FrozenLast(Plain):
+    """The last block is frozen, and its output is the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+        self.blocks.append(Block(WORDS))
+        self.blocks[3].requires_grad_(False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in list(self.blocks)[:-1]:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.blocks[3](self.head(self.hidden(tokens)))
+
+
+class Hidden:
+    """An output that shows nothing of what it holds."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+class Closed(Block):
+    """A block that hands its result on in a closure, or behind slots, with something else beside it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Hidden, object]:  # type: ignore[override]
+        result = super().forward(x)
+        return x * 1.0, Hidden(result), lambda: result
+
+
+class OddOutputs(Plain):
+    """Results that no output hook sees, frozen and trainable, and a loss left on a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Closed() for _ in range(4))
+        self.blocks[2].requires_grad_(False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            _, hidden, closure = block(x)
+            x = hidden.value if index % 2 else closure()
+        return x
+
+
+class Auxiliary(Plain):
+    """Blocks leave a second loss, which the model adds."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, aux = self.embed(tokens), 0.0
+        for block in self.blocks:
+            x = block(x)
+            aux = aux + block.up(torch.tanh(x)).pow(2).mean()
+        return self.head(x) + aux
+
+
 class CalledTwice(Plain):
     """Every block runs twice."""
 
@@ -147,6 +210,7 @@ class Mapping(Plain):
 FEATURES = {
     "plain": Plain, "tied": Tied, "tied across blocks": TiedAcrossBlocks, "unused": Unused, "sometimes": Sometimes,
     "frozen": Frozen, "called twice": CalledTwice, "recompute": Recompute, "recompute, re-entrant": RecomputeReentrant,
+    "frozen last": FrozenLast, "odd outputs": OddOutputs, "auxiliary": Auxiliary,
     "read elsewhere": ReadElsewhere, "mapping": Mapping,
 }
 

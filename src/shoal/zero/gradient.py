@@ -42,7 +42,10 @@ class Gradient:
         self._communicator = communicator
         self._dtypes = dtypes
         self._pool = pool
-        self._scale = 1 / communicator.ranks
+        mean = 1 / communicator.ranks
+        wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
+        # Division by the ranks costs nothing in the copy that collects; 16-bit addends are divided after their sum in fp32.
+        self._before, self._after = (mean, 1.0) if wide else (1.0, mean)
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
         self._slots = len(layout.slots)
@@ -102,10 +105,15 @@ class Gradient:
             self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
             self._views = self.layout.views(self._open)
             self._filled = 0
+        view = self._views[slot]
         if self._filled & bit:
-            self._views[slot].add_(gradient)
+            view.add_(gradient, alpha=self._before)
+        elif self._before == 1:
+            view.copy_(gradient)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, self._before, out=view)
         else:
-            self._views[slot].copy_(gradient)
+            view.copy_(gradient).mul_(self._before)
         self._filled |= bit
         self.touched |= bit
         self._seen |= bit
@@ -120,7 +128,7 @@ class Gradient:
         source = self._close()
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
-                                                   scale=self._scale, accumulate=self._valid)
+                                                   scale=self._after, accumulate=self._valid)
         borrowed = [staging] if source is self._resting else [staging, source]
         self._flight = _Flight(handle=handle, borrowed=borrowed)
         self._valid = True

@@ -85,6 +85,11 @@ def claim(parameter: nn.Parameter, owner: Owner) -> None:
     _owners[parameter] = ref(owner)
 
 
+def disclaim(parameter: nn.Parameter) -> None:
+    """Record that the parameter holds its own memory again."""
+    _owners.pop(parameter, None)
+
+
 def guard(parameter: nn.Parameter) -> None:
     """Send every later read of the parameter's data to its owner."""
     plain = type(parameter)

@@ -2,28 +2,33 @@
 
     forward of a module     gather its units before, release them after
     backward of a module    gather them when the gradient of one of its outputs arrives
+    saved for backward      a weight that autograd unpacks is gathered first, whatever led to it
     gradient of a slot      collect it; a complete unit is reduced and released
     end of backward         reduce what is incomplete, release everything
 
-Autograd runs the nodes of one forward strictly in reverse order, so that a frozen unit, which no gradient completes, is
-done when the backward of a module outside its own begins. During recompute the same forward hooks run inside backward.
+The second line is for run-ahead, the third for truth: weights may be reached through closures or auxiliary
+losses, which no output shows. Autograd runs the nodes of one forward strictly in reverse order, so that a
+frozen unit, which no gradient completes, is done when the backward of a module outside its own begins. During recompute
+the same forward hooks run inside backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.zero.reducer import Reducer
-from shoal.zero.unit import Scope, Unit
+from shoal.zero.unit import Phase, Scope, Unit
 from shoal.zero.window import Window
 
 
@@ -43,6 +48,9 @@ class Hooks:
         self._in_backward = False
         self._frozen: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
         self._handles: list[RemovableHandle] = []
+        self._storages = {_storage(unit.full): (module, unit)
+                          for module, found in units.items() for unit in found if unit.weight is not unit.full}
+        self._saving: saved_tensors_hooks | None = None
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""
 
@@ -52,6 +60,7 @@ class Hooks:
 
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
+        self._handles.append(self._model.register_forward_hook(self._stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -73,6 +82,9 @@ class Hooks:
             self._abandon()
             self._in_forward = self._scope.open = True
             self._window.begin("forward")
+            if self._storages and torch.is_grad_enabled():
+                self._saving = saved_tensors_hooks(self._pack, self._unpack)
+                self._saving.__enter__()
         for unit in self._units.get(module, ()):
             self._window.use(unit)
 
@@ -94,6 +106,28 @@ class Hooks:
             if not torch.is_grad_enabled():
                 self._release_all()
 
+    def _stop_saving(self, module: nn.Module, args: object, output: object) -> None:
+        saving, self._saving = (self._saving, None) if not self._recomputing() else (None, self._saving)
+        if saving is not None:
+            saving.__exit__()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Weight:
+        found = self._storages.get(_storage(tensor))
+        return tensor if found is None else _Weight(module=found[0], unit=found[1], tensor=tensor)
+
+    def _unpack(self, saved: Tensor | _Weight) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.unit.phase is not Phase.GATHERED:
+            if self._recomputing():
+                self._begin_backward()
+                self._window.use(saved.unit)
+                if not saved.unit.trainable:
+                    self._frozen.append((saved.module, saved.unit))
+            else:  # somebody looks into the graph between passes
+                saved.unit.gather()
+        return saved.tensor
+
     def _watch(self, module: nn.Module, output: object) -> bool:
         """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""
         if module is not self._model and module not in self._units:
@@ -114,6 +148,9 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
+        if self._storages and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
+            raise UsageError("backward with create_graph=True through a model at stage 3 is not supported: a second "
+                             "derivative needs the weights of the first pass; use zero_optimization.stage 0, 1 or 2")
         self._in_backward = self._scope.open = True
         Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way
         self.before_backward()
@@ -167,6 +204,20 @@ class Hooks:
 
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(), boundary=bool, sync=bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Weight:
+    """What autograd keeps of a tensor that lies in a unit's buffer."""
+
+    module: nn.Module
+    unit: Unit
+    tensor: Tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of the storage, which it keeps while its memory comes and goes."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

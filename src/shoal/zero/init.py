@@ -137,6 +137,7 @@ class _Parked(Unit):
     """One parameter between its constructor and `initialize`."""
 
     session: Init
+    temporary = True
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         if self._scope.open:

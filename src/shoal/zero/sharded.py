@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
-from shoal.errors import RanksDisagree
+from shoal.errors import RanksDisagree, UsageError
 from shoal.precision.policy import Policy
 from shoal.zero.buffer import Pool, trim
 from shoal.zero.gradient import GradientDtypes
-from shoal.zero.guard import owner_of
+from shoal.zero.guard import disclaim, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import Share, partition
 from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes
@@ -111,6 +111,8 @@ class ShardedModel:
         for unit in self.units:
             unit.gather()
             unit.pins += 1
+            for member in unit.members:
+                disclaim(member.parameter)
 
     def _unit(self, share: Share, stage: Stage, policy: Policy) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
@@ -128,6 +130,9 @@ class ShardedModel:
         """Yield the whole value of each parameter; one that was built sharded is gathered for the moment."""
         for member in share.members:
             builder = owner_of(member.parameter)
+            if isinstance(builder, Unit) and not builder.temporary:
+                raise UsageError(f"initialize: parameter '{member.name}' belongs to another engine already; call destroy() "
+                                 f"on that engine first, or build a model of its own for each engine")
             if isinstance(builder, Unit):
                 builder.gather()
             yield member.parameter.detach()

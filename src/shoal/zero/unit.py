@@ -59,6 +59,9 @@ class UnitDtypes:
 class Unit:
     """Parameters that rest, travel and change as one flat buffer."""
 
+    temporary = False
+    """Whether an engine may take the parameters over."""
+
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, communicator: Communicator,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, *, trainable: bool = True):
         self.name = name

@@ -1,0 +1,175 @@
+"""Uses at the edge of the engine: second derivatives, fp64, one model twice, damage beside the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine import Engine
+from shoal.errors import CheckpointError, UsageError
+from shoal.testing import run_ranks
+from shoal.zero import buffer
+
+
+def engine_of(model: nn.Module, stage: int, **extra: Any) -> Engine:
+    return shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0, "timeout": 20,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **extra})[0]
+
+
+def mlp(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    with shoal.gathered(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def penalised(stage: int) -> list[Tensor]:
+    model = mlp()
+    engine = engine_of(model, stage)
+    for _ in range(2):
+        x = torch.ones(2, 8, requires_grad=True)
+        out = engine(x)
+        (slope,) = torch.autograd.grad(out.pow(2).mean(), x, create_graph=True)
+        engine.backward(out.mean() + slope.pow(2).sum())
+        engine.step()
+    return weights(model)
+
+
+def penalties_agree() -> None:
+    expected = mlp()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(2):
+        x = torch.ones(2, 8, requires_grad=True)
+        out = expected(x)
+        (slope,) = torch.autograd.grad(out.pow(2).mean(), x, create_graph=True)
+        (out.mean() + slope.pow(2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (0, 2):
+        found = penalised(stage)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected.parameters(), strict=True)), stage
+    with pytest.raises(UsageError, match=r"create_graph=True(.|\n)*use zero_optimization\.stage 0, 1 or 2"):
+        penalised(3)
+
+
+def test_a_gradient_penalty_trains_as_in_plain_pytorch() -> None:
+    run_ranks(2, penalties_agree)
+
+
+def frozen_pages() -> None:
+    """The frozen last block again, in memory whose pages come and go and would read as zeros."""
+    buffer.PAGED_FROM = 0
+    found = []
+    for stage in (0, 3):
+        model = mlp(64)
+        model[2].requires_grad_(False)
+        engine = engine_of(model, stage)
+        engine.backward(engine(torch.ones(2, 64)).pow(2).sum())
+        engine.step()
+        found.append(weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_paged_memory_is_gathered_before_autograd_reads_it() -> None:
+    run_ranks(2, frozen_pages)
+
+
+def doubles() -> None:
+    model, expected = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+    expected.load_state_dict(model.state_dict())
+    engine = engine_of(model, 1, gradient_clipping=1.0, gradient_accumulation_steps=3)
+    x = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
+    for _ in range(3):
+        assert engine.backward(engine(x).pow(2).mean()).dtype == torch.float64
+        engine.step()
+    expected(x).pow(2).mean().backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(weights(model), expected.parameters(), strict=True))
+
+
+def test_an_fp64_model_trains_in_fp64() -> None:
+    run_ranks(1, doubles)
+
+
+def twice(stage: int) -> None:
+    model = mlp()
+    engine = engine_of(model, stage)
+    with pytest.raises(UsageError, match=r"parameter '0\.weight' belongs to another engine already; call destroy"):
+        engine_of(model, stage)
+    engine.destroy()
+    again = engine_of(model, stage)
+    again.backward(again(torch.ones(2, 8)).mean())
+    again.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_has_one_engine_at_a_time(stage: int) -> None:
+    run_ranks(1, twice, stage)
+
+
+def manual_boundary() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    engine = engine_of(model, 1, gradient_accumulation_steps=2)
+    for micro in range(2):
+        engine.set_gradient_accumulation_boundary(micro == 1)
+        engine.zero_grad()
+        engine.backward(engine(torch.ones(2, 2)).mean())
+        engine.step()
+    assert torch.allclose(before - weights(model)[0], torch.full((1, 2), 0.1))
+
+
+def test_zero_grad_keeps_what_an_accumulation_with_set_boundaries_holds() -> None:
+    run_ranks(1, manual_boundary)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Adds(nn.Linear):
+    def forward(self, pair: Pair) -> Tensor:  # type: ignore[override]
+        return super().forward(pair.first + pair.second)
+
+
+def casting() -> None:
+    engine = engine_of(Adds(2, 2), 0, fp16={"enabled": True, "auto_cast": True})
+    assert engine(Pair(torch.ones(2, 2), torch.ones(2, 2))).dtype == torch.float16
+
+
+def test_auto_cast_reaches_into_named_tuples() -> None:
+    run_ranks(1, casting)
+
+
+def damaged(folder: str) -> None:
+    engine = engine_of(mlp(), 2)
+    engine.backward(engine(torch.ones(2, 8)).mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    if dist.get_rank() == 0:
+        path = Path(folder) / "global_step1" / "rank00000-000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-50] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    other = engine_of(mlp(), 2)
+    with pytest.raises(CheckpointError, match="damaged"):
+        other.load_checkpoint(folder)
+    assert other.global_steps == 0
+
+
+def test_damage_beside_the_tensors_is_told_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+    run_ranks(2, damaged, str(tmp_path))
