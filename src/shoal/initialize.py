@@ -21,7 +21,7 @@ from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine import Engine
 from shoal.errors import ConfigError, UsageError
-from shoal.log import logger
+from shoal.log import logger, warn_once
 from shoal.optim.elementwise import check_elementwise
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer
@@ -78,6 +78,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     _move_buffers(model, device)
     _build(engine, optimizer, model_parameters)
     engine.lr_scheduler = _schedule(engine, lr_scheduler)
+    _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
+    _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     if settings.dump_state and communicator.rank == 0:
@@ -174,6 +176,12 @@ def _schedule(engine: Engine, source: ScheduleSource | None) -> AnySchedule | No
     if source is None:
         return None if settings.type is None else make_schedule(settings.type, settings.params, engine.optimizer.optimizer)
     return source if not callable(source) else source(engine.optimizer.optimizer)
+
+
+def _warn_of_unused(section: str, given: object, named: str | None) -> None:
+    """Say that an object takes the place of what the configuration names."""
+    if given is not None and named is not None:
+        warn_once(f"{section}: initialize was given an object, which is used; '{named}' of the configuration is not")
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

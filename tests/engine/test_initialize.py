@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 import shoal
 from shoal.errors import ConfigError, OptimizerError, UsageError
 from shoal.schedule import WarmupLR
+from shoal.testing import run_ranks
 
 from ..zero.models import batch, loss_of
 from .trained import build, configured, model, same, train, weights
@@ -244,3 +246,19 @@ def test_a_lone_tensor_and_named_parameters_are_parameters_too() -> None:
         net = model()
         engine = shoal.initialize(model=net, model_parameters=[{"params": choose(net)}], config=configured())[0]
         assert engine.sharded is not None and sum(unit.layout.elements for unit in engine.sharded.trainable) == elements
+
+
+def object_and_name() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    network = nn.Linear(2, 2)
+    shoal.initialize(model=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.5), config={
+        "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    return records
+
+
+def test_an_optimizer_object_beside_a_configured_one_is_told() -> None:
+    assert "optimizer: initialize was given an object, which is used; 'AdamW' of the configuration is not" in run_ranks(
+        1, object_and_name)[0]
