@@ -19,4 +19,7 @@ SYSTEMS = {
         build=deepspeed(3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)),
     **{f"shoal-{stage}": System(title=f"Shoal stage {stage}", settings="defaults", build=shoal(stage),
                                 ratio=1.5 if stage == 3 else 1.0) for stage in (0, 1, 2, 3)},
+    **{f"shoal-{stage}-sockets": System(title=f"Shoal stage {stage}, sockets", settings="direct_bytes null",
+                                        build=shoal(stage, direct_bytes=None), ratio=1.5 if stage == 3 else 1.0)
+       for stage in (1, 2, 3)},
 }

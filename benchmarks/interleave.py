@@ -50,7 +50,8 @@ class Result:
     cpu: list[float] = field(default_factory=list[float])
     faults: list[float] = field(default_factory=list[float])
     losses: list[float] = field(default_factory=list[float])
-    sent: list[float] = field(default_factory=list[float])
+    sockets: list[float] = field(default_factory=list[float])
+    memory: list[float] = field(default_factory=list[float])
     peak: int = 0
     resting: int = 0
     failure: str = ""
@@ -71,7 +72,14 @@ class Result:
 
     def psi(self, ranks: int) -> float:
         """Bytes that a rank sent in a step, in units of the fp32 model times 2 (N-1)/N (1.0 is one all-reduce)."""
-        return max(self.sent, default=0.0) / (4 * self.parameters * 2 * (ranks - 1) / ranks) if ranks > 1 else 0.0
+        sent = [sockets + memory for sockets, memory in zip(self.sockets, self.memory, strict=True)]
+        return max(sent, default=0.0) / (4 * self.parameters * 2 * (ranks - 1) / ranks) if ranks > 1 else 0.0
+
+    @property
+    def by_memory(self) -> float:
+        """How much of what was sent other ranks read from memory, without a socket; 0 to 1."""
+        sent = sum(self.sockets) + sum(self.memory)
+        return sum(self.memory) / sent if sent else 0.0
 
 
 class Team:
@@ -83,7 +91,7 @@ class Team:
         self._logs = [folder / f"{name}-{rank}.log" for rank in range(plan.ranks)]
         python = str(PEERS) if peer else sys.executable
         self._ranks = [self._start(python, rank, folder / f"{name}-store") for rank in range(plan.ranks)]
-        self._sent: list[list[int]] = []
+        self._sent: list[list[dict[str, int]]] = []
 
     def _start(self, python: str, rank: int, store: Path) -> subprocess.Popen[str]:
         plan = self._plan
@@ -118,8 +126,9 @@ class Team:
         self._order({"finish": True})
         answers = self._answers()
         steps = self._plan.steps * len(self._sent)
-        self.result.sent = [(answer["sent"] - first) / steps
-                            for answer, first in zip(answers, self._sent[0], strict=True)]
+        for way, found in (("sockets", self.result.sockets), ("memory", self.result.memory)):
+            found += [(answer["sent"][way] - first[way]) / steps
+                      for answer, first in zip(answers, self._sent[0], strict=True)]
         self.result.peak = max(answer["peak"] for answer in answers)
         self.result.resting = max(answer["resident"] for answer in answers)
 

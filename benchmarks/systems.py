@@ -94,13 +94,13 @@ def deepspeed(stage: int, **zero: int) -> Callable[[nn.Module, Workload], Step]:
     return build
 
 
-def shoal(stage: int) -> Callable[[nn.Module, Workload], Step]:
-    """Return the builder of this library at `stage`."""
+def shoal(stage: int, **more: Any) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of this library at `stage`, with `more` settings."""
     def build(model: nn.Module, workload: Workload) -> Step:
         import shoal
 
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
-        engine, *_ = shoal.initialize(model=model, config=_config({"stage": stage}, optimizer, workload))
+        engine, *_ = shoal.initialize(model=model, config={**_config({"stage": stage}, optimizer, workload), **more})
         return _engine_step(engine, workload)
 
     return build

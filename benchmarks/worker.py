@@ -41,7 +41,7 @@ def main() -> None:
     done = 0
     for line in sys.stdin:
         order = json.loads(line)
-        sent = settled_bytes_sent()
+        sent = {"sockets": settled_bytes_sent(), "memory": _lent()}
         if "finish" in order:
             _answer(answers, sent=sent, steps=done, **_memory())
             break
@@ -72,6 +72,12 @@ def _take_standard_output() -> TextIO:
 def _answer(answers: TextIO, **facts: Any) -> None:
     answers.write(json.dumps(facts) + "\n")
     answers.flush()
+
+
+def _lent() -> int:
+    """Return the bytes that other ranks have read from this one's memory, which no socket counts."""
+    collectives = sys.modules.get("shoal.collectives")
+    return collectives.traffic.lent if collectives else 0
 
 
 def _memory() -> dict[str, int]:

@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ground": ("version", "errors", "log"),
     "configuration": ("config",),
     "names": ("registry", "discovery"),
+    "memory": ("neighbours", "reduction"),
     "transport": ("collectives", "distributed"),
     "precision": ("precision",),
     "sharding": ("zero",),

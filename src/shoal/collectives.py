@@ -6,9 +6,9 @@ A buffer of N equal spans rests on N ranks. Two collectives are all that the pla
     reduce_scatter   every rank holds one addend    -> rank r holds the sum of span r   (N-1)/N of the buffer sent
 
 On gloo both are point to point, the receives posted first, in pieces; the sum is taken in rank order and in fp32, so
-that every stage gives the same bits. On NCCL both are the native ones. Every message carries a tag made of its unit and
-collective: ranks that take different paths wait for each other's words, until the timeout names them, and never mistake
-one message for another.
+that every stage gives the same bits. Between ranks of one machine large messages are read from memory to memory
+(neighbours.py). On NCCL both are the native ones. Every message carries a tag made of its unit and collective: ranks that
+take different paths wait for each other's words, until the timeout names them, and never mistake one message for another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
+from shoal.neighbours import Loan, Neighbours, neighbours_of
+from shoal.reduction import Handle, Reduction, pieces
+
+__all__ = ["Communicator", "Handle", "Label", "Traffic", "traffic"]
 
 T = TypeVar("T")
 
@@ -47,6 +51,8 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter[str])
     bytes: Counter[str] = field(default_factory=Counter[str])
+    lent: int = 0
+    """Of these bytes, how many neighbours read from memory, by no network."""
 
     @property
     def bytes_sent(self) -> int:
@@ -58,12 +64,6 @@ class Traffic:
 
 
 traffic = Traffic()
-
-
-class Handle(Protocol):
-    """A collective under way; `wait` returns when its result may be used, and may be called again."""
-
-    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,8 @@ class Communicator:
     """The ranks that share one data axis, and the transport between them."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, debug: bool = False,
-                 piece_bytes: int = PIECE_BYTES, gather_elements: int = sys.maxsize, reduce_elements: int = sys.maxsize):
+                 direct_bytes: int | None = None, piece_bytes: int = PIECE_BYTES,
+                 gather_elements: int = sys.maxsize, reduce_elements: int = sys.maxsize):
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
@@ -101,8 +102,21 @@ class Communicator:
         self.reduce_elements = reduce_elements
         """The same of a reduction."""
         self.native = dist.get_backend(group) != "gloo"
+        self.direct_bytes = direct_bytes
+        """Messages of at least so many bytes between ranks of one machine are read directly; None: none."""
         self.step = 0
         self._units = 0
+        self._neighbours: Neighbours | None = None
+        if direct_bytes is not None and self.ranks > 1 and not self.native:
+            self._neighbours = neighbours_of(group, self.gather_objects)
+
+    def lend(self, peer: int, tag: int, send: Tensor, receive: Tensor) -> Loan | None:
+        """Exchange two tensors of one size with `peer` by memory; None where that is not possible, or not worth it."""
+        size = send.numel() * send.element_size()
+        if self._neighbours is None or peer not in self._neighbours or size < (self.direct_bytes or 1):
+            return None
+        traffic.lent += size
+        return self._neighbours.exchange(peer, tag, send, receive)
 
     def register(self) -> int:
         """Return the number of a new unit. Ranks register their units in the same order."""
@@ -136,13 +150,13 @@ class Communicator:
         if self.native:
             total = staging[:span]
             work = _scatter_native(total, source, group=self.group, async_op=True)
-            return _Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
+            return Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
         work = _Pairwise(self, label, label.tag, receive={peer: received[peer] for peer in peers},
                          send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
-        return _Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
+        return Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
 
     def staging_elements(self, elements: int) -> int:
         """How many elements of staging a `reduce_scatter` of a buffer of `elements` needs."""
@@ -223,16 +237,22 @@ class _Pairwise:
         self._communicator = communicator
         self._what = what
         group = communicator.group
+        loans = {peer: communicator.lend(peer, tag, send[peer], receive[peer]) for peer in send}
+        self._loans = [loan for loan in loans.values() if loan is not None]
+        far = [peer for peer, loan in loans.items() if loan is None]
         width = next((tensor.element_size() for tensor in send.values()), 1)
         size = min(communicator.piece_bytes, elements // communicator.ranks * width)
-        self._works = [group.recv([piece], peer, tag) for peer, t in receive.items() for piece in _pieces(t, size)]
-        self._works += [group.send([piece], peer, tag) for peer, t in send.items() for piece in _pieces(t, size)]
+        self._works = [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)]
+        self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)]
 
     def wait(self) -> None:
         works, self._works = self._works, []  # a gloo work that is waited for twice never returns
+        loans, self._loans = self._loans, []
         try:
             for work in works:
                 work.wait(self._communicator.timeout)
+            for loan in loans:
+                loan.wait(self._communicator.timeout.total_seconds())
         except RuntimeError as error:
             raise self._communicator.failure(self._what, error) from error
 
@@ -252,62 +272,3 @@ class _Native:
                 work.wait()
         except RuntimeError as error:
             raise self._communicator.failure(self._what, error) from error
-
-
-class _Reduction:
-    """A transfer of addends whose end is their sum, in rank order, in fp32 or wider."""
-
-    def __init__(self, transfer: Handle, addends: list[Tensor], target: Tensor, scale: float, accumulate: bool,
-                 piece_bytes: int):
-        self._transfer: Handle | None = transfer
-        self._addends = addends
-        self._target = target
-        self._scale = scale
-        self._accumulate = accumulate
-        self._piece_bytes = piece_bytes
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        if self._transfer is None:
-            return
-        self._transfer.wait()
-        self._transfer = None
-        size = self._piece_bytes // 4  # a piece, its addends and its sum stay in the cache between the operations
-        columns = zip(*(_pieces(addend, size) for addend in self._addends), strict=True)
-        for addends, target in zip(columns, _pieces(self._target, size, like=self._addends[0]), strict=True):
-            _fold(addends, target, self._scale, self._accumulate)
-        self._addends = []
-
-
-def _fold(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
-    """target = scale * sum(addends) [+ target], summed in order, in fp32 or wider."""
-    wide = torch.promote_types(addends[0].dtype, torch.float32)
-    first, *rest = addends
-    direct = target.dtype == wide and not accumulate and all(a.data_ptr() != target.data_ptr() for a in addends[2:])
-    if not rest:
-        if accumulate:
-            target.add_(first, alpha=scale)
-        elif scale != 1:
-            torch.mul(first, scale, out=target)
-        elif first.data_ptr() != target.data_ptr():
-            target.copy_(first)
-        return
-    total = target if direct else torch.empty(target.shape, dtype=wide, device=target.device)
-    if first.dtype == wide:
-        torch.add(first, rest[0], out=total)
-    else:
-        torch.add(first.to(wide), rest[0], out=total)
-    for addend in rest[1:]:
-        total.add_(addend)
-    if accumulate:
-        target.add_(total, alpha=scale)
-        return
-    if scale != 1:
-        total.mul_(scale)
-    if not direct:
-        target.copy_(total)
-
-
-def _pieces(tensor: Tensor, size: int, *, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Cut a 1-D tensor into pieces of at most `size` bytes (of the dtype of `like`)."""
-    return tensor.split(max(1, size // (tensor if like is None else like).element_size()))

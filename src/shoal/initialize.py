@@ -71,6 +71,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
         logger.setLevel(settings.log_level.upper())
     zero = settings.zero_optimization
     communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug,
+                                direct_bytes=settings.direct_bytes,
                                 gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size)
     device = distributed.device()
     engine = Engine(model, settings, communicator, device)

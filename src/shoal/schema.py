@@ -103,6 +103,10 @@ class Config(Section):
     debug: Switch = False
     """Compare a fingerprint of every collective over the ranks before it runs. Slow. (Ours.)"""
 
+    direct_bytes: Positive | None = 256 << 10
+    """Messages of at least so many bytes between ranks of one machine are read from the sender's memory, where the system
+    permits it, instead of sent through a socket; null: none. (Ours.)"""
+
     aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({**SCALARS, **BLOCKS})
 

@@ -132,7 +132,6 @@ def save_as_the_main_thread_ends(folder: str, how: str) -> None:
     writer.write_rank_file = write_late
     Writer().write(folder, "b", whole(state(2)), shared={"seed": 2})
     if how in ("SIGTERM", "SIGINT"):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job begins with the signal ignored
         os.kill(os.getpid(), signal.Signals[how])
         signal.pause()
 

@@ -1,0 +1,273 @@
+"""Ranks of one machine read each other's memory: a byte that moves between them is copied once, and by no socket.
+
+A message from one rank to another is a loan, with two words about it over a local socket:
+
+    lender    offers its bytes: where they lie, and how many; it leaves them alone until they are returned
+    reader    copies them out of the lender's process (`process_vm_readv` of Linux) when it has a place for them
+    reader    returns them
+
+Each rank has one thread that does the reading, whichever comes second, the offer or the place. Two ranks are neighbours
+when they share kernel, network and process numbers, and each has read a word of the other: where the system forbids
+that, or the ranks are on two machines, they are none, and messages travel as they always did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_Everyone = Callable[[Any], list[Any]]
+"""Returns what each rank of the group said; a collective."""
+
+_WORD = struct.Struct("<qqqq")  # what, tag, address, bytes
+_OFFER, _RETURN = range(2)
+_AT_ONCE = 256 << 20  # bytes of one read: the system has a limit of 2 GiB
+_PATIENCE = 60.0  # seconds for a neighbour, which has just spoken, to connect
+_SET_PTRACER = 0x59616D61  # linux/prctl.h: which process may read this one, where only ancestors may
+
+
+class _Vector(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Door:
+    """How the other ranks find this one, and a word to try to read."""
+
+    place: tuple[str, ...]
+    """Equal on ranks that can be neighbours."""
+    process: int
+    name: str
+    word: bytes
+    address: int
+
+
+class Loan:
+    """One message each way between this rank and a neighbour."""
+
+    def __init__(self, lock: threading.Condition, peer: int, lent: Tensor, into: Tensor):
+        self.peer = peer
+        self.lent = lent
+        self.into = into
+        self.read = False
+        """The neighbour's bytes are here."""
+        self.returned = False
+        """The neighbour has read ours."""
+        self.failure: str | None = None
+        self._lock = lock
+
+    def wait(self, timeout: float) -> None:
+        """Return when both are done. Raises RuntimeError when the neighbour is gone, or after `timeout` seconds."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: self.failure or (self.read and self.returned), timeout):
+                missing = "was not offered" if not self.read else "was not read"
+                raise RuntimeError(f"timed out: a message {missing} by rank {self.peer} of the group")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+class Neighbours:
+    """The ranks of a group that can read each other's memory, and the thread that reads."""
+
+    def __init__(self, group: dist.ProcessGroup, everyone: _Everyone):
+        self._lock = threading.Condition()
+        self._places: dict[tuple[int, int], deque[Loan]] = defaultdict(deque)  # by (peer, tag): waiting for an offer
+        self._lent: dict[tuple[int, int], deque[Loan]] = defaultdict(deque)  # waiting to be returned
+        self._offers: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)  # waiting for a place
+        self._ready: deque[tuple[Loan, int, int, int]] = deque()  # placed by the main thread after the offer had come
+        self._gone: dict[int, str] = {}
+        self._processes, self._sockets = _meet(dist.get_rank(group), everyone)
+        self._wake, self._woken = socket.socketpair()
+        if self._sockets:
+            threading.Thread(target=self._serve, name="shoal-neighbours", daemon=True).start()
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._sockets
+
+    def exchange(self, peer: int, tag: int, lend: Tensor, into: Tensor) -> Loan:
+        """Lend the contiguous `lend` to `peer`, and read what it lends under the same `tag` into `into` (same bytes)."""
+        loan = Loan(self._lock, peer, lend, into)
+        key = peer, tag
+        with self._lock:
+            loan.failure = self._gone.get(peer)
+            self._lent[key].append(loan)
+            offered = self._offers[key].popleft() if self._offers[key] else None
+            if offered is None:
+                self._places[key].append(loan)
+            else:
+                self._ready.append((loan, tag, *offered))
+        if offered is not None:
+            self._wake.send(b"!")
+        self._say(peer, _OFFER, tag, lend.data_ptr(), lend.numel() * lend.element_size())
+        return loan
+
+    def close(self) -> None:
+        """End the thread and the connections."""
+        self._wake.close()
+
+    def _say(self, peer: int, what: int, tag: int, address: int = 0, size: int = 0) -> None:
+        with suppress(OSError):  # the neighbour is gone: the thread finds out, and whoever waits is told
+            self._sockets[peer].send(_WORD.pack(what, tag, address, size))
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, -1)
+            for peer, connection in self._sockets.items():
+                selector.register(connection, selectors.EVENT_READ, peer)
+            while True:
+                for key, _ in selector.select():
+                    if key.data >= 0:
+                        if not self._listen(key.data):
+                            selector.unregister(key.fileobj)
+                    elif self._woken.recv(64):
+                        while self._ready:
+                            self._read(*self._ready.popleft())
+                    else:
+                        for connection in self._sockets.values():
+                            connection.close()
+                        return
+
+    def _listen(self, peer: int) -> bool:
+        """Hear one word of `peer`; return whether it is there still."""
+        try:
+            word = self._sockets[peer].recv(_WORD.size)
+        except OSError:
+            word = b""
+        if not word:
+            self._lose(peer)
+            return False
+        what, tag, address, size = _WORD.unpack(word)
+        key = peer, tag
+        with self._lock:
+            if what == _RETURN:
+                self._lent[key].popleft().returned = True
+                self._lock.notify_all()
+                return True
+            if not self._places[key]:
+                self._offers[key].append((address, size))
+                return True
+            loan = self._places[key].popleft()
+        self._read(loan, tag, address, size)
+        return True
+
+    def _read(self, loan: Loan, tag: int, address: int, size: int) -> None:
+        failure = None
+        try:
+            if size != (wanted := loan.into.numel() * loan.into.element_size()):
+                raise OSError(f"{size} bytes were offered where {wanted} are expected")
+            _copy(self._processes[loan.peer], address, loan.into.data_ptr(), size)
+            self._say(loan.peer, _RETURN, tag)
+        except OSError as error:
+            failure = f"memory of rank {loan.peer} of the group could not be read: {error}"
+        with self._lock:
+            loan.read, loan.failure = True, loan.failure or failure
+            self._lock.notify_all()
+
+    def _lose(self, peer: int) -> None:
+        with self._lock:
+            self._gone[peer] = f"rank {peer} of the group closed its connection"
+            for waiting in (self._places, self._lent):
+                for (other, _), loans in waiting.items():
+                    for loan in loans if other == peer else ():
+                        loan.failure = self._gone[peer]
+            self._lock.notify_all()
+
+
+def _meet(rank: int, everyone: _Everyone) -> tuple[dict[int, int], dict[int, socket.socket]]:
+    """Return the process and the connection of each neighbour, by rank. Every rank calls it."""
+    word = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        mine = _Door(place=(), process=os.getpid(), name=f"shoal-{secrets.token_hex(16)}", word=word.raw,
+                     address=ctypes.addressof(word))
+        with suppress(OSError):  # no Linux: no neighbours
+            place = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net"),
+                     os.readlink("/proc/self/ns/pid"))
+            _allow_siblings()
+            door.bind("\0" + mine.name)
+            door.listen(1024)
+            door.settimeout(_PATIENCE)
+            mine = replace(mine, place=place)
+        doors: list[_Door] = everyone(mine)
+        readable: list[set[int]] = everyone({other for other, it in enumerate(doors) if other != rank and _try(mine, it)})
+        neighbours = {other for other in readable[rank] if rank in readable[other]}
+        connections = {}
+        for other in sorted(neighbours):
+            if other < rank:
+                connections[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                connection.connect("\0" + doors[other].name)
+                connection.send(mine.word)
+        words = {doors[other].word: other for other in neighbours if other > rank}
+        while words:
+            connection, _ = door.accept()
+            if (other := words.pop(connection.recv(16), None)) is not None:
+                connections[other] = connection
+        return {other: doors[other].process for other in neighbours}, connections
+
+
+def _try(mine: _Door, other: _Door) -> bool:
+    """Whether the word of `other` can be read from here."""
+    if not mine.place or mine.place != other.place:
+        return False
+    found = ctypes.create_string_buffer(len(other.word))
+    try:
+        _copy(other.process, other.address, ctypes.addressof(found), len(other.word))
+    except OSError:
+        return False
+    return found.raw == other.word
+
+
+def _copy(process: int, source: int, target: int, size: int) -> None:
+    """Copy `size` bytes at `source` of `process` to `target` of this one."""
+    if (read := _system("process_vm_readv")) is None:
+        raise OSError("this system has no process_vm_readv")
+    for start in range(0, size, _AT_ONCE):
+        length = min(_AT_ONCE, size - start)
+        here, there = _Vector(target + start, length), _Vector(source + start, length)
+        count = read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if count != length:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number) if count < 0 else f"only {count} of {length} bytes were read")
+
+
+def _allow_siblings() -> None:
+    """Let the other ranks, descendants of the same launcher, read this process where Yama allows it to ancestors only."""
+    if (prctl := _system("prctl")) is not None:
+        prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+@cache
+def _system(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library, None where it has none of that name."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.restype = ctypes.c_ssize_t
+    return function
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours] = weakref.WeakKeyDictionary()
+
+
+def neighbours_of(group: dist.ProcessGroup, everyone: _Everyone) -> Neighbours:
+    """Return the neighbours within `group`. The first call for a group is a collective."""
+    if group not in _known:
+        _known[group] = Neighbours(group, everyone)
+        weakref.finalize(group, _known[group].close)
+    return _known[group]
