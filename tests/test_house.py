@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "saving": ("saving",),
     "controls": ("controls",),
     "engine": ("engine",),
-    "entry": ("initialize",),
+    "entry": ("entry",),
     "root": ("__init__",),
     "launch": ("launch", "testing"),
     "command": ("__main__",),
@@ -181,7 +181,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_building_an_engine_imports_nothing_that_it_may_not_need() -> None:
-    code = "import sys, torch; before = set(sys.modules); import shoal.initialize; print(*set(sys.modules) - before)"
+    code = "import sys, torch; before = set(sys.modules); import shoal.entry; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"matplotlib", "rich", "torch.distributed.elastic.agent", "torch.utils.data", "torch.utils.tensorboard"}
     assert heavy.isdisjoint(done.stdout.split())

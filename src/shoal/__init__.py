@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from shoal.data import RepeatingLoader
     from shoal.distributed import init_distributed
     from shoal.engine import Engine
+    from shoal.entry import add_config_arguments, initialize
     from shoal.errors import ShoalError
-    from shoal.initialize import add_config_arguments, initialize
     from shoal.optim import register_optimizer
     from shoal.schedule import register_schedule
     from shoal.zero.gathered import gathered
@@ -37,10 +37,10 @@ _HOMES = {
     "Engine": "shoal.engine",
     "RepeatingLoader": "shoal.data",
     "ShoalError": "shoal.errors",
-    "add_config_arguments": "shoal.initialize",
+    "add_config_arguments": "shoal.entry",
     "gathered": "shoal.zero.gathered",
     "init_distributed": "shoal.distributed",
-    "initialize": "shoal.initialize",
+    "initialize": "shoal.entry",
     "register_optimizer": "shoal.optim",
     "register_schedule": "shoal.schedule",
 }
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'shoal' has no attribute '{name}'")
     home = import_module(_HOMES[name])
     here = {known: vars(home)[known] for known, place in _HOMES.items() if place == home.__name__}
-    globals().update(here)  # the import set shoal.initialize to the module of that name
+    globals().update(here)
     return here[name]
 
 

@@ -113,7 +113,8 @@ class Communicator:
     def lend(self, peer: int, tag: int, send: Tensor, receive: Tensor) -> Loan | None:
         """Exchange two tensors of one size with `peer` by memory; None where that is not possible, or not worth it."""
         size = send.numel() * send.element_size()
-        if self._neighbours is None or peer not in self._neighbours or size < (self.direct_bytes or 1):
+        worthwhile = send.device.type == "cpu" and size >= (self.direct_bytes or 1)
+        if self._neighbours is None or peer not in self._neighbours or not worthwhile:
             return None
         traffic.lent += size
         return self._neighbours.exchange(peer, tag, send, receive)

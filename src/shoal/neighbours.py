@@ -97,7 +97,7 @@ class Neighbours:
         self._processes, self._sockets = _meet(dist.get_rank(group), everyone)
         self._wake, self._woken = socket.socketpair()
         if self._sockets:
-            threading.Thread(target=self._serve, name="shoal-neighbours", daemon=True).start()
+            threading.Thread(target=self._run, name="shoal-neighbours", daemon=True).start()
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._sockets
@@ -126,6 +126,13 @@ class Neighbours:
     def _say(self, peer: int, what: int, tag: int, address: int = 0, size: int = 0) -> None:
         with suppress(OSError):  # the neighbour is gone: the thread finds out, and whoever waits is told
             self._sockets[peer].send(_WORD.pack(what, tag, address, size))
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # whoever waits is told, also when this ends by a fault of its own
+            for peer in self._sockets:
+                self._lose(peer)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -217,7 +224,9 @@ def _meet(rank: int, everyone: _Everyone) -> tuple[dict[int, int], dict[int, soc
         words = {doors[other].word: other for other in neighbours if other > rank}
         while words:
             connection, _ = door.accept()
+            connection.settimeout(_PATIENCE)
             if (other := words.pop(connection.recv(16), None)) is not None:
+                connection.settimeout(None)
                 connections[other] = connection
         return {other: doors[other].process for other in neighbours}, connections
 

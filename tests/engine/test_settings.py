@@ -81,12 +81,12 @@ def messages(bucket: int) -> int:
     from shoal import collectives
 
     counted: list[int] = []
-    split = collectives._pieces
+    split = collectives.pieces
     engine = build(0, zero_optimization={"reduce_bucket_size": bucket})
     value = loss(engine, 0)
-    collectives._pieces = lambda *args, **kwargs: counted.append(len(pieces := split(*args, **kwargs))) or pieces
+    collectives.pieces = lambda *args, **kwargs: counted.append(len(pieces := split(*args, **kwargs))) or pieces
     engine.backward(value)
-    collectives._pieces = split
+    collectives.pieces = split
     return max(counted)
 
 

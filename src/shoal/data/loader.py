@@ -47,7 +47,7 @@ class Loader:
 
         Raises `ConfigError` for less than 1, `UsageError` where the dataset cannot fill one global batch.
         """
-        from shoal.data.source import Options, source  # torch.utils.data costs 0.15 s, which `import shoal` does not pay
+        from shoal.data.source import Options, source  # slow to import with older torch
 
         if batch_size < 1:
             raise ConfigError(f"train_micro_batch_size_per_gpu: got {batch_size}; it must be 1 or more")

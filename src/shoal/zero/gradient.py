@@ -122,6 +122,10 @@ class Gradient:
         self._seen, self.complete = 0, True
         return True
 
+    def conclude(self) -> None:
+        """Take the slots that the present backward pass gave nothing so far to receive nothing from it."""
+        self._seen, self.complete = 0, True
+
     def launch(self) -> None:
         """Start reducing the open buffer; slots that received nothing count as zero."""
         self.fold()

@@ -4,16 +4,18 @@
     backward of a module    gather them when the gradient of one of its outputs arrives
     saved for backward      a weight that autograd unpacks is gathered first, whatever led to it
     gradient of a slot      collect it; a complete unit is reduced and released
+    leaving a module        its units are done, with what they received: reduce and release them
     end of backward         reduce what is incomplete, release everything
 
 The second line is for run-ahead, the third for truth: weights may be reached through closures or auxiliary
 losses, which no output shows. Autograd runs the nodes of one forward strictly in reverse order, so that a
-frozen unit, which no gradient completes, is done when the backward of a module outside its own begins. During recompute
-the same forward hooks run inside backward.
+unit that no last gradient completes, frozen or with an unused parameter, is done when the backward of a module outside
+its own begins. During recompute the same forward hooks run inside backward.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -46,7 +48,9 @@ class Hooks:
         self._sync = sync
         self._in_forward = False
         self._in_backward = False
-        self._frozen: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
+        self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
+        self._inner = {module: frozenset(module.modules()) for module in units}
+        self._outputs: dict[nn.Module, set[object]] = defaultdict(set)  # whose gradients are still to come
         self._handles: list[RemovableHandle] = []
         self._storages = {_storage(unit.full): (module, unit)
                           for module, found in units.items() for unit in found if unit.weight is not unit.full}
@@ -121,9 +125,7 @@ class Hooks:
         if saved.unit.phase is not Phase.GATHERED:
             if self._recomputing():
                 self._begin_backward()
-                self._window.use(saved.unit)
-                if not saved.unit.trainable:
-                    self._frozen.append((saved.module, saved.unit))
+                self._enter(saved.module, saved.unit)
             else:  # somebody looks into the graph between passes
                 saved.unit.gather()
         return saved.tensor
@@ -134,16 +136,35 @@ class Hooks:
             return True
         watched = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in watched:
-            tensor.register_hook(partial(self._before_backward, module))
+            mark = object()
+            tensor.register_hook(partial(self._before_backward, module, mark))
+            if not self._recomputing():  # recompute that is not re-entrant makes outputs that no backward reaches
+                self._outputs[module].add(mark)
         return bool(watched)
 
-    def _before_backward(self, module: nn.Module, gradient: Tensor) -> None:
+    def _before_backward(self, module: nn.Module, mark: object, gradient: Tensor) -> None:
         self._begin_backward()
-        self._leave_frozen(module)
+        self._outputs[module].discard(mark)
+        self._leave(module)
         for unit in self._units.get(module, ()):
-            self._window.use(unit)
-            if not unit.trainable:
-                self._frozen.append((module, unit))
+            self._enter(module, unit)
+
+    def _enter(self, module: nn.Module, unit: Unit) -> None:
+        self._window.use(unit)
+        if (module, unit) not in self._entered:
+            self._entered.append((module, unit))
+
+    def _leave(self, module: nn.Module) -> None:
+        """Be done with the units whose module's backward is over, now that `module`'s begins."""
+        waiting, self._entered = self._entered, []
+        for around, unit in waiting:
+            if module in self._inner[around] or (unit.trainable and self._outputs[around]):
+                self._entered.append((around, unit))
+                continue
+            if unit.gradient is not None:
+                unit.gradient.conclude()
+            unit.release()
+        self._reducer.advance()
 
     def _begin_backward(self) -> None:
         if self._in_backward:
@@ -156,15 +177,6 @@ class Hooks:
         self.before_backward()
         self._window.begin("backward")
         self._reducer.begin(boundary=self._boundary(), sync=self._sync())
-
-    def _leave_frozen(self, module: nn.Module) -> None:
-        """Release the frozen units whose module's backward is over, now that `module`'s begins."""
-        waiting = self._frozen
-        self._frozen = [(around, unit) for around, unit in waiting if any(module is inner for inner in around.modules())]
-        kept = {id(unit) for _, unit in self._frozen}
-        for _, unit in waiting:
-            if id(unit) not in kept:
-                unit.release()
 
     def _collect(self, unit: Unit, slot: int, parameter: nn.Parameter) -> None:
         self._begin_backward()
@@ -183,10 +195,11 @@ class Hooks:
             self._reducer.finish()
         self._window.end()
         self._in_backward = self._scope.open = False
+        self._outputs.clear()
         self._release_all()
 
     def _release_all(self) -> None:
-        self._frozen = []
+        self._entered = []
         for units in self._units.values():
             for unit in units:
                 unit.held = unit.awaited = False

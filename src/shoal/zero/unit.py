@@ -203,7 +203,8 @@ class Unit:
                 f"rank {self.communicator.rank}: '{operation}' read the data of parameter '{name}' "
                 f"{tuple(parameter.shape)}, which is sharded over {self.communicator.ranks} ranks and released at present. "
                 f"Outside the engine's forward, gather it first, on every rank: "
-                f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write)")
+                f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write). "
+                f"For all weights at once: engine.consolidated_state_dict()")
 
     def _new_master(self, device: torch.device) -> Tensor:
         """Return the tensor that the optimizer steps: of its own, or within the weights where the dtypes agree."""

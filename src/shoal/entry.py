@@ -33,7 +33,7 @@ from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.schema import Config
 from shoal.zero.sharded import Plan, ShardedModel
 
-if TYPE_CHECKING:  # torch.utils.data costs 0.15 s, which `import shoal` does not pay
+if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
 OptimizerSource = Optimizer | Callable[[Any], Optimizer]

@@ -1,0 +1,113 @@
+"""A module that backward has left is done: its units are reduced and released, whatever they received."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.testing import run_ranks
+
+WIDTH, DEPTH, RATE = 16, 8, 0.1
+
+
+class Block(nn.Module):
+    """Two layers, the second of which may be skipped, and a second output, for an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.first(x))
+        return (x if self.skips else self.second(x)), x.pow(2).mean()
+
+
+class Stack(nn.Module):
+    """Blocks one after the other; the auxiliary losses are added at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra: list[Tensor] = []
+        for block in self.blocks:
+            x, loss = block(x)
+            extra.append(loss)
+        return x.pow(2).mean() + torch.stack(extra).sum()
+
+
+def built(stage: int) -> tuple[Stack, Any]:
+    torch.manual_seed(0)
+    model = Stack()
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "timeout": 10,
+              "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+              "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 0}}
+    return model, shoal.initialize(model=model, config=config)[0]
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def skips(step: int, rank: int) -> list[int]:
+    """Blocks whose second layer `rank` does not use in `step`."""
+    return [[7], [6, 2]][rank] if step % 2 == 0 else [[], [5]][rank]
+
+
+def trained(stage: int) -> dict[str, Tensor]:
+    model, engine = built(stage)
+    for step in range(4):
+        for index, block in enumerate(model.blocks):
+            block.skips = index in skips(step, dist.get_rank())
+        engine.backward(engine(inputs(step, dist.get_rank())))
+        engine.step()
+    with shoal.gathered(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def plain() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(4):
+        for rank in range(2):
+            for index, block in enumerate(model.blocks):
+                block.skips = index in skips(step, rank)
+            (model(inputs(step, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_may_use_different_parameters_of_a_block(stage: int) -> None:
+    wanted = plain()
+    for name, found in run_ranks(2, trained, stage)[0].items():
+        torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def reductions_under_way() -> list[int]:
+    """Of the units, how many were reduced when the backward of each block began; one parameter is never used."""
+    model, engine = built(2)
+    model.blocks[DEPTH - 1].skips = True
+    counts: list[int] = []
+    gradients = [unit.gradient for unit in engine.sharded.units]
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _args, output: output[0].register_hook(
+            lambda _gradient: counts.append(sum(gradient.launched for gradient in gradients))) and None)
+    engine.backward(engine(inputs(0, dist.get_rank())))
+    return counts
+
+
+def test_an_unused_parameter_does_not_keep_the_others_waiting() -> None:
+    counts = run_ranks(2, reductions_under_way)[0]
+    assert counts == sorted(counts)
+    assert counts[-1] >= DEPTH - 2
