@@ -13,7 +13,7 @@ SYSTEMS = {
                               build=zero_redundancy, ratio=1.0),
     "fsdp2": System(title="FSDP2", settings="fully_shard on each block and the root, fused AdamW", build=fsdp2, ratio=1.5),
     **{f"deepspeed-{stage}": System(title=f"DeepSpeed stage {stage}", settings="torch_adam, fused", peer=True,
-                                    build=deepspeed(stage), ratio=1.5 if stage == 3 else 1.0) for stage in (1, 2, 3)},
+                                    build=deepspeed(stage), ratio=1.5 if stage == 3 else 1.0) for stage in (0, 1, 2, 3)},
     "deepspeed-3-released": System(
         title="DeepSpeed stage 3, released", settings="as above, nothing kept gathered", peer=True, ratio=1.5,
         build=deepspeed(3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)),

@@ -101,7 +101,7 @@ def forbidden() -> tuple[bool, int]:
     if dist.get_rank() == 1:
         def refuse(*_: int) -> None:
             raise PermissionError(1, "Operation not permitted")
-        neighbours._copy = refuse  # pyright: ignore[reportPrivateUsage]
+        neighbours.read_memory = refuse
     ranks = communicator()
     return bool(gathered(ranks)[-1] == SPAN + ranks.ranks - 2), traffic.lent
 

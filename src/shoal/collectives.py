@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,10 @@ PIECE_BYTES = 4 << 20
 
 _TAG_BASE = 1 << 20  # out of the way of tags that a training script may use on the same group
 _WORDS, _SIZE, _OBJECT = (_TAG_BASE - offset for offset in (1, 2, 3))
+
+
+_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many units were registered in each group, over all its communicators: several engines share no tag."""
 
 
 @dataclass(slots=True)
@@ -105,7 +110,6 @@ class Communicator:
         self.direct_bytes = direct_bytes
         """Messages of at least so many bytes between ranks of one machine are read directly; None: none."""
         self.step = 0
-        self._units = 0
         self._neighbours: Neighbours | None = None
         if direct_bytes is not None and self.ranks > 1 and not self.native:
             self._neighbours = neighbours_of(group, self.gather_objects)
@@ -120,9 +124,10 @@ class Communicator:
         return self._neighbours.exchange(peer, tag, send, receive)
 
     def register(self) -> int:
-        """Return the number of a new unit. Ranks register their units in the same order."""
-        self._units += 1
-        return self._units - 1
+        """Return the number of a new unit in its process group. Ranks register their units in the same order."""
+        number = _units.get(self.group, 0)
+        _units[self.group] = number + 1
+        return number
 
     def all_gather(self, full: Tensor, label: Label) -> Handle:
         """Fill the 1-D `full`, of which this rank holds its span, with the spans of all ranks."""
@@ -237,6 +242,7 @@ class _Pairwise:
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
         self._communicator = communicator
         self._what = what
+        self._failed: RuntimeError | None = None  # of an earlier wait: what it left undone stays so
         group = communicator.group
         loans = {peer: communicator.lend(peer, tag, send[peer], receive[peer]) for peer in send}
         self._loans = [loan for loan in loans.values() if loan is not None]
@@ -249,12 +255,15 @@ class _Pairwise:
     def wait(self) -> None:
         works, self._works = self._works, []  # a gloo work that is waited for twice never returns
         loans, self._loans = self._loans, []
+        if self._failed is not None:
+            raise self._communicator.failure(self._what, self._failed)
         try:
             for work in works:
                 work.wait(self._communicator.timeout)
             for loan in loans:
                 loan.wait(self._communicator.timeout.total_seconds())
         except RuntimeError as error:
+            self._failed = error
             raise self._communicator.failure(self._what, error) from error
 
 

@@ -28,6 +28,7 @@ from shoal.log import logger, set_rank, warn_once
 __all__ = ["device", "init_distributed"]
 
 LOOPBACK = "127.0.0.1"
+_origin = "the process group that was there already"
 MINUTES = 10.0
 
 
@@ -61,9 +62,11 @@ def init_distributed(
         wait = timeout or timedelta(minutes=_minutes(os.environ))
         if init_method is not None or rank >= 0 or world_size >= 0:
             _join_at(init_method, rank, world_size, backend, wait)
+            _remember("the arguments of init_distributed")
         else:
             place = discover(os.environ, port=distributed_port, mpi=auto_mpi_discovery)
             _join(place, backend, wait)
+            _remember("no launcher: this process is alone" if place.source == "alone" else place.source)
             atexit.register(_leave)
             if verbose:
                 logger.info("rank %d of %d on %s, found by %s, over %s", place.rank, place.ranks, socket.gethostname(),
@@ -71,6 +74,16 @@ def init_distributed(
     set_rank(dist.get_rank())
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+
+
+def origin() -> str:
+    """Return in words who said how many ranks there are."""
+    return _origin
+
+
+def _remember(origin: str) -> None:
+    global _origin
+    _origin = origin
 
 
 def device() -> torch.device:

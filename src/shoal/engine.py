@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.collectives import Communicator
 from shoal.controls import Controls
@@ -90,6 +91,8 @@ class Engine(Controls):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch.
 
+        `lr_kwargs` go to the schedule's `step`. A `ReduceLROnPlateau` advances only with them
+        (`{"metrics": loss}`), or when the script calls its `step` itself, after validation.
         Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
         smallest loss scale.
         """
@@ -171,7 +174,7 @@ class Engine(Controls):
             self.skipped_steps += 1
             logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
                            self.global_steps, self.optimizer.loss_scale)
-        elif self.lr_scheduler is not None:
+        elif self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self.communicator.rank == 0:

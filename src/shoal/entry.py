@@ -6,8 +6,10 @@ The order is a contract between ranks: distributed first, then the configuration
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from logging import INFO, NOTSET
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +22,11 @@ from shoal.collectives import Communicator
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine import Engine
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, UsageError
 from shoal.log import logger, warn_once
 from shoal.optim.elementwise import check_elementwise
 from shoal.optim.groups import Groups
-from shoal.optim.registry import make_optimizer
+from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
 from shoal.optim.views import Views
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
@@ -38,6 +40,9 @@ if TYPE_CHECKING:  # slow to import with older torch
 
 OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
+
+_PATIENCE = timedelta(seconds=10)
+"""For other ranks to help to give a model back after a failure: those that did not fail will not."""
 
 
 def initialize(args: Any = None, model: nn.Module | None = None, optimizer: OptimizerSource | None = None,
@@ -66,9 +71,11 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     group = dist.group.WORLD
     assert group is not None
     settings = Config.resolve(source, data_ranks=dist.get_world_size(),
-                              data_ranks_origin="the world size of torch.distributed")
+                              data_ranks_origin=f"the world size of torch.distributed, from {distributed.origin()}")
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
+    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state):
+        logger.setLevel(INFO)  # who asks for lines is to see them
     zero = settings.zero_optimization
     communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug,
                                 direct_bytes=settings.direct_bytes,
@@ -76,13 +83,17 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     device = distributed.device()
     engine = Engine(model, settings, communicator, device)
     engine.client_optimizer = optimizer
-    _move_buffers(model, device)
-    _build(engine, optimizer, model_parameters)
-    engine.lr_scheduler = _schedule(engine, lr_scheduler)
+    _check_objects(settings, model, optimizer)
+    _move_buffers(model, communicator, device)
+    with _untouched_by_failure(engine, optimizer):
+        _build(engine, optimizer, model_parameters)
+        engine.lr_scheduler = _schedule(engine, lr_scheduler)
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    if isinstance(optimizer, Optimizer) and model_parameters is not None:
+        warn_once("initialize: model_parameters has no effect beside an optimizer instance, whose own groups count")
     if settings.dump_state and communicator.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -142,6 +153,9 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         inner = groups.rebind(optimizer, views)
     elif optimizer is not None:
         inner = groups.build(optimizer, views)
+        if not isinstance(inner, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's function
+            raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}; return a torch "
+                             f"optimizer over the groups that it was given")
     else:
         assert settings.optimizer.type is not None
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
@@ -150,8 +164,41 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     overflows = torch.float16 in (dtypes.compute, dtypes.reduce)
     rules = StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
                       or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size)
+                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
+                      native=optimizer is None and prefers_native(settings.optimizer.type, settings.optimizer.params))
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
+
+
+def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSource | None) -> None:
+    """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in."""
+    if isinstance(optimizer, Optimizer):
+        check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+        Groups.check_new(optimizer)
+    elif optimizer is not None and not callable(optimizer):
+        raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "
+                         f"a function of parameter groups that returns one. A name goes into the configuration: "
+                         f'"optimizer": {{"type": "AdamW", "params": {{...}}}}')
+    elif optimizer is None and settings.optimizer.type is not None:
+        weight = nn.Parameter(torch.zeros(2))
+        inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
+        check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+
+
+@contextmanager
+def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> Generator[None]:
+    """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow."""
+    groups = [list(group["params"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
+    try:
+        yield
+    except Exception:
+        if isinstance(optimizer, Optimizer):
+            for group, params in zip(optimizer.param_groups, groups, strict=False):
+                group["params"] = params
+        if engine.sharded is not None:
+            engine.communicator.timeout = min(engine.communicator.timeout, _PATIENCE)  # ranks that did not fail do not help
+            with suppress(CollectiveFailed):
+                engine.sharded.destroy()
+        raise
 
 
 def _policy(settings: Config, model: nn.Module) -> Policy:
@@ -185,6 +232,11 @@ def _warn_of_unused(section: str, given: object, named: str | None) -> None:
         warn_once(f"{section}: initialize was given an object, which is used; '{named}' of the configuration is not")
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for buffer in model.buffers():
+def _move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
+    """Bring the buffers to the device, with rank 0's values, as the parameters have them."""
+    for name, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
+        if buffer.numel():
+            values = buffer.data.contiguous()
+            communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
+            buffer.data.copy_(values)

@@ -1,4 +1,4 @@
-"""One library logger, silent until the application configures it; every record knows its rank."""
+"""One library logger; every record knows its rank. Where the application configures no logging, stderr gets it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ class _RankFilter(logging.Filter):
         return True
 
 
+class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]  generic only in newer stubs
+    """Writes to stderr while the root logger has no handler of the application's."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
 _rank_filter = _RankFilter()
+_fallback = _Fallback()
+_fallback.setFormatter(logging.Formatter("[shoal, rank %(rank)d] %(levelname)s: %(message)s"))
 logger = logging.getLogger("shoal")
-logger.addHandler(logging.NullHandler())
+logger.addHandler(_fallback)
 logger.addFilter(_rank_filter)
 
 

@@ -4,7 +4,7 @@ A message from one rank to another is a loan, with two words about it over a loc
 
     lender    offers its bytes: where they lie, and how many; it leaves them alone until they are returned
     reader    copies them out of the lender's process (`process_vm_readv` of Linux) when it has a place for them
-    reader    returns them
+    reader    returns them, or says that it could not
 
 Each rank has one thread that does the reading, whichever comes second, the offer or the place. Two ranks are neighbours
 when they share kernel, network and process numbers, and each has read a word of the other: where the system forbids
@@ -23,29 +23,24 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.process_memory import allow_siblings, read_memory
+
 _Everyone = Callable[[Any], list[Any]]
 """Returns what each rank of the group said; a collective."""
 
 _WORD = struct.Struct("<qqqq")  # what, tag, address, bytes
-_OFFER, _RETURN = range(2)
-_AT_ONCE = 256 << 20  # bytes of one read: the system has a limit of 2 GiB
+_OFFER, _RETURN, _REFUSE = range(3)
 _PATIENCE = 60.0  # seconds for a neighbour, which has just spoken, to connect
-_SET_PTRACER = 0x59616D61  # linux/prctl.h: which process may read this one, where only ancestors may
-
-
-class _Vector(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+_FAREWELL = 5.0  # seconds at exit for neighbours to read what they were offered
+_AGAIN = 0.001  # seconds until a word is sent again that did not fit the socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +89,11 @@ class Neighbours:
         self._offers: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)  # waiting for a place
         self._ready: deque[tuple[Loan, int, int, int]] = deque()  # placed by the main thread after the offer had come
         self._gone: dict[int, str] = {}
+        self._unsaid: dict[int, deque[bytes]] = defaultdict(deque)  # words that did not fit the socket
         self._processes, self._sockets = _meet(dist.get_rank(group), everyone)
         self._wake, self._woken = socket.socketpair()
         if self._sockets:
+            _everybody.add(self)
             threading.Thread(target=self._run, name="shoal-neighbours", daemon=True).start()
 
     def __contains__(self, peer: int) -> bool:
@@ -120,19 +117,43 @@ class Neighbours:
         return loan
 
     def close(self) -> None:
-        """End the thread and the connections."""
+        """End the thread and the connections, once the neighbours have read what was offered to them."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._gone or not any(self._lent.values()), _FAREWELL)
         self._wake.close()
+
+    def forget(self) -> None:
+        """Close the descriptors that a forked child inherited: the neighbours must feel this rank's end, not the child's."""
+        for connection in (*self._sockets.values(), self._wake, self._woken):
+            connection.close()
 
     def _say(self, peer: int, what: int, tag: int, address: int = 0, size: int = 0) -> None:
         with suppress(OSError):  # the neighbour is gone: the thread finds out, and whoever waits is told
             self._sockets[peer].send(_WORD.pack(what, tag, address, size))
 
+    def _answer(self, peer: int, what: int, tag: int, address: int) -> None:
+        """Say a word from the thread, which must not wait: whoever does not listen may wait for it to listen."""
+        self._unsaid[peer].append(_WORD.pack(what, tag, address, 0))
+        self._speak()
+
+    def _speak(self) -> bool:
+        """Say what is unsaid, as far as it goes; return whether that was all."""
+        for peer, words in self._unsaid.items():
+            with suppress(OSError):
+                while words:
+                    self._sockets[peer].send(words[0], socket.MSG_DONTWAIT)
+                    words.popleft()
+            if peer in self._gone:
+                words.clear()
+        return not any(self._unsaid.values())
+
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # whoever waits is told, also when this ends by a fault of its own
-            for peer in self._sockets:
+        finally:  # whoever waits is told, here and there, also when this ends by a fault of its own
+            for peer, connection in self._sockets.items():
                 self._lose(peer)
+                connection.close()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -140,17 +161,14 @@ class Neighbours:
             for peer, connection in self._sockets.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select(None if self._speak() else _AGAIN):
                     if key.data >= 0:
                         if not self._listen(key.data):
                             selector.unregister(key.fileobj)
-                    elif self._woken.recv(64):
-                        while self._ready:
-                            self._read(*self._ready.popleft())
-                    else:
-                        for connection in self._sockets.values():
-                            connection.close()
+                    elif not self._woken.recv(64):
                         return
+                    while self._ready:
+                        self._read(*self._ready.popleft())
 
     def _listen(self, peer: int) -> bool:
         """Hear one word of `peer`; return whether it is there still."""
@@ -164,9 +182,8 @@ class Neighbours:
         what, tag, address, size = _WORD.unpack(word)
         key = peer, tag
         with self._lock:
-            if what == _RETURN:
-                self._lent[key].popleft().returned = True
-                self._lock.notify_all()
+            if what in (_RETURN, _REFUSE):
+                self._take_back(key, address, refused=what == _REFUSE)
                 return True
             if not self._places[key]:
                 self._offers[key].append((address, size))
@@ -175,14 +192,25 @@ class Neighbours:
         self._read(loan, tag, address, size)
         return True
 
+    def _take_back(self, key: tuple[int, int], address: int, *, refused: bool) -> None:
+        loan = next(loan for loan in self._lent[key] if loan.lent.data_ptr() == address)
+        self._lent[key].remove(loan)
+        loan.returned = True
+        if refused:
+            loan.failure = loan.failure or f"rank {loan.peer} of the group could not read this rank's memory"
+        self._lock.notify_all()
+
     def _read(self, loan: Loan, tag: int, address: int, size: int) -> None:
-        failure = None
+        failure = self._gone.get(loan.peer)
         try:
+            if failure is not None:
+                raise OSError(failure)
             if size != (wanted := loan.into.numel() * loan.into.element_size()):
                 raise OSError(f"{size} bytes were offered where {wanted} are expected")
-            _copy(self._processes[loan.peer], address, loan.into.data_ptr(), size)
-            self._say(loan.peer, _RETURN, tag)
+            read_memory(self._processes[loan.peer], address, loan.into.data_ptr(), size)
+            self._answer(loan.peer, _RETURN, tag, address)
         except OSError as error:
+            self._answer(loan.peer, _REFUSE, tag, address)
             failure = f"memory of rank {loan.peer} of the group could not be read: {error}"
         with self._lock:
             loan.read, loan.failure = True, loan.failure or failure
@@ -193,42 +221,58 @@ class Neighbours:
             self._gone[peer] = f"rank {peer} of the group closed its connection"
             for waiting in (self._places, self._lent):
                 for (other, _), loans in waiting.items():
-                    for loan in loans if other == peer else ():
-                        loan.failure = self._gone[peer]
+                    if other == peer:
+                        for loan in loans:
+                            loan.failure = loan.failure or self._gone[peer]
+                        loans.clear()
             self._lock.notify_all()
 
 
 def _meet(rank: int, everyone: _Everyone) -> tuple[dict[int, int], dict[int, socket.socket]]:
     """Return the process and the connection of each neighbour, by rank. Every rank calls it."""
     word = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        mine = _Door(place=(), process=os.getpid(), name=f"shoal-{secrets.token_hex(16)}", word=word.raw,
-                     address=ctypes.addressof(word))
-        with suppress(OSError):  # no Linux: no neighbours
+    mine = _Door(place=(), process=os.getpid(), name=f"\0shoal-{secrets.token_hex(16)}", word=word.raw,
+                 address=ctypes.addressof(word))
+    with ExitStack() as stack:
+        door: socket.socket | None = None
+        with suppress(OSError, AttributeError):  # no Linux: no neighbours
             place = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net"),
                      os.readlink("/proc/self/ns/pid"))
-            _allow_siblings()
-            door.bind("\0" + mine.name)
+            allow_siblings()
+            door = stack.enter_context(_socket())
+            door.bind(mine.name)
             door.listen(1024)
-            door.settimeout(_PATIENCE)
             mine = replace(mine, place=place)
         doors: list[_Door] = everyone(mine)
         readable: list[set[int]] = everyone({other for other, it in enumerate(doors) if other != rank and _try(mine, it)})
         neighbours = {other for other in readable[rank] if rank in readable[other]}
-        connections = {}
+        connections: dict[int, socket.socket] = {}
         for other in sorted(neighbours):
             if other < rank:
-                connections[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                connection.connect("\0" + doors[other].name)
-                connection.send(mine.word)
+                with suppress(OSError):
+                    connection = _socket()
+                    connection.connect(doors[other].name)
+                    connection.send(mine.word)
+                    connections[other] = connection
         words = {doors[other].word: other for other in neighbours if other > rank}
-        while words:
-            connection, _ = door.accept()
-            connection.settimeout(_PATIENCE)
-            if (other := words.pop(connection.recv(16), None)) is not None:
-                connection.settimeout(None)
-                connections[other] = connection
-        return {other: doors[other].process for other in neighbours}, connections
+        with suppress(OSError):  # whoever does not come is no neighbour
+            while words and door is not None:
+                connection, _ = door.accept()
+                connection.settimeout(_PATIENCE)
+                if (other := words.pop(connection.recv(16), None)) is not None:
+                    connections[other] = connection
+        connected: list[set[int]] = everyone(set(connections))
+        connections = {other: it for other, it in connections.items() if rank in connected[other]}
+        for connection in connections.values():
+            connection.settimeout(None)
+        return {other: doors[other].process for other in connections}, connections
+
+
+def _socket() -> socket.socket:
+    """Return a local socket that keeps words apart and in order."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_PATIENCE)
+    return made
 
 
 def _try(mine: _Door, other: _Door) -> bool:
@@ -237,39 +281,21 @@ def _try(mine: _Door, other: _Door) -> bool:
         return False
     found = ctypes.create_string_buffer(len(other.word))
     try:
-        _copy(other.process, other.address, ctypes.addressof(found), len(other.word))
+        read_memory(other.process, other.address, ctypes.addressof(found), len(other.word))
     except OSError:
         return False
     return found.raw == other.word
 
 
-def _copy(process: int, source: int, target: int, size: int) -> None:
-    """Copy `size` bytes at `source` of `process` to `target` of this one."""
-    if (read := _system("process_vm_readv")) is None:
-        raise OSError("this system has no process_vm_readv")
-    for start in range(0, size, _AT_ONCE):
-        length = min(_AT_ONCE, size - start)
-        here, there = _Vector(target + start, length), _Vector(source + start, length)
-        count = read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count != length:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number) if count < 0 else f"only {count} of {length} bytes were read")
+_everybody: weakref.WeakSet[Neighbours] = weakref.WeakSet()
 
 
-def _allow_siblings() -> None:
-    """Let the other ranks, descendants of the same launcher, read this process where Yama allows it to ancestors only."""
-    if (prctl := _system("prctl")) is not None:
-        prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+def _forget_all() -> None:
+    for known in _everybody:
+        known.forget()
 
 
-@cache
-def _system(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library, None where it has none of that name."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is not None:
-        function.restype = ctypes.c_ssize_t
-    return function
-
+os.register_at_fork(after_in_child=_forget_all)
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours] = weakref.WeakKeyDictionary()
 

@@ -30,7 +30,7 @@ class Reduction:
     def wait(self) -> None:
         if self._transfer is None:
             return
-        self._transfer.wait()
+        self._transfer.wait()  # if it fails, every later wait fails with it
         self._transfer = None
         size = self._piece_bytes // 4  # a piece, its addends and its sum stay in the cache between the operations
         columns = zip(*(pieces(addend, size) for addend in self._addends), strict=True)

@@ -86,13 +86,20 @@ class Saving(Surface):
             raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
                              "rename them in the checkpoint, or load with load_module_strict=False")
         assert self.sharded is not None
-        if tag is None and latest(Path(load_dir)) is None:
+        there = self.communicator.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
+        if not any(there):
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
+        if not all(there):
+            seeing = [rank for rank, found in enumerate(there) if found]
+            raise CheckpointError(f"load_checkpoint: only ranks {seeing} see a file 'latest' in {load_dir}; give a folder "
+                                  f"that all ranks share")
         self.wait_for_checkpoint()
         self.sharded.settle()
         with read(load_dir, None if tag is None else str(tag), ranks=self._writing().ranks) as snapshot:
             private = self._read_values(snapshot)
+            self._check_fit(snapshot, strict=load_module_strict, optimizer=load_optimizer_states and not load_module_only,
+                            data=not load_module_only)
             self._load_tensors(snapshot, strict=load_module_strict, moments=load_optimizer_states and not load_module_only)
             if not load_module_only:
                 self._load_values(snapshot, private, optimizer=load_optimizer_states, schedule=load_lr_scheduler_states)
@@ -163,6 +170,7 @@ class Saving(Surface):
             "parameters": {name: shape for name, shape in parameter_shapes(self.module).items() if name in names},
             "tied": tied_names(self.module),
             "stage": self.zero_optimization_stage(),
+            "optimizer": None if optimizer is None else type(optimizer.optimizer).__name__,
             "groups": [] if optimizer is None else [{key: value for key, value in group.items() if key != "params"}
                                                     for group in optimizer.param_groups],
             "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
@@ -191,6 +199,27 @@ class Saving(Surface):
         with ranks.turn:
             return ranks.together(f"could not load {snapshot.path}", values)
 
+    def _check_fit(self, snapshot: Snapshot, *, strict: bool, optimizer: bool, data: bool) -> None:
+        """Raise `CheckpointError` for what does not belong to this engine, before anything changes."""
+        shared = snapshot.shared
+        known = parameter_shapes(self.module)
+        extra = [name for name in cast("dict[str, object]", shared["parameters"]) if name not in known]
+        if strict and extra:
+            raise CheckpointError(f"{snapshot.path} holds {len(extra)} parameters that this model has not, the first is "
+                                  f"'{extra[0]}'; build the same model, or load with load_module_strict=False")
+        if optimizer and self.optimizer is not None:
+            saved, here = shared.get("optimizer"), type(self.optimizer.optimizer).__name__
+            if saved is not None and saved != here and {saved, here} != {"Adam", "AdamW"}:
+                raise CheckpointError(f"{snapshot.path} holds the state of {saved}, and this engine steps by {here}; use "
+                                      f"the same optimizer, or load with load_optimizer_states=False")
+            groups = cast("list[object]", shared["groups"])
+            if len(groups) != len(self.optimizer.param_groups):
+                raise CheckpointError(f"the checkpoint has {len(groups)} optimizer groups, this engine "
+                                      f"{len(self.optimizer.param_groups)}; build the same groups, or load with "
+                                      f"load_optimizer_states=False")
+        if data and self.training_dataloader is not None and shared["data"] is not None:
+            self.training_dataloader.check(shared["data"])
+
     def _load_values(self, snapshot: Snapshot, private: dict[str, object] | None, *,
                      optimizer: bool, schedule: bool) -> None:
         shared = snapshot.shared
@@ -212,9 +241,5 @@ class Saving(Surface):
 
     def _load_groups(self, saved: list[dict[str, Any]]) -> None:
         assert self.optimizer is not None
-        groups = self.optimizer.param_groups
-        if len(saved) != len(groups):
-            raise CheckpointError(f"the checkpoint has {len(saved)} optimizer groups, this engine {len(groups)}; build the "
-                                  f"same groups, or load with load_optimizer_states=False")
-        for group, options in zip(groups, saved, strict=True):
+        for group, options in zip(self.optimizer.param_groups, saved, strict=True):
             group.update(options)

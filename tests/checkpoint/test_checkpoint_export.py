@@ -33,12 +33,11 @@ def model() -> Model:
 
 
 def pieces_of(model: Model) -> State:
-    """Return what an engine that trains in bf16 saves: weights, masters of what it trains, buffers."""
+    """Return what an engine saves: weights in the precision of their masters, moments of what it trains, buffers."""
     tensors: State = {}
     for name, parameter in model.named_parameters():
-        tensors[f"weight/{name}"] = parameter.detach().bfloat16() if parameter.requires_grad else parameter.detach()
+        tensors[f"weight/{name}"] = parameter.detach()
         if parameter.requires_grad:
-            tensors[f"master/{name}"] = parameter.detach()
             tensors[f"exp_avg/{name}"] = torch.zeros_like(parameter)
     return tensors | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
 
@@ -97,14 +96,6 @@ def test_parameters_are_cast_and_buffers_are_not(folder: Path, model: Model, tmp
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
-def test_weights_may_be_preferred_to_masters(folder: Path, model: Model, tmp_path: Path) -> None:
-    with read(folder) as snapshot:
-        export(snapshot, tmp_path / "out", source="weight")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["embed.weight"], model.embed.weight.bfloat16())
-    assert torch.equal(found["frozen.weight"], model.frozen.weight)
-
-
 def test_torch_reads_the_dcp_export(folder: Path, model: Model, tmp_path: Path) -> None:
     with read(folder) as snapshot:
         export_dcp(snapshot, tmp_path / "dcp")
@@ -143,7 +134,7 @@ def test_a_damaged_tensor_stops_the_export_and_leaves_nothing(folder: Path, tmp_
     path = folder / "a" / "rank00000-000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CheckpointError, match=r"damaged in rank00000-000.safetensors of rank 0"), read(folder) as snapshot:
-        export(snapshot, tmp_path / "out", source="weight")
+        export(snapshot, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

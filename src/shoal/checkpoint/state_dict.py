@@ -1,8 +1,8 @@
 """An export is the model's state dict under its own names, whole, in files that others read; one tensor in memory at a time.
 
-Each parameter comes from its fp32 master where one was saved, else from its weight (frozen ones have only that). Nothing
-is exported unless everything is there: `shared["parameters"]` (name -> shape) says what to expect, `shared["tied"]`
-(alias -> name) which names stand for one tensor.
+Each parameter has the precision in which it was saved, that of its master (a frozen one has its own). Nothing is exported
+unless everything is there: `shared["parameters"]` (name -> shape) says what to expect, `shared["tied"]` (alias -> name)
+which names stand for one tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from shoal.errors import CheckpointError
 __all__ = ["SHARD_BYTES", "export", "export_dcp"]
 
 SHARD_BYTES = 5 * 10**9
-Source = Literal["master", "weight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +46,15 @@ class _Item:
         return Entry(key=self.name, dtype=self.dtype, shape=self.shape)
 
 
-def export(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None, source: Source = "master",
+def export(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None,
            shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write a Hugging Face style safetensors folder `out` and return its files.
 
     One `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has one to itself) with an index.
-    Parameters of floating point are cast to `dtype` (None: as saved); buffers keep theirs. `source="weight"` prefers the
-    weights to the masters. Raises CheckpointError when a tensor is missing or empty, when `out` is not empty, and when the
-    disk is full; `out` appears only when it is complete.
+    Parameters of floating point are cast to `dtype` (None: as saved); buffers keep theirs. Raises CheckpointError when a
+    tensor is missing or empty, when `out` is not empty, and when the disk is full; `out` appears only when it is complete.
     """
-    shards = _shards(_items(snapshot, source, dtype), shard_bytes)
+    shards = _shards(_items(snapshot, dtype), shard_bytes)
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: exists and is not an empty folder; export to a new one")
@@ -78,19 +76,18 @@ def export(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtyp
     return [target / name for name in names]
 
 
-def export_dcp(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None,
-               source: Source = "master") -> None:
+def export_dcp(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
     """Write the same state dict as a `torch.distributed.checkpoint` folder; the whole of it is in memory meanwhile."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = {item.name: _tensor(snapshot, item) for item in _items(snapshot, source, dtype)}
+    state = {item.name: _tensor(snapshot, item) for item in _items(snapshot, dtype)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what we mean
         save(state, storage_writer=FileSystemWriter(out), no_dist=True)
 
 
-def _items(snapshot: Snapshot, source: Source, dtype: torch.dtype | None) -> list[_Item]:
+def _items(snapshot: Snapshot, dtype: torch.dtype | None) -> list[_Item]:
     """List the state dict: parameters, tied names, buffers; refuse it unless it is whole."""
     stored = set(snapshot.names())
     expected = _expected(snapshot)
@@ -99,9 +96,8 @@ def _items(snapshot: Snapshot, source: Source, dtype: torch.dtype | None) -> lis
     faults: list[str] = []
     for name in dict.fromkeys([*expected, *aliases]):
         owner = aliases.get(name, name)
-        kinds = ("master", "weight") if source == "master" else ("weight", "master")
-        found = next((f"{kind}/{owner}" for kind in kinds if f"{kind}/{owner}" in stored), None)
-        if found is None:
+        found = f"weight/{owner}"
+        if found not in stored:
             faults.append(f"{name}: missing")
             continue
         shape = snapshot.shape(found)
@@ -123,7 +119,7 @@ def _expected(snapshot: Snapshot) -> dict[str, tuple[int, ...] | None]:
     told = cast("Mapping[str, Sequence[int]] | None", snapshot.shared.get("parameters"))
     if told is not None:
         return {name: tuple(shape) for name, shape in told.items()}
-    names = [name.partition("/")[2] for name in snapshot.names() if name.startswith(("weight/", "master/"))]
+    names = [name.partition("/")[2] for name in snapshot.names() if name.startswith("weight/")]
     return dict.fromkeys(names)
 
 

@@ -129,8 +129,18 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, int | bool | None]) -> None:
         """Go to a stored position, whatever number of ranks and batch size it was stored with; its seed is taken over.
 
-        Raises `CheckpointError` when the order there was another one: another length of the dataset, or shuffled or not.
+        Raises `CheckpointError` as `check` does.
         """
+        self.check(state)
+        if state["seed"] != self._seed:
+            warn_once(f"training_data: going on with the checkpoint's seed {state['seed']} in place of {self._seed}")
+        self._seed = int(state["seed"] or 0)
+        self._position = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
+        self._fresh = True
+
+    def check(self, state: Mapping[str, int | bool | None]) -> None:
+        """Raise `CheckpointError` when a stored position means nothing here: its order was another one, because the dataset
+        had another length, or was shuffled or not."""
         own = self.state_dict()
         if own.keys() - state.keys():
             raise CheckpointError(f"training_data: the checkpoint lacks {', '.join(sorted(own.keys() - state.keys()))}; "
@@ -140,8 +150,3 @@ class Loader:
                 raise CheckpointError(f"training_data: the dataset's {key} was {state[key]} in the checkpoint and is "
                                       f"{own[key]} here, so its position means nothing here; use the same data, or load "
                                       f"the model alone")
-        if state["seed"] != self._seed:
-            warn_once(f"training_data: going on with the checkpoint's seed {state['seed']} in place of {self._seed}")
-        self._seed = int(state["seed"] or 0)
-        self._position = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
-        self._fresh = True

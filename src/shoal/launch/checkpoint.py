@@ -21,11 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("folder", help="the folder given to save_checkpoint", metavar="DIR")
         action.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")
     export.add_argument("out", help="a new folder", metavar="OUT")
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast parameters (default: as saved)")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="cast parameters (default: as saved, in the precision of their masters)")
     export.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE",
                         help="largest file, for example 500MB or 2GiB (default 5GB)")
-    export.add_argument("--from", dest="source", choices=("master", "weight"), default="master",
-                        help="prefer the fp32 masters or the compute-dtype weights (default master)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -81,7 +80,7 @@ def _export(args: argparse.Namespace) -> int:
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
     with read(args.folder, args.tag) as snapshot:
-        files = export(snapshot, args.out, dtype=dtypes[args.dtype], source=args.source, shard_bytes=args.max_shard_size)
+        files = export(snapshot, args.out, dtype=dtypes[args.dtype], shard_bytes=args.max_shard_size)
     for file in files:
         print(file)
     return 0

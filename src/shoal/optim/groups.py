@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -54,11 +55,21 @@ class Groups:
         """Build the optimizer over the views of the masters."""
         return factory([{**options, "params": views.of_group(index)} for index, options in enumerate(self.options)])
 
-    def rebind(self, optimizer: Optimizer, views: Views) -> Optimizer:
-        """Have an optimizer of the user's step the views in place of the model's parameters."""
-        if optimizer.state:
+    @staticmethod
+    def check_new(optimizer: Optimizer) -> None:
+        """Raise `UsageError` if the optimizer has stepped: its state would be that of whole parameters."""
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
             raise UsageError(f"initialize: the {type(optimizer).__name__} has stepped already and holds state for whole "
                              f"parameters; pass it before its first step, or resume from a checkpoint")
+
+    def rebind(self, optimizer: Optimizer, views: Views) -> Optimizer:
+        """Have an optimizer of the user's step the views in place of the model's parameters."""
+        self.check_new(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = views.of_group(index)
+        if optimizer.state:  # made before the first step, as Adagrad makes it: made again, for the views
+            fresh = type(optimizer)(optimizer.param_groups, **{name: value for name, value in optimizer.defaults.items()
+                                                               if name in signature(type(optimizer)).parameters})
+            optimizer.state.clear()
+            optimizer.state.update(fresh.state)
         return optimizer

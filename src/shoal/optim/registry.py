@@ -108,6 +108,13 @@ register_optimizer("SGD")(torch.optim.SGD)
 register_optimizer("Adagrad")(torch.optim.Adagrad)
 
 
+def prefers_native(type: str | None, params: Mapping[str, object]) -> bool:
+    """Whether the optimizer called `type` steps by native code where it can: Adam, AdamW and Lion, unless `params` name a
+    kernel of torch (`torch_adam`, `fused`, `foreach`)."""
+    kernels = ("torch_adam", "fused", "foreach")
+    return (type or "").lower() in ("adam", "adamw", "lion") and not any(params.get(name) for name in kernels)
+
+
 def _always_true(keyword: str, value: bool) -> None:
     if not value:
         raise ConfigError(f"optimizer.params.{keyword}: got false; only true is supported: remove it")

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.gradients import Verdict, judge, scale
+from shoal.gradients import Verdict, judge
+from shoal.optim.stepping import by_native, by_optimizer
 from shoal.optim.views import Views
 from shoal.precision.loss_scale import LossScale
 from shoal.zero.sharded import ShardedModel
@@ -39,6 +40,8 @@ class StepRules:
     """Whether a parameter may be without gradient."""
     at_once: int = sys.maxsize
     """Elements that one call of the inner optimizer steps, or one view."""
+    native: bool = False
+    """Step in one pass over memory where native code can."""
 
 
 class ShardedOptimizer:
@@ -55,6 +58,9 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
+        self._stepping = by_optimizer(optimizer, rules.at_once)
+        if rules.native:
+            self._stepping = by_native(optimizer, views, self._stepping)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -86,6 +92,7 @@ class ShardedOptimizer:
         if not self.pending:
             raise UsageError(f"rank {self._model.communicator.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
+        self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._model.reducer.flush()
         wanted = self.rules.clipping > 0 or self.rules.check_overflow
         verdict = judge(units, self._model.communicator, norm=wanted)
@@ -97,9 +104,7 @@ class ShardedOptimizer:
                 _refuse_unused(verdict)
             self.scaler.update(self.overflow)
             if not self.overflow:
-                scale(units, self._factor(self.norm, loss_scale))
-                for _ in self.views.lend(verdict.touched, self.optimizer, at_once=self.rules.at_once):
-                    self.optimizer.step()
+                self._stepping(self.views, verdict.touched, self._factor(self.norm, loss_scale))
         finally:
             self.zero_grad()
         if not self.overflow:

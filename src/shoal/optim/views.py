@@ -50,13 +50,10 @@ class Views:
         `touched[unit]` has a bit for each slot that received a gradient on any rank. At most `at_once` elements are lent
         at a time, or one view.
         """
-        self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
         lent = 0
-        for view in self.views:
+        for view in self.touched(touched, optimizer):
             gradient = view.unit.gradient
             assert gradient is not None
-            if not touched[view.unit] >> view.parts[0].slot & 1:
-                continue
             if lent and lent + view.stop - view.start > at_once:
                 yield
                 self._take_back()
@@ -65,6 +62,11 @@ class Views:
             lent += view.stop - view.start
         yield
         self._take_back()
+
+    def touched(self, touched: dict[Unit, int], optimizer: Optimizer) -> list[View]:
+        """Return the views of the slots that received a gradient, after splitting those where slots differ in that."""
+        self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
+        return [view for view in self.views if touched[view.unit] >> view.parts[0].slot & 1]
 
     def _take_back(self) -> None:
         for view in self.views:

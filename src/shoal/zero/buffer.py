@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -75,14 +76,14 @@ class Resized:
 
 def elastic(size: int, dtype: torch.dtype, span: range, device: torch.device) -> Elastic:
     """Return a buffer of `size` elements, zeros, that shrinks to `span`."""
-    if device.type == "cpu" and size * dtype.itemsize >= PAGED_FROM:
+    if _pageable(size, dtype, device):
         return Paged(size, dtype, span)
     return Resized(size, dtype, span, device)
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a 1-D tensor of zeros; on the host, in large pages where the system has them."""
-    if device.type == "cpu" and size * dtype.itemsize >= PAGED_FROM:
+    if _pageable(size, dtype, device):
         return _mapped(size, dtype)[0]
     return torch.zeros(size, dtype=dtype, device=device)
 
@@ -93,10 +94,15 @@ def trim() -> None:
         malloc_trim(0)
 
 
+def _pageable(size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and size * dtype.itemsize >= PAGED_FROM and hasattr(mmap, "MADV_HUGEPAGE")  # Linux
+
+
 def _mapped(size: int, dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
     """Return private anonymous memory as a tensor of zeros, and its pages."""
     pages = mmap.mmap(-1, _whole_pages(size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=size), pages
 
 

@@ -29,6 +29,7 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
     for unit in units:
         unit.gather()
         unit.pins += 1
+    kept = {unit: rest.clone() for unit in units if modifier_rank is None and (rest := unit.rest_within) is not None}
     try:
         yield
         for unit in units:
@@ -36,6 +37,8 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
                 unit.scatter(modifier_rank)
     finally:
         for unit in units:
+            if unit in kept:
+                unit.restore(kept[unit])
             unit.pins -= 1
             unit.release()
 

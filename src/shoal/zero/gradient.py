@@ -76,6 +76,11 @@ class Gradient:
         return self.launched and self._open is not None
 
     @property
+    def missing(self) -> list[int]:
+        """The slots that the present backward pass has given nothing, since it last completed the gradient."""
+        return [slot for slot in range(self._slots) if not self._seen >> slot & 1]
+
+    @property
     def pending(self) -> bool:
         """Whether a backward pass ran since the last step."""
         return self._valid or self.unsynced

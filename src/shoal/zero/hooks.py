@@ -10,12 +10,11 @@
 The second line is for run-ahead, the third for truth: weights may be reached through closures or auxiliary
 losses, which no output shows. Autograd runs the nodes of one forward strictly in reverse order, so that a
 unit that no last gradient completes, frozen or with an unused parameter, is done when the backward of a module outside
-its own begins. During recompute the same forward hooks run inside backward.
+its own begins and the graph holds no more gradients for it. During recompute the same forward hooks run inside backward.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UsageError
@@ -50,7 +49,7 @@ class Hooks:
         self._in_backward = False
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
         self._inner = {module: frozenset(module.modules()) for module in units}
-        self._outputs: dict[nn.Module, set[object]] = defaultdict(set)  # whose gradients are still to come
+        self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
         self._storages = {_storage(unit.full): (module, unit)
                           for module, found in units.items() for unit in found if unit.weight is not unit.full}
@@ -70,11 +69,13 @@ class Hooks:
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
                 module.register_forward_hook(self._after_forward),
             ]
+        training = any(unit.trainable for units in self._units.values() for unit in units)
         for units in self._units.values():
             for unit in units:
-                for slot, member in enumerate(unit.members if unit.gradient is not None else ()):
-                    collect = partial(self._collect, unit, slot)
-                    self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
+                for slot, member in enumerate(unit.members if training else ()):
+                    if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
+                        collect = partial(self._collect, unit, slot) if unit.trainable else _drop
+                        self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
 
     def remove(self) -> None:
         """Detach from everything."""
@@ -136,15 +137,11 @@ class Hooks:
             return True
         watched = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in watched:
-            mark = object()
-            tensor.register_hook(partial(self._before_backward, module, mark))
-            if not self._recomputing():  # recompute that is not re-entrant makes outputs that no backward reaches
-                self._outputs[module].add(mark)
+            tensor.register_hook(partial(self._before_backward, module))
         return bool(watched)
 
-    def _before_backward(self, module: nn.Module, mark: object, gradient: Tensor) -> None:
+    def _before_backward(self, module: nn.Module, gradient: Tensor) -> None:
         self._begin_backward()
-        self._outputs[module].discard(mark)
         self._leave(module)
         for unit in self._units.get(module, ()):
             self._enter(module, unit)
@@ -158,13 +155,23 @@ class Hooks:
         """Be done with the units whose module's backward is over, now that `module`'s begins."""
         waiting, self._entered = self._entered, []
         for around, unit in waiting:
-            if module in self._inner[around] or (unit.trainable and self._outputs[around]):
+            if module in self._inner[around] or self._receives_more(unit):
                 self._entered.append((around, unit))
                 continue
             if unit.gradient is not None:
                 unit.gradient.conclude()
             unit.release()
         self._reducer.advance()
+
+    def _receives_more(self, unit: Unit) -> bool:
+        """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
+        gradient = unit.gradient
+        if gradient is None or gradient.complete:
+            return False
+        if _task() != self._task:  # the graph of a re-entrant pass is not the whole
+            return True
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
+                   for slot in gradient.missing)
 
     def _begin_backward(self) -> None:
         if self._in_backward:
@@ -173,6 +180,7 @@ class Hooks:
             raise UsageError("backward with create_graph=True through a model at stage 3 is not supported: a second "
                              "derivative needs the weights of the first pass; use zero_optimization.stage 0, 1 or 2")
         self._in_backward = self._scope.open = True
+        self._task = _task()
         Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way
         self.before_backward()
         self._window.begin("backward")
@@ -195,7 +203,6 @@ class Hooks:
             self._reducer.finish()
         self._window.end()
         self._in_backward = self._scope.open = False
-        self._outputs.clear()
         self._release_all()
 
     def _release_all(self) -> None:
@@ -206,13 +213,22 @@ class Hooks:
                 unit.release()
 
     def _recomputing(self) -> bool:
-        return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  no public question
+        return _task() != -1
 
     def _abandon(self) -> None:
         """Forget a pass that an exception ended."""
         if self._in_forward or self._in_backward:
             self._in_forward = self._in_backward = False
             self._release_all()
+
+
+def _task() -> int:
+    """Return autograd's number of the backward pass under way on this thread, -1 for none."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
+
+
+def _drop(parameter: nn.Parameter) -> None:
+    parameter.grad = None
 
 
 def _without_model() -> Hooks:

@@ -19,12 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal import distributed
 from shoal.collectives import Communicator
-from shoal.errors import UsageError
+from shoal.config.load import read
+from shoal.errors import ConfigError, UsageError
 from shoal.zero.buffer import Pool, trim
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.unit import Member, Scope, Unit, UnitDtypes
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that a collective may take, as in the configuration's `timeout`."""
 
 TRIM_EVERY = 16 << 20
 """Bytes of whole parameters after whose sharding the heap is trimmed."""
@@ -55,6 +59,7 @@ class Init:
         self._pending: list[nn.Parameter] = []
         self._building: nn.Module | None = None
         self._opened: list[Unit] = []
+        self._timeout = _timeout(config if config is not None else config_dict_or_path)
         self._communicator: Communicator | None = None
         self._pool: Pool | None = None
         self._freed = 0  # bytes of whole parameters since the last trim
@@ -87,7 +92,7 @@ class Init:
         distributed.init_distributed()
         group = self._group or dist.group.WORLD
         assert group is not None
-        self._communicator = Communicator(group, timeout=600)
+        self._communicator = Communicator(group, timeout=self._timeout)
         self._pool = Pool(distributed.device())
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -149,3 +154,12 @@ class _Parked(Unit):
 def forget(parameter: nn.Parameter) -> None:
     """Forget the slices of a parameter that a unit has taken over."""
     _parked.pop(parameter, None)
+
+
+def _timeout(config: Mapping[str, Any] | str | None) -> float:
+    """Return the seconds that `config` gives to collectives; what else is wrong with it, `initialize` says."""
+    seconds = {} if config is None else read(config)
+    found = seconds.get("timeout", DEFAULT_TIMEOUT)
+    if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
+        raise ConfigError(f"zero.Init: timeout: got {found!r}; it must be a number of seconds above 0")
+    return float(found)

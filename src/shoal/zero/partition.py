@@ -1,7 +1,8 @@
-"""Which parameters form a unit: the repeated blocks of the model, and the rest in the root.
+"""Which parameters form a unit: the repeated blocks of the model, its large layers outside them, and the rest in the root.
 
-A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once. Every parameter belongs to
-the outermost block around it; one that several blocks share belongs to the root. A unit is of one dtype and is either
+A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once; a large layer, such as an
+embedding, has no children and `LARGE` elements or more. Every parameter belongs to the outermost of these around it; one
+that several share belongs to the root. A unit is of one dtype and is either
 trainable or frozen, so that a block may give several. Parameters that are neither floating point nor complex, and those
 of no elements, stay whole on every rank.
 """
@@ -17,6 +18,9 @@ from torch import nn
 
 from shoal.zero.unit import Member
 
+LARGE = 1 << 20
+"""Elements from which a layer outside of blocks is worth a gather and a reduction of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -31,7 +35,7 @@ class Share:
 
 
 def blocks(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the outermost repeated blocks of `model` and their names, in order of definition."""
+    """Return the outermost repeated blocks and large layers of `model` and their names, in order of definition."""
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -40,13 +44,18 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
         kinds = Counter(type(child) for child in children.values()) if listed else Counter[type]()
         for name, child in children.items():
             path = f"{prefix}{name}"
-            if kinds[type(child)] > 1 and any(True for _ in child.parameters()):
+            repeated = kinds[type(child)] > 1 and any(True for _ in child.parameters())
+            if repeated or _is_large_layer(child):
                 found.setdefault(child, path)
             else:
                 visit(child, path + ".")
 
     visit(model, "")
     return found
+
+
+def _is_large_layer(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and sum(p.numel() for p in module.parameters()) >= LARGE
 
 
 def partition(model: nn.Module, groups: dict[nn.Parameter, int], *, persistent_below: int = 0,

@@ -74,6 +74,8 @@ class Unit:
         """Read by somebody else's forward: stays gathered until the pass is over."""
         self.awaited = False
         """Used again soon: stays gathered until then."""
+        self.is_rounded = False
+        """The step has brought the master to `rounded` already."""
         self.phase = Phase.GATHERED
         self.communicator = communicator
         self.dtypes = dtypes
@@ -153,26 +155,31 @@ class Unit:
         self._memory.shrink()
         self.phase = Phase.RELEASED
 
+    @property
+    def rounded(self) -> Tensor | None:
+        """Where the master goes, rounded to the compute dtype; None where the weights are their own master."""
+        if self.master is None or self.master.dtype == self.full.dtype:
+            return None
+        if self.weight is not self.full:
+            return self.weight
+        return self.full if self.stage.master is REPLICATE else self._own
+
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the stepped master to where the weights rest. The next use waits for what travels."""
         if self.master is None:
             return
-        rounded = self.master.dtype != self.full.dtype
+        rounded, done, self.is_rounded = self.rounded, self.is_rounded, False
+        if rounded is not None and not done:
+            rounded.copy_(self.master)
         if self.weight is not self.full:
-            if rounded:
-                self.weight.copy_(self.master)
             if self.phase is not Phase.RELEASED:  # pinned: what is gathered must be the new weights
                 self.gather()
                 self._own.copy_(self.weight)
                 self.communicator.all_gather(self.full, self._publish_label).wait()
             return
         if self.stage.master is REPLICATE:
-            if rounded:
-                self.full.copy_(self.master)
             return
-        if rounded:
-            self._own.copy_(self.master)
         for parameter in self._parameters:
             guard(parameter)
         self._handle = self.communicator.all_gather(self.full, self._publish_label)
@@ -189,6 +196,16 @@ class Unit:
         if self.master is not None and self.master.dtype != self.full.dtype:
             span = self.master_span
             self.master.copy_(self.full[span.start:span.stop])
+
+    @property
+    def rest_within(self) -> Tensor | None:
+        """The sharded weights that rest, where they rest within the whole buffer: what is written there, stays."""
+        return self.weight if self.weight is not self.full and self.weight.data_ptr() == self._own.data_ptr() else None
+
+    @torch.no_grad()
+    def restore(self, rest: Tensor) -> None:
+        """Undo what was written into the resting weights since they were `rest`."""
+        self.weight.copy_(rest)
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""

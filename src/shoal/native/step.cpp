@@ -1,0 +1,207 @@
+// One optimizer step in one pass over memory.
+//
+// Each element of a flat slice: its gradient is read in 16 or 32 bits and multiplied by `factor` (one over the loss scale,
+// times the clip coefficient), the fp32 master and moments change in place, and the new weight is written in 16 bits if
+// the weights rest so. A byte moves once; what is computed is computed in registers and in a block that stays in the L1
+// cache.
+//
+// Every element steps by itself and no sum runs over elements, and a multiplication is never fused with an addition
+// (-ffp-contract=off), so that the result has the same bits however the slice is cut: into threads, vectors or calls.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kBlock = 1024;          // elements converted at a time: 4 KiB of L1
+constexpr int64_t kWorthAThread = 1 << 15;  // elements below which a thread costs more than it brings
+
+enum Dtype { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kNone = 3 };
+enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5 };
+
+// --- Rounding to 16 bits: to nearest, ties to even, NaN stays NaN. ---
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline uint16_t to_bfloat16(float x) {
+    uint32_t bits = bits_of(x);
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+}
+
+inline float from_float16(uint16_t half) {
+    uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    uint32_t rest = static_cast<uint32_t>(half & 0x7FFFu) << 13;
+    uint32_t exponent = rest & 0x0F800000u;
+    if (exponent == 0x0F800000u) return float_of(sign | (rest + 0x70000000u));  // infinity, NaN
+    if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(half & 0x3FFu) * 0x1p-24f));
+    return float_of(sign | (rest + 0x38000000u));
+}
+
+inline uint16_t to_float16(float x) {
+    uint32_t bits = bits_of(x);
+    uint32_t sign = (bits >> 16) & 0x8000u;
+    uint32_t rest = bits & 0x7FFFFFFFu;
+    if (rest > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);
+    if (rest >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);  // rounds beyond the largest
+    if (rest < 0x38800000u) {                                               // subnormal: the addition rounds
+        float shifted = float_of(rest) + 0.5f;
+        return static_cast<uint16_t>(sign | (bits_of(shifted) - 0x3F000000u));
+    }
+    uint32_t rounded = rest + 0xFFFu + ((rest >> 13) & 1u);
+    return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+void widen(float* to, const void* from, int dtype, int64_t start, int64_t count, float factor) {
+    if (dtype == kFloat32) {
+        const float* source = static_cast<const float*>(from) + start;
+        for (int64_t i = 0; i < count; ++i) to[i] = source[i] * factor;
+        return;
+    }
+    const uint16_t* source = static_cast<const uint16_t*>(from) + start;
+    if (dtype == kBfloat16) {
+        for (int64_t i = 0; i < count; ++i) to[i] = float_of(static_cast<uint32_t>(source[i]) << 16) * factor;
+        return;
+    }
+    int64_t i = 0;
+#if defined(__F16C__)
+    const __m256 scale = _mm256_set1_ps(factor);
+    for (; i + 8 <= count; i += 8) {
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
+        _mm256_storeu_ps(to + i, _mm256_mul_ps(wide, scale));
+    }
+#endif
+    for (; i < count; ++i) to[i] = from_float16(source[i]) * factor;
+}
+
+void narrow(void* to, int dtype, const float* from, int64_t start, int64_t count) {
+    if (dtype == kFloat32) {
+        std::memcpy(static_cast<float*>(to) + start, from, count * sizeof(float));
+        return;
+    }
+    uint16_t* target = static_cast<uint16_t*>(to) + start;
+    if (dtype == kBfloat16) {
+        for (int64_t i = 0; i < count; ++i) target[i] = to_bfloat16(from[i]);
+        return;
+    }
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8) {
+        __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), half);
+    }
+#endif
+    for (; i < count; ++i) target[i] = to_float16(from[i]);
+}
+
+// --- The rules. `c` holds what is the same for all elements, `g` the gradient times the factor. ---
+
+// c: 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(bias correction 2), eps, decay
+void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
+          const float* c, bool decoupled) {
+    const float into_m = c[0], keep_v = c[1], into_v = c[2], size = c[3], root = c[4], eps = c[5], decay = c[6];
+    for (int64_t i = 0; i < n; ++i) {
+        float weight = decoupled ? w[i] * (1.0f - decay) : w[i];
+        float gradient = decoupled ? g[i] : g[i] + decay * weight;
+        float first = m[i] + into_m * (gradient - m[i]);
+        float second = keep_v * v[i] + into_v * gradient * gradient;
+        m[i] = first;
+        v[i] = second;
+        w[i] = weight - size * first / (std::sqrt(second) * root + eps);
+    }
+}
+
+// c: lr, momentum, 1 - dampening (1 at the first step, when the momentum is the gradient), decay
+void sgd(int64_t n, float* __restrict w, float* __restrict m, const float* __restrict g, const float* c, bool nesterov) {
+    const float lr = c[0], momentum = c[1], into = c[2], decay = c[3];
+    if (m == nullptr) {
+        for (int64_t i = 0; i < n; ++i) w[i] -= lr * (g[i] + decay * w[i]);
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        float gradient = g[i] + decay * w[i];
+        float mean = momentum * m[i] + into * gradient;
+        m[i] = mean;
+        w[i] -= lr * (nesterov ? gradient + momentum * mean : mean);
+    }
+}
+
+// c: lr of this step, eps, decay
+void adagrad(int64_t n, float* __restrict w, float* __restrict sum, const float* __restrict g, const float* c) {
+    const float lr = c[0], eps = c[1], decay = c[2];
+    for (int64_t i = 0; i < n; ++i) {
+        float gradient = g[i] + decay * w[i];
+        float total = sum[i] + gradient * gradient;
+        sum[i] = total;
+        w[i] -= lr * gradient / (std::sqrt(total) + eps);
+    }
+}
+
+// c: lr, 1 - beta1, 1 - beta2, lr * decay
+void lion(int64_t n, float* __restrict w, float* __restrict m, const float* __restrict g, const float* c) {
+    const float lr = c[0], into_update = c[1], into_m = c[2], decay = c[3];
+    for (int64_t i = 0; i < n; ++i) {
+        float update = m[i] + into_update * (g[i] - m[i]);
+        float sign = static_cast<float>((update > 0.0f) - (update < 0.0f));
+        w[i] = w[i] * (1.0f - decay) - lr * sign;
+        m[i] = m[i] + into_m * (g[i] - m[i]);
+    }
+}
+
+void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* g, const float* c) {
+    switch (rule) {
+        case kAdam: return adam(n, w, a, b, g, c, false);
+        case kAdamW: return adam(n, w, a, b, g, c, true);
+        case kSgd: return sgd(n, w, a, g, c, false);
+        case kNesterov: return sgd(n, w, a, g, c, true);
+        case kAdagrad: return adagrad(n, w, a, g, c);
+        case kLion: return lion(n, w, a, g, c);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Which layout of arguments this library has; the caller asks before it calls.
+int shoal_step_version() { return 1; }
+
+// Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
+// dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).
+void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g, int g_dtype, float factor, void* out,
+                int out_dtype, const float* c, int threads) {
+    const int64_t blocks = (n + kBlock - 1) / kBlock;
+    const bool parallel = threads > 1 && n >= 2 * kWorthAThread;
+    const bool as_it_is = g_dtype == kFloat32 && factor == 1.0f;
+#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t start = block * kBlock;
+        const int64_t count = n - start < kBlock ? n - start : kBlock;
+        float converted[kBlock];
+        const float* gradient = converted;
+        if (as_it_is)
+            gradient = static_cast<const float*>(g) + start;
+        else
+            widen(converted, g, g_dtype, start, count, factor);
+        step_block(rule, count, w + start, a == nullptr ? nullptr : a + start, b == nullptr ? nullptr : b + start,
+                   gradient, c);
+        if (out_dtype != kNone) narrow(out, out_dtype, w + start, start, count);
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,72 @@
+"""The optimizer step of a flat slice in one pass over memory (step.cpp), by the rules that it knows.
+
+A gradient of 16 or 32 bits comes in, is scaled, steps the fp32 master and its moments, and the new weight goes out in the
+dtype in which it rests: 7 accesses of 4 bytes per element for Adam, where torch adds passes for scaling, casting and
+rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from shoal.native.build import load
+
+__all__ = ["DTYPES", "Rule", "available", "step"]
+
+_VERSION = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes that gradients and weights may have, by their number in step.cpp."""
+_NOWHERE = 3
+
+
+class Rule(IntEnum):
+    """The rules of step.cpp, with their constants (all fp32)."""
+
+    ADAM = 0
+    """1 - beta1, beta2, 1 - beta2, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), eps, decay; decay joins the gradient"""
+    ADAMW = 1
+    """the same, with lr * decay, which shrinks the weight"""
+    SGD = 2
+    """lr, momentum, 1 - dampening (1 at the first step), decay; no moment: momentum is not used"""
+    NESTEROV = 3
+    """the same"""
+    ADAGRAD = 4
+    """lr / (1 + (t - 1) * lr_decay), eps, decay"""
+    LION = 5
+    """lr, 1 - beta1, 1 - beta2, lr * decay"""
+
+
+def available() -> bool:
+    """Whether the library can be used here; the first call builds it."""
+    library = load("step")
+    return library is not None and library.shoal_step_version() == _VERSION
+
+
+def step(rule: Rule, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, constants: Sequence[float], *,
+         factor: float = 1.0, weight: Tensor | None = None) -> None:
+    """Step the fp32 `master` (n,) and its fp32 `moments` (n,) in place by `gradient` (n,) times `factor`.
+
+    `weight` (n,), of 16 or 32 bits, receives the new values. All are contiguous and on the host. The result has the same
+    bits however many threads work and wherever a longer slice was cut.
+    """
+    library = load("step")
+    assert library is not None
+    tensors = [master, *moments, gradient, *([] if weight is None else [weight])]
+    for tensor in tensors:
+        assert tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.shape == master.shape, "not flat slices"
+    assert all(tensor.dtype == torch.float32 for tensor in (master, *moments)), "masters and moments are fp32"
+    first, second = (_pointer(moments[index] if index < len(moments) else None) for index in range(2))
+    values = (ctypes.c_float * len(constants))(*constants)
+    library.shoal_step(
+        int(rule), ctypes.c_int64(master.numel()), _pointer(master), first, second,
+        _pointer(gradient), DTYPES[gradient.dtype], ctypes.c_float(factor),
+        _pointer(weight), _NOWHERE if weight is None else DTYPES[weight.dtype], values, torch.get_num_threads())
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
