@@ -79,6 +79,10 @@ class Engine(Controls):
         outer, Engine.under_way = Engine.under_way, factor
         try:
             _times(loss, factor).backward(retain_graph=retain_graph)
+        except BaseException:
+            if self.sharded is not None:
+                self.sharded.hooks.interrupt()
+            raise
         finally:
             self._sync, Engine.under_way = sync, outer
         return _times(loss.detach(), share)

@@ -66,7 +66,7 @@ def test_two_configurations_or_none_are_refused(file: Path, tmp_path: Path) -> N
 def test_an_impossible_batch_says_the_arithmetic_and_who_counted_the_ranks() -> None:
     with pytest.raises(ConfigError, match=r"train_batch_size: got 7, but train_micro_batch_size_per_gpu 2 x "
                                           r"gradient_accumulation_steps 3 x 1 data rank = 6 \(data ranks: the world size of "
-                                          r"torch\.distributed\)"):
+                                          r"torch\.distributed, from no launcher: this process is alone\)"):
         build(train_batch_size=7, gradient_accumulation_steps=3)
 
 

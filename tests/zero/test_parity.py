@@ -140,8 +140,8 @@ def test_every_stage_trains_as_one_process_does(feature: str, stage: int) -> Non
         tolerance = 2e-6 if case.dtype == "fp32" else 2e-2
         assert result.losses == pytest.approx(expected.losses, rel=tolerance), case
         for name, weight in expected.weights.items():
-            if case.dtype == "fp32" and not case.clipping:  # torch's fused kernel rounds the tail of a tensor in its own way
-                assert (result.weights[name] - weight).abs().max() <= 2e-7, (case, name)
+            if case.dtype == "fp32" and not case.clipping:  # one rounding of a weight below 4: torch fuses multiply and add
+                assert (result.weights[name] - weight).abs().max() <= 2**-21, (case, name)
             assert torch.allclose(result.weights[name], weight, rtol=tolerance, atol=tolerance), (case, name)
         if case.clipping or case.dtype != "fp32":
             assert result.norms == pytest.approx(expected.norms, rel=1e-5 if case.dtype == "fp32" else 5e-2), case

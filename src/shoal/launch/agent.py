@@ -101,6 +101,8 @@ class Agent(LocalElasticAgent):
         self.mark = mark
         self.files = files
         self.failures: list[Failure] = []
+        self._grace = plan.grace
+        """Seconds that ranks still get to finish when they are asked to end."""
 
     def code(self) -> int:
         """Run the ranks to their end and return 0, or the exit code of the rank that failed first."""
@@ -112,7 +114,7 @@ class Agent(LocalElasticAgent):
         deaths = {pid: status for pid in self._pids() if (status := peek(pid)) is not None}
         seen = time.time()
         if any(deaths.values()):
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM, self.plan.grace)
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         self.failures = self._failures(result, deaths, seen)
         if self.failures:
@@ -120,12 +122,14 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        grace, self._grace = self._grace, 0.0  # for a second signal, wherever it interrupts this
         if alive := len(self._alive()):
-            say(f"shoal run: {death_sig.name} goes to {_count(alive)}, with {self.plan.grace:g} s to finish; "
+            say(f"shoal run: {death_sig.name} goes to {_count(alive)}, with {grace:g} s to finish; "
                 "a second signal kills at once")
-        self._stop(death_sig)
+        self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         sweep(self.mark, STRAGGLERS)
+        self._grace = self.plan.grace  # of the ranks that are started after these, if any are
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]
@@ -133,11 +137,11 @@ class Agent(LocalElasticAgent):
     def _alive(self) -> list[int]:
         return [pid for pid in self._pids() if peek(pid) is None]
 
-    def _stop(self, number: signal.Signals) -> None:
-        """Ask the ranks to end, wait for them as long as the user allows, then kill those that stay."""
+    def _stop(self, number: signal.Signals, grace: float) -> None:
+        """Ask the ranks to end, wait for them up to `grace` seconds, then kill those that stay."""
+        deadline = time.monotonic() + grace
         for pid in self._alive():
             (os.killpg if self.plan.kind == "program" else os.kill)(pid, number)
-        deadline = time.monotonic() + self.plan.grace
         try:
             while self._alive() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -82,6 +82,10 @@ class Hooks:
         while self._handles:
             self._handles.pop().remove()
 
+    def interrupt(self) -> None:
+        """Take note that an exception has ended the present backward pass, whose end autograd will not announce."""
+        self._in_backward = self._scope.open = False
+
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if module is self._model and not self._recomputing():
             self._abandon()
@@ -217,7 +221,7 @@ class Hooks:
 
     def _abandon(self) -> None:
         """Forget a pass that an exception ended."""
-        if self._in_forward or self._in_backward:
+        if self._in_forward or self._in_backward or self._entered:
             self._in_forward = self._in_backward = False
             self._release_all()
 
