@@ -18,7 +18,7 @@ def facts() -> dict[str, str]:
     """Return processor, cores, memory, system, versions, commit and date, ready for JSON."""
     return {"date": date.today().isoformat(), "processor": _processor(), "cores": str(len(os.sched_getaffinity(0))),
             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-            "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release().partition('-')[0]}", "python": platform.python_version(),
             "torch": metadata.version("torch"), "shoal": metadata.version("shoal"), "deepspeed": _deepspeed(),
             "commit": _commit()}
 

@@ -132,6 +132,7 @@ def refused_loads(folder: str) -> list[str]:
         "lr": 0.1, "momentum": 0.9}}))[0]
     train(saved, 2)
     saved.save_checkpoint(folder, tag="a")
+    saved.wait_for_checkpoint()
     wrong = []
     cases: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         ("2 parameters that this model has not, the first is '3.weight'", 3, {"type": "SGD", "params": {"lr": 0.1}}, {}),
