@@ -68,6 +68,7 @@ def resumed(folder: str, first: bool) -> tuple[list[Tensor], list[Tensor]]:
     straight = engine_of(2, "fp32", torch_adam=first)
     train(straight, range(3))
     straight.save_checkpoint(folder, tag="here")
+    straight.wait_for_checkpoint()
     train(straight, range(3, 6))
     other = engine_of(1, "fp32", torch_adam=not first)
     other.load_checkpoint(folder, tag="here")
