@@ -107,7 +107,7 @@ def test_the_staging_buffer_is_kept_between_saves(tmp_path: Path) -> None:
         assert_holds(read(tmp_path, f"seed{seed}"), state(seed))
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "latest", "a\\b"])
+@pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "latest", "a\\b", "a\nb"])
 def test_a_tag_that_is_no_plain_folder_is_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(UsageError, match=r"^checkpoint tag: got .*; a tag is the name of one folder: not empty, no slash, "):
         save(tmp_path, tag)

@@ -95,6 +95,8 @@ Point = namedtuple("Point", "x y")
     ({"key": {Color.RED: 1}}, "client_state.key.keys()[0]: got test_checkpoint_values.Color, which"),
     ({"rng": np.random.default_rng(0)}, "client_state.rng: got numpy.random._generator.Generator, which"),
     ({"a": np.array([object()])}, "client_state.a: got a numpy array of dtype object, whose elements are objects"),
+    ({"a": ["\ud800"]}, "client_state.a[0]: got '\\ud800', which UTF-8 cannot hold"),
+    ({"a": {"\ud800": 1}}, "client_state.a.keys(): got '\\ud800', which UTF-8 cannot hold"),
     ({"a": torch.ones(2).to_sparse()}, "client_state.a: got a tensor without plain data (torch.sparse_coo, cpu)"),
     ({"a": torch.ones(2, device="meta")}, "client_state.a: got a tensor without plain data (torch.strided, meta)"),
 ])

@@ -91,6 +91,14 @@ def test_a_bad_value_says_which_optimizer_refused_it() -> None:
         make_optimizer("adam", {"lr": -1}, weights())
 
 
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("lr", "1e-3x", "got '1e-3x'; give a number"), ("weight_decay", True, "got True; give a number"),
+    ("betas", [0.9], r"got \[0\.9\]; give two numbers"), ("betas", 0.9, r"got 0\.9; give two numbers")])
+def test_a_value_of_another_kind_is_named_by_its_key(key: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.params\.{key}: {said}"):
+        make_optimizer("adamw", {key: value}, weights())
+
+
 def test_an_unresolved_auto_is_named() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: got 'auto', which only a trainer"):
         make_optimizer("adam", {"lr": "auto"}, weights())

@@ -59,9 +59,9 @@ class Tag:
 
 def saving_path(folder: Path, tag: str) -> Path:
     """Return where the checkpoint `tag` rests while it is written; raises UsageError when `tag` names no plain folder."""
-    if not tag or tag == LATEST or tag.startswith(".") or Path(tag).name != tag or "\\" in tag:
+    if not tag or tag == LATEST or tag.startswith(".") or Path(tag).name != tag or "\\" in tag or not tag.isprintable():
         raise UsageError(f"checkpoint tag: got {tag!r}; a tag is the name of one folder: not empty, no slash, "
-                         f"no dot at its beginning, and not {LATEST!r}; for example 'global_step100'")
+                         f"nothing unprintable, no dot at its beginning, and not {LATEST!r}; for example 'global_step100'")
     return folder / (SAVING + tag)
 
 

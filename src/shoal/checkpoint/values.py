@@ -81,7 +81,9 @@ class _Encoder:
     def encode(self, value: object, where: str) -> JsonValue:
         """Encode one value, which stands at the path `where`."""
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if kind is str:
+            return _encodable(cast(str, value), where)
+        if value is None or kind in (bool, int):
             return cast(JsonValue, value)
         if isinstance(value, list | tuple | dict | set | frozenset):
             return self._container(cast("Iterable[object]", value), kind, where)
@@ -113,7 +115,8 @@ class _Encoder:
         if kind not in _MAPPINGS:
             raise _refused(value, kind, where)
         if kind is dict and all(type(key) is str for key in value) and MARK not in value:
-            return {str(key): self.encode(item, _join(where, key)) for key, item in value.items()}
+            return {_encodable(str(key), f"{where}.keys()"): self.encode(item, _join(where, key))
+                    for key, item in value.items()}
         pairs: list[JsonValue] = [[self.encode(key, f"{where}.keys()[{i}]"), self.encode(item, _join(where, key))]
                                   for i, (key, item) in enumerate(value.items())]
         return {MARK: _MAPPINGS[kind], "pairs": pairs}
@@ -165,6 +168,15 @@ class _Encoder:
 
 def _raw(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where}: got {text!r}, which UTF-8 cannot hold (a lone surrogate, as file names may have); "
+                         f"save os.fsencode of it, as bytes") from error
+    return text
 
 
 def _join(where: str, key: object) -> str:

@@ -58,6 +58,7 @@ def make_optimizer(type: str, params: Mapping[str, object] | None,
     if "max_grad_norm" in (params or {}):
         raise ConfigError("optimizer.params.max_grad_norm: the engine clips, not the optimizer; set gradient_clipping "
                           "at the top of the configuration")
+    _check_values(params or {})
     return _optimizers.make(type, params, list(groups))
 
 
@@ -106,6 +107,20 @@ def lion(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
 # As torch builds them: fused only when asked, so that they step bitwise as a plain torch script does.
 register_optimizer("SGD")(torch.optim.SGD)
 register_optimizer("Adagrad")(torch.optim.Adagrad)
+
+
+def _check_values(params: Mapping[str, object]) -> None:
+    """Refuse what arithmetic would stumble over, by the key where it stands."""
+    for name in ("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha"):
+        value = params.get(name, 0.0)
+        if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int | float | Tensor)):
+            raise ConfigError(f"optimizer.params.{name}: got {value!r}; give a number")
+    betas = params.get("betas", "auto")
+    if betas == "auto":
+        return
+    numbers = list[object](betas) if isinstance(betas, list | tuple) else []
+    if len(numbers) < 2 or not all(isinstance(beta, int | float | Tensor) for beta in numbers):
+        raise ConfigError(f"optimizer.params.betas: got {betas!r}; give two numbers, such as [0.9, 0.999]")
 
 
 def prefers_native(type: str | None, params: Mapping[str, object]) -> bool:
