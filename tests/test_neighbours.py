@@ -141,6 +141,30 @@ def test_a_neighbour_that_lends_nothing_is_named_after_the_timeout() -> None:
     assert "not offered by rank 1" in said
 
 
+def late() -> tuple[bool, str]:
+    """Rank 1 lends after rank 0 has given up: what rank 0 uses the buffer for meanwhile stays."""
+    ranks = communicator(timeout=0.5)
+    full = torch.zeros(2 * SPAN)
+    said = ""
+    if ranks.rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            ranks.all_gather(full, GATHER).wait()
+        full.fill_(7)
+    dist.barrier()
+    if ranks.rank == 1:
+        with pytest.raises((CollectiveFailed, CollectiveTimeout)) as caught:
+            ranks.all_gather(torch.ones(2 * SPAN), GATHER).wait()
+        said = str(caught.value)
+    dist.barrier()
+    return bool((full == 7).all()), said
+
+
+def test_what_comes_after_the_timeout_is_refused() -> None:
+    (kept, _), (_, said) = run_ranks(2, late)
+    assert kept
+    assert "could not read this rank's memory" in said
+
+
 def test_a_neighbour_that_is_gone_is_told_at_once() -> None:
     said = run_ranks(2, alone, 60, True)[0]
     assert said.startswith("CollectiveFailed: rank 0 of 2, step 0: gather of unit 'blocks.0' broke")

@@ -74,7 +74,7 @@ class Loan:
         with self._lock:
             if not self._lock.wait_for(lambda: self.failure or (self.read and self.returned), timeout):
                 missing = "was not offered" if not self.read else "was not read"
-                raise RuntimeError(f"timed out: a message {missing} by rank {self.peer} of the group")
+                self.failure = f"timed out: a message {missing} by rank {self.peer} of the group"  # nor is it taken later
         if self.failure:
             raise RuntimeError(self.failure)
 
@@ -193,7 +193,9 @@ class Neighbours:
         return True
 
     def _take_back(self, key: tuple[int, int], address: int, *, refused: bool) -> None:
-        loan = next(loan for loan in self._lent[key] if loan.lent.data_ptr() == address)
+        loan = next((loan for loan in self._lent[key] if loan.lent.data_ptr() == address), None)
+        if loan is None:
+            return
         self._lent[key].remove(loan)
         loan.returned = True
         if refused:
@@ -201,7 +203,7 @@ class Neighbours:
         self._lock.notify_all()
 
     def _read(self, loan: Loan, tag: int, address: int, size: int) -> None:
-        failure = self._gone.get(loan.peer)
+        failure = loan.failure or self._gone.get(loan.peer)
         try:
             if failure is not None:
                 raise OSError(failure)
@@ -211,7 +213,7 @@ class Neighbours:
             self._answer(loan.peer, _RETURN, tag, address)
         except OSError as error:
             self._answer(loan.peer, _REFUSE, tag, address)
-            failure = f"memory of rank {loan.peer} of the group could not be read: {error}"
+            failure = failure or f"memory of rank {loan.peer} of the group could not be read: {error}"
         with self._lock:
             loan.read, loan.failure = True, loan.failure or failure
             self._lock.notify_all()

@@ -199,6 +199,57 @@ def test_a_folder_that_one_rank_does_not_see_is_told_on_all(tmp_path: Path) -> N
         assert "only ranks [0] see a file 'latest'" in said
 
 
+class Cable(torch.autograd.Function):
+    """Passes on, and breaks in backward when told to."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if Cable.broken:
+            raise ValueError("the cable was pulled")
+        return gradient
+
+
+class Cabled(nn.Module):
+    """Layers with a cable in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(Cable.apply(x) if index == 2 else x)
+        return x
+
+
+def interrupted(stage: int) -> bool:
+    found = []
+    for breaks in (False, True):
+        torch.manual_seed(0)
+        engine = shoal.initialize(model=Cabled(), config=config_of(stage, optimizer={"type": "Adam"}))[0]
+        train(engine, 2)
+        if breaks:
+            Cable.broken = True
+            with pytest.raises(ValueError, match="the cable was pulled"):
+                train(engine)
+            Cable.broken = False
+            engine.zero_grad()
+        train(engine, 2)
+        found.append(weights(engine))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_that_every_rank_interrupts_leaves_nothing_behind(stage: int) -> None:
+    assert run_ranks(2, interrupted, stage) == [True, True]
+
+
 def plateau() -> list[float]:
     engine = shoal.initialize(model=model_of(), config=config_of(optimizer={"type": "SGD", "params": {"lr": 1.0}}),
                               lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0))[0]

@@ -18,8 +18,8 @@ from torch import nn
 
 from shoal.zero.unit import Member
 
-LARGE = 1 << 20
-"""Elements from which a layer outside of blocks is worth a gather and a reduction of its own."""
+LARGE = 1 << 18
+"""Elements (1 MiB in fp32) from which a layer outside of blocks is worth a gather and a reduction of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
