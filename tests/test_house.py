@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "configuration": ("config",),
     "names": ("registry", "discovery"),
     "machine": ("native", "process_memory", "reduction"),
+    "tiers": ("tier",),
     "neighbours": ("neighbours",),
     "transport": ("collectives", "distributed"),
     "precision": ("precision",),
@@ -37,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "decisions": ("gradients",),
     "parts": ("checkpoint", "data", "optim", "schedule"),
     "schema": ("schema",),
-    "questions": ("configured",),
+    "questions": ("configured", "offload"),
     "engine's state": ("state_dict", "surface", "training_state"),
     "saving": ("saving",),
     "controls": ("controls",),
@@ -66,7 +67,7 @@ LONG = {
 BODY = 40
 """The most lines of a function, without its docstring."""
 
-ZERO_CODE = 1300
+ZERO_CODE = 1400
 ZERO_APART = ("estimate.py", "settings.py")
 """Lines of code that the mechanism of all stages may take; the files apart are no part of it."""
 

@@ -6,6 +6,7 @@ Every one either does what its published name promises or says why it cannot.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
 from shoal.errors import NotSupportedYet, UsageError
 from shoal.saving import Saving
+from shoal.tier import Trace
 
 
 class Controls(Saving):
@@ -95,6 +97,18 @@ class Controls(Saving):
             raise UsageError("buffered_allreduce_fallback: grads is not supported: the engine collects gradients itself; "
                              "reduce your own with torch.distributed.all_reduce")
         self.allreduce_gradients(elements_per_buffer)
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Record what is done within the context, on which lane and for how long: forward, backward, step, waiting for
+        state, reading and writing it."""
+        assert self.sharded is not None
+        return self.sharded.residence.trace()
+
+    def during(self, lane: str) -> AbstractContextManager[None]:
+        """Return a context whose time is an event of `lane`, if somebody traces."""
+        if self.sharded is None:
+            return nullcontext()
+        return self.sharded.residence.lanes.during(lane, type(self.module).__name__)
 
     def empty_partition_cache(self) -> None:
         """Release every gathered parameter that nobody holds, and the allocator's unused memory."""

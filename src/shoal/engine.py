@@ -55,7 +55,8 @@ class Engine(Controls):
         """Run the model."""
         if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
             args, kwargs = _half(args), _half(kwargs)
-        return self.module(*args, **kwargs)
+        with self.during("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
                  allreduce_gradients: bool = True, release_loss: bool = False) -> Tensor:
@@ -78,7 +79,8 @@ class Engine(Controls):
         sync, self._sync = self._sync, self._sync and allreduce_gradients
         outer, Engine.under_way = Engine.under_way, factor
         try:
-            _times(loss, factor).backward(retain_graph=retain_graph)
+            with self.during("backward"):
+                _times(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
             if self.sharded is not None:
                 self.sharded.hooks.interrupt()

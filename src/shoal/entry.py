@@ -22,9 +22,10 @@ from shoal.collectives import Communicator
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine import Engine
-from shoal.errors import CollectiveFailed, ConfigError, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, TierError, UsageError
 from shoal.log import logger, warn_once
-from shoal.optim.elementwise import check_elementwise
+from shoal.offload import residence
+from shoal.optim.elementwise import ADAM_MOMENTS, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -83,10 +84,10 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     device = distributed.device()
     engine = Engine(model, settings, communicator, device)
     engine.client_optimizer = optimizer
-    _check_objects(settings, model, optimizer)
+    moments = _check_objects(settings, model, optimizer)
     _move_buffers(model, communicator, device)
     with _untouched_by_failure(engine, optimizer):
-        _build(engine, optimizer, model_parameters)
+        _build(engine, optimizer, model_parameters, moments)
         engine.lr_scheduler = _schedule(engine, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -132,18 +133,16 @@ def _timeout(source: Source) -> timedelta | None:
 
 
 def _build(engine: Engine, optimizer: OptimizerSource | None,
-           parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> None:
-    """Give the engine its units and its optimizer."""
+           parameters: Iterable[Tensor | Mapping[str, Any]] | None, moments: int) -> None:
+    """Give the engine its units and its optimizer, which keeps so many `moments`."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     engine.policy = dtypes = _policy(settings, model)
     zero = settings.zero_optimization
-    plan = Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
-                live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
-                persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance)
     trained = groups.of if optimizer is not None or named else {}
-    engine.sharded = ShardedModel(model, trained, plan, engine.communicator, dtypes, engine.device,
+    place = residence(settings, model, trained, moments, dtypes, engine.communicator, engine.device)
+    engine.sharded = ShardedModel(model, trained, _plan(settings), engine.communicator, dtypes, place,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
     engine.sharded.hooks.before_backward = engine.before_backward
     if not trained:
@@ -162,26 +161,44 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
     check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
     overflows = torch.float16 in (dtypes.compute, dtypes.reduce)
+    offload = zero.offload_optimizer
+    ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
     rules = StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
                       or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
                       unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
-                      native=optimizer is None and prefers_native(settings.optimizer.type, settings.optimizer.params))
+                      native=optimizer is None and prefers_native(settings.optimizer.type, settings.optimizer.params),
+                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
 
 
-def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSource | None) -> None:
-    """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in."""
+def _plan(settings: Config) -> Plan:
+    zero = settings.zero_optimization
+    param = zero.offload_param
+    return Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
+                live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
+                persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
+                reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size)
+
+
+def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSource | None) -> int:
+    """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in.
+
+    Returns how many tensors of its shape the optimizer keeps for it.
+    """
     if isinstance(optimizer, Optimizer):
         check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
         Groups.check_new(optimizer)
-    elif optimizer is not None and not callable(optimizer):
+        return moments_of(type(optimizer), optimizer.defaults)
+    if optimizer is not None and not callable(optimizer):
         raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "
                          f"a function of parameter groups that returns one. A name goes into the configuration: "
                          f'"optimizer": {{"type": "AdamW", "params": {{...}}}}')
-    elif optimizer is None and settings.optimizer.type is not None:
+    if optimizer is None and settings.optimizer.type is not None:
         weight = nn.Parameter(torch.zeros(2))
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
         check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+        return moments_of(type(inner), inner.defaults)
+    return ADAM_MOMENTS
 
 
 @contextmanager
@@ -196,7 +213,7 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
                 group["params"] = params
         if engine.sharded is not None:
             engine.communicator.timeout = min(engine.communicator.timeout, _PATIENCE)  # ranks that did not fail do not help
-            with suppress(CollectiveFailed):
+            with suppress(CollectiveFailed, TierError):
                 engine.sharded.destroy()
         raise
 

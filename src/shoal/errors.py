@@ -11,6 +11,7 @@
     │   └── CollectiveTimeout  a collective did not finish in time
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
+    ├── TierError              state on disk could not be read or written
     └── LaunchError            ranks could not be started, or one of them failed
 
 A message says what, where, got, allowed, and how to fix it. `assert` is for our own mistakes.
@@ -61,6 +62,10 @@ class LossScaleError(ShoalError, RuntimeError):
 
 class CheckpointError(ShoalError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class TierError(ShoalError, RuntimeError):
+    """State on disk could not be read or written."""
 
 
 class LaunchError(ShoalError, RuntimeError):

@@ -13,7 +13,6 @@ from math import isfinite, sqrt
 import torch
 
 from shoal.collectives import Communicator
-from shoal.zero.placement import master_dtype
 from shoal.zero.unit import Unit
 
 _WORD_BITS = 62
@@ -54,20 +53,9 @@ def judge(units: list[Unit], communicator: Communicator, *, norm: bool) -> Verdi
     return Verdict(norm=(sqrt(total) if isfinite(total) else total) if norm else None, touched=touched)
 
 
-@torch.no_grad()
-def scale(units: list[Unit], factor: float) -> None:
-    """Multiply the reduced gradients by `factor`."""
-    if factor == 1:
-        return
-    for unit in units:
-        if unit.gradient is not None:
-            unit.gradient.reduced.mul_(factor)
-
-
 def _squares(units: list[Unit]) -> float:
     """Return the sum of squares of the gradients that this rank owns."""
-    owned = [unit.gradient.own for unit in units if unit.gradient is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=master_dtype(gradient.dtype)) for gradient in owned]
+    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None]
     return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
 
 

@@ -13,13 +13,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import Ranks, Snapshot, Writer, latest, read, rng
+from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger, warn_once
 from shoal.schedule.registry import AnySchedule
 from shoal.surface import Surface
 from shoal.training_state import moments_to_load, moments_to_save, parameter_shapes, weights_to_load, weights_to_save
 from shoal.zero.partition import tied_names
+
+AWAY_BYTES = 128 << 20
+"""Bytes of a file, and of memory to stage it in, when the state does not rest in memory."""
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -59,11 +62,12 @@ class Saving(Surface):
             pieces = [piece for piece in pieces if piece.name not in frozen]
         if self.optimizer is not None:
             pieces += moments_to_save(self.optimizer)
+        away = any(piece.hold is not None for piece in pieces)  # written straight from where it rests, bit by bit
         pending = self._writing().write(
-            save_dir, tag, pieces, step=self.global_steps, latest=save_latest,
+            save_dir, tag, pieces, step=self.global_steps, latest=save_latest, file_bytes=AWAY_BYTES if away else FILE_BYTES,
             keep_last=settings.keep_last, shared=self._shared(client_state or {}, exclude_frozen_parameters),
             private={"random": rng.capture()})
-        if not settings.async_save:
+        if away or not settings.async_save:
             pending.wait()
         return True
 
@@ -186,6 +190,7 @@ class Saving(Surface):
             pieces += moments_to_load(self.optimizer, snapshot)
         snapshot.fill(pieces)
         for unit in self.sharded.units:
+            unit.round()
             unit.publish()
 
     def _read_values(self, snapshot: Snapshot) -> dict[str, object] | None:

@@ -29,6 +29,7 @@ from shoal.log import warn_once
 from shoal.optim.settings import OptimizerSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
 from shoal.schedule.settings import ScheduleSettings
+from shoal.tier.settings import AioSettings
 from shoal.zero.settings import ZeroSettings
 
 __all__ = ["Config"]
@@ -81,6 +82,9 @@ class Config(Section):
 
     dataloader_drop_last: Switch = False
     """Drop the last batch of an epoch when it is short."""
+
+    aio: AioSettings = AioSettings()
+    """How state on disk is read and written."""
 
     checkpoint: CheckpointSettings = CheckpointSettings()
     """How checkpoints are written and kept."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UsageError
+from shoal.tier import held
 from shoal.zero.partition import tied_names
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
@@ -51,8 +52,9 @@ def _load_unit(unit: Unit, state: Mapping[str, Tensor]) -> None:
     unit.gather()
     values = unit.full.float() if unit.full.dtype.itemsize < 4 else unit.full.clone()
     span = unit.master_span
-    if unit.master is not None:
-        values[span.start:span.stop] = unit.master
+    if unit.state is not None:
+        with held(unit.state.master, changed=False) as master:
+            values[span.start:span.stop] = master
     for view, member in zip(unit.layout.views(values), unit.members, strict=True):
         if member.name in state:
             view.copy_(state[member.name])

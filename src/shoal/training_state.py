@@ -12,6 +12,8 @@ cover everything; on loading it asks for whatever rests on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from shoal.checkpoint import Piece, Snapshot
 from shoal.errors import CheckpointError
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import View
+from shoal.tier import Kept, Span, held
 from shoal.zero.layout import Part
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
@@ -27,13 +30,15 @@ from shoal.zero.unit import Unit
 WEIGHT, BUFFER = "weight", "buffer"
 SCALAR, NUMBER = "scalar.", "number."
 """Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
+AT_ONCE = 1 << 22
+"""Elements of a piece that has to be brought into memory."""
 
 
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield this rank's share of the parameters and buffers."""
     for unit in model.units:
         for part in unit.layout.parts(unit.span):
-            yield _weight(unit, part, unit.span)
+            yield from _weight(unit, part, unit.span)
     if model.communicator.rank == 0:
         yield from _whole(model)
 
@@ -43,9 +48,9 @@ def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, fr
     held = set(snapshot.names())
     for unit in model.units:
         for part in unit.layout.parts(_resting_span(unit)):
-            piece = _weight(unit, part, _resting_span(unit))
-            if piece.name in held or (strict and (unit.trainable or frozen)):
-                yield piece
+            name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
+            if name in held or (strict and (unit.trainable or frozen)):
+                yield from _weight(unit, part, _resting_span(unit))
     yield from (piece for piece in _whole(model) if strict or piece.name in held)
 
 
@@ -75,9 +80,10 @@ def moments_to_load(optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator
         for kind, scalar in saved(view, view.parts[0]):
             dtype = snapshot.dtype(f"{kind}/{view.unit.layout.slots[view.parts[0].slot].name}")
             if scalar is None:
-                moment = torch.zeros_like(view.parameter, dtype=_state_dtype(view, dtype), requires_grad=False)
-                state[kind] = moment
-                yield from _parts(view, kind, moment)
+                assert view.unit.state is not None
+                whole = view.unit.state.moment(kind, _state_dtype(view, dtype))
+                state[kind] = whole[view.start:view.stop]
+                yield from _parts(view, kind)
             elif kind.startswith(NUMBER):
                 state[kind.removeprefix(NUMBER)] = scalar
             else:
@@ -92,26 +98,37 @@ def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
 
 def _resting_span(unit: Unit) -> range:
     """The elements of a unit whose most precise copy rests on this rank."""
-    if unit.master is not None:
-        return unit.master_span
-    return range(unit.layout.size) if unit.weight is unit.full else unit.span
+    return unit.resting if unit.state is None else unit.master_span
 
 
-def _weight(unit: Unit, part: Part, span: range) -> Piece:
+def _weight(unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
-    source = unit.weight if unit.master is None else unit.master
-    start = span.start + part.offset - _resting_span(unit).start
-    return Piece(name=f"{WEIGHT}/{slot.name}", shape=slot.shape, start=part.start, stop=part.stop,
-                 data=source[start:start + part.stop - part.start])
+    at = span.start + part.offset - _resting_span(unit).start
+    yield from _of(unit.rest if unit.state is None else unit.state.master, at, f"{WEIGHT}/{slot.name}", slot.shape,
+                   range(part.start, part.stop))
 
 
-def _parts(view: View, kind: str, moment: Tensor) -> Iterator[Piece]:
+def _parts(view: View, kind: str) -> Iterator[Piece]:
     """Yield the pieces of a moment of a view, slot by slot."""
+    assert view.unit.state is not None
     for part in view.parts:
         slot = view.unit.layout.slots[part.slot]
-        start = part.offset - view.start
-        yield Piece(name=f"{kind}/{slot.name}", shape=slot.shape, start=part.start, stop=part.stop,
-                    data=moment[start:start + part.stop - part.start])
+        yield from _of(view.unit.state.moments[kind], part.offset, f"{kind}/{slot.name}", slot.shape,
+                       range(part.start, part.stop))
+
+
+def _of(span: Span, at: int, name: str, shape: tuple[int, ...], elements: range) -> Iterator[Piece]:
+    """Yield `elements` of a tensor, which begin at `at` of a span: in small pieces where they have to be brought."""
+    kept = isinstance(span, Kept)
+    for start in range(elements.start, elements.stop, max(1, len(elements)) if kept else AT_ONCE):
+        stop = elements.stop if kept else min(start + AT_ONCE, elements.stop)
+        here = range(at + start - elements.start, at + stop - elements.start)
+        yield Piece(name=name, shape=shape, start=start, stop=stop, data=span.tensor[here.start:here.stop],
+                    hold=None if kept else partial(_hold, span, here))
+
+
+def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tensor]:
+    return held(span, part.start, part.stop, changed=changed)
 
 
 def _moment(view: View, part: Part, kind: str, value: Tensor | float) -> Iterator[Piece]:
@@ -124,9 +141,10 @@ def _moment(view: View, part: Part, kind: str, value: Tensor | float) -> Iterato
         return
     name = f"{kind}/{slot.name}"
     if isinstance(value, Tensor) and value.dim():
-        offset = start - unit.master_span.start - view.start
-        yield Piece(name=name, shape=slot.shape, start=start - slot.start, stop=stop - slot.start,
-                    data=value[offset:offset + stop - start])
+        assert unit.state is not None
+        at = start - unit.master_span.start
+        span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (Kept(value), at - view.start)
+        yield from _of(span, at, name, slot.shape, range(start - slot.start, stop - slot.start))
     elif start == slot.start:
         prefix = SCALAR if isinstance(value, Tensor) else NUMBER
         yield Piece(name=prefix + name, shape=(), start=0, stop=1, data=torch.as_tensor(value).reshape(1))

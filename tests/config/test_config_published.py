@@ -67,9 +67,6 @@ KEYS: list[tuple[str, Any, Any, str]] = [
     ("zero_optimization.round_robin_gradients", False, True, WARNED),
     ("zero_optimization.legacy_stage1", False, True, REFUSED),
     ("zero_optimization.grad_hooks", None, True, REFUSED),
-    ("zero_optimization.cpu_offload", False, True, LATER),
-    ("zero_optimization.cpu_offload_param", False, True, LATER),
-    ("zero_optimization.cpu_offload_use_pin_memory", False, True, LATER),
     ("zero_optimization.sub_group_size", 1e9, 1e6, HONOURED),
     ("zero_optimization.stage3_max_live_parameters", 1e9, 1e6, HONOURED),
     ("zero_optimization.stage3_max_reuse_distance", 1e9, 1e6, HONOURED),
@@ -79,13 +76,27 @@ KEYS: list[tuple[str, Any, Any, str]] = [
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False, True, HONOURED),
     ("zero_optimization.memory_efficient_linear", True, False, WARNED),
     ("zero_optimization.override_module_apply", True, False, WARNED),
-    ("zero_optimization.offload_param.device", "none", "cpu", LATER),
-    ("zero_optimization.offload_optimizer.device", "none", "nvme", LATER),
-    ("aio.block_size", 1048576, 4096, LATER),
-    ("aio.queue_depth", 8, 16, LATER),
-    ("aio.intra_op_parallelism", 1, 2, LATER),
-    ("aio.single_submit", False, True, LATER),
-    ("aio.overlap_events", True, False, LATER),
+    ("zero_optimization.offload_param.device", "none", "cpu", HONOURED),
+    ("zero_optimization.offload_param.nvme_path", None, "/tmp", HONOURED),
+    ("zero_optimization.offload_param.buffer_count", 5, 2, HONOURED),
+    ("zero_optimization.offload_param.buffer_size", 1e8, 1e6, HONOURED),
+    ("zero_optimization.offload_param.max_in_cpu", 0, 1e9, HONOURED),
+    ("zero_optimization.offload_param.pin_memory", True, False, HONOURED),
+    ("zero_optimization.offload_optimizer.device", "none", "cpu", HONOURED),
+    ("zero_optimization.offload_optimizer.nvme_path", None, "/tmp", HONOURED),
+    ("zero_optimization.offload_optimizer.buffer_count", 4, 2, HONOURED),
+    ("zero_optimization.offload_optimizer.pin_memory", True, False, HONOURED),
+    ("zero_optimization.offload_optimizer.pipeline_read", True, False, HONOURED),
+    ("zero_optimization.offload_optimizer.pipeline_write", True, False, HONOURED),
+    ("zero_optimization.offload_optimizer.ratio", 1.0, 0.5, HONOURED),
+    ("zero_optimization.offload_optimizer.fast_init", False, True, SILENT),
+    ("zero_optimization.offload_optimizer.super_offload", False, True, LATER),
+    ("aio.block_size", 1048576, 4096, HONOURED),
+    ("aio.queue_depth", 8, 16, HONOURED),
+    ("aio.intra_op_parallelism", 1, 2, HONOURED),
+    ("aio.single_submit", False, True, SILENT),
+    ("aio.overlap_events", True, False, SILENT),
+    ("aio.use_gds", False, True, LATER),
     ("activation_checkpointing.partition_activations", False, True, LATER),
     ("activation_checkpointing.cpu_checkpointing", False, True, LATER),
     ("activation_checkpointing.contiguous_memory_optimization", False, True, LATER),
@@ -123,10 +134,6 @@ KEYS: list[tuple[str, Any, Any, str]] = [
 
 # Keys that mean nothing while their block is off: they pass beside the switch, and a mistyped one does not.
 BEHIND_A_SWITCH = {
-    "zero_optimization.offload_param": ["nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"],
-    "zero_optimization.offload_optimizer": [
-        *("nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio")
-    ],
     "sparse_attention": [
         *("block", "different_layout_per_head", "num_local_blocks", "num_global_blocks", "attention"),
         *("horizontal_global_attention", "num_different_global_patterns", "num_random_blocks", "local_window_blocks"),
@@ -149,8 +156,7 @@ BEHIND_A_SWITCH = {
         *("min_train_micro_batch_size_per_gpu", "num_tuning_micro_batch_sizes", "model_info", "model_info_path"),
     ],
 }
-OFF = {"zero_optimization.offload_param": ("device", "none"), "sparse_attention": ("mode", "dense")}
-OFF["zero_optimization.offload_optimizer"] = OFF["zero_optimization.offload_param"]
+OFF = {"sparse_attention": ("mode", "dense")}
 
 
 @pytest.fixture(autouse=True)
@@ -205,10 +211,43 @@ def test_a_key_of_a_block_that_is_off_passes_and_a_mistyped_one_does_not(block: 
         Config.resolve(at(block, {switch: off, key + "x": "anything"}), data_ranks=1)
 
 
-@pytest.mark.parametrize("block", [*BEHIND_A_SWITCH, "amp", "aio", "activation_checkpointing", "pipeline", "timers"])
+@pytest.mark.parametrize("block", [*BEHIND_A_SWITCH, "zero_optimization.offload_param",
+                                   "amp", "aio", "activation_checkpointing", "pipeline", "timers"])
 def test_a_block_that_is_null_or_auto_asks_for_nothing(block: str) -> None:
     Config.resolve(at(block, None), data_ranks=1)
     Config.resolve(at(block, "auto"), data_ranks=1)
+
+
+OLD_OFFLOAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "optimizer": ({"cpu_offload": True}, "offload_optimizer", "offload_param"),
+    "weights": ({"cpu_offload_param": True, "cpu_offload_use_pin_memory": False}, "offload_param", "offload_optimizer"),
+}
+
+
+@pytest.mark.parametrize("given", OLD_OFFLOAD)
+def test_the_old_form_of_offload_is_that_of_the_host(given: str) -> None:
+    old, block, other = OLD_OFFLOAD[given]
+    config = Config.resolve(at("zero_optimization", old), data_ranks=1)
+    zero = config.as_dict()["zero_optimization"]
+    assert (zero[block]["device"], zero[other]["device"]) == ("cpu", "none")
+    assert zero[block]["pin_memory"] is old.get("cpu_offload_use_pin_memory", True)
+    assert config.origins[f"zero_optimization.{block}.device"] == f"given as '{next(iter(old))}'"
+
+
+def test_the_old_form_of_offload_beside_the_new_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cpu_offload: an old form of offload_optimizer, which stands beside it; remove"):
+        Config.resolve(at("zero_optimization", {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}), data_ranks=1)
+    Config.resolve(at("zero_optimization", {"cpu_offload": False, "offload_optimizer": {"device": "cpu"}}), data_ranks=1)
+
+
+@pytest.mark.parametrize("block", ["offload_param", "offload_optimizer"])
+def test_a_disk_needs_a_folder(block: str) -> None:
+    with pytest.raises(ConfigError, match=f"{block}.device: got 'nvme' without nvme_path; give the folder of a fast"):
+        Config.resolve(at(f"zero_optimization.{block}", {"device": "nvme"}), data_ranks=1)
+
+
+def test_the_documented_name_of_disk_threads_is_another_spelling() -> None:
+    assert Config.resolve(at("aio.thread_count", 3), data_ranks=1).aio.intra_op_parallelism == 3
 
 
 def test_a_block_with_a_switch_may_be_switched_off_in_one_word() -> None:

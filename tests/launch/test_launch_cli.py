@@ -19,7 +19,7 @@ def refusal(capsys, *words):
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("run", "config", "checkpoint"))
+    assert all(f"\n  {name} " in shown for name in ("run", "config", "checkpoint", "disk"))
 
 
 def test_no_command_is_answered_with_the_help(capsys):
@@ -33,7 +33,7 @@ def test_the_version_is_the_packages(capsys):
 
 
 def test_a_mistyped_command_gets_the_nearest_one(capsys):
-    assert "there is no command 'rnu'; choose run, config, checkpoint; did you mean `shoal run`?" in refusal(capsys, "rnu")
+    assert "there is no command 'rnu'; choose run, config, checkpoint, disk; did you mean `shoal run`?" in refusal(capsys, "rnu")
 
 
 def test_a_script_without_run_is_told_how_scripts_are_started(capsys):

@@ -38,7 +38,8 @@ def stepped(optimizer: Optimizer, parameter: nn.Parameter, found: list[Tensor], 
             weight: Tensor | None = None) -> None:
     plan = _PLANS[type(optimizer)]
     for gradient in found:
-        rule, moments, constants = plan(optimizer.param_groups[0], optimizer.state[parameter], parameter.detach())
+        rule, moments, constants = plan(optimizer.param_groups[0], optimizer.state[parameter],
+                                        lambda _: torch.zeros_like(parameter, requires_grad=False))
         step(rule, parameter.detach(), moments, gradient, constants, factor=factor, weight=weight)
 
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.zero.buffer import Pool, elastic
+from shoal.tier import Memory, elastic
+from shoal.zero.buffer import Pool
 from shoal.zero.layout import ALIGNMENT, Layout
 from shoal.zero.placement import PARTIAL, REPLICATE, SHARD, STAGES, state_bytes
 
@@ -69,20 +70,21 @@ def resident() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_elastic_buffer_keeps_its_span_and_gives_the_rest_back(size: int, dtype: torch.dtype) -> None:
     span = range(size // 4 + 1, size // 2 + 3)
-    buffer = elastic(size, dtype, span, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    buffer = elastic(size, dtype, span, cpu, Memory(device=cpu), "a buffer")
     view = buffer.full[: size // 2 * 2].view(2, -1)
     before = resident()
     for value in (1, 2):
-        buffer.grow()
+        buffer.grow().wait()
         buffer.full[: span.start] = 7
         buffer.full[span.stop:] = 7
         buffer.full[span.start:span.stop] = value
-        buffer.rest.fill_(value)
+        buffer.rest.tensor.fill_(value)
         assert view[0, 0] == 7
         buffer.shrink()
         held = resident() - before
         assert held < size * dtype.itemsize * 0.3 + (1 << 20), "a quarter rests"
-        assert buffer.rest.min() == buffer.rest.max() == value
+        assert buffer.rest.tensor.min() == buffer.rest.tensor.max() == value
         assert view.shape == (2, size // 2)
     buffer.grow()
     assert (buffer.full[span.start:span.stop] == 2).all()

@@ -6,7 +6,8 @@ both together cut the flat elements of a box), so turning any cut into any other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -90,6 +91,8 @@ class Piece:
     """Where this rank's box begins within the tensor; None: the box is the whole tensor."""
     size: Shape | None = None
     """The size of this rank's box; None: the box is the whole tensor."""
+    hold: Callable[[bool], AbstractContextManager[object]] | None = None
+    """Brings `data` into memory while it is read, or with True while it is filled; None: it is always there."""
 
     @property
     def cut(self) -> Cut:

@@ -42,7 +42,7 @@ class _Read:
     bytes: int
     checksum: int
     dtype: torch.dtype
-    copies: list[tuple[Overlap, Tensor]] = field(default_factory=list[tuple[Overlap, Tensor]])
+    copies: list[tuple[Overlap, Piece]] = field(default_factory=list[tuple[Overlap, Piece]])
 
 
 def read(folder: str | os.PathLike[str], tag: str | None = None, *, ranks: Ranks | None = None,
@@ -151,10 +151,20 @@ class Snapshot:
 
     @torch.no_grad()
     def _fill(self, pieces: list[Piece]) -> None:
-        for read in sorted(self._plan(pieces), key=lambda read: (read.file, read.at)):
-            source = self._load(read)
-            for overlap, target in read.copies:
-                overlap.copy(source, target)
+        reads = sorted(self._plan(pieces), key=lambda read: (read.file, read.at))
+        last = {piece: read for read in reads for _, piece in read.copies}  # a piece is held from its first to its last copy
+        holding: dict[Piece, ExitStack] = {}
+        with ExitStack() as held:
+            for read in reads:
+                source = self._load(read)
+                for overlap, piece in read.copies:
+                    if piece not in holding:
+                        holding[piece] = held.enter_context(ExitStack())
+                        if piece.hold is not None:
+                            holding[piece].enter_context(piece.hold(True))
+                    overlap.copy(source, piece.data)
+                for piece in {piece for _, piece in read.copies if last[piece] is read}:
+                    holding.pop(piece).close()
 
     def _plan(self, pieces: list[Piece]) -> Iterable[_Read]:
         """Find the blocks to read; refuse the request as a whole if any of it cannot be served."""
@@ -169,7 +179,7 @@ class Snapshot:
                     if copies:
                         read = reads.setdefault((found.file, found.at + block * BLOCK),
                                                 _read_of(piece.name, stored, found, block))
-                        read.copies.extend((copy, piece.data) for copy in copies)
+                        read.copies.extend((copy, piece) for copy in copies)
                         missing -= sum(copy.elements for copy in copies)
             if missing:
                 faults.append(f"{piece.name}: {missing} of elements [{piece.start}, {piece.stop}) were not saved")

@@ -1,13 +1,16 @@
 """Staging copies the pieces of a rank into one buffer in the order of its files, so that training may go on.
 
 The buffer is kept between saves and grows only; it is pinned when a piece lies on an accelerator. What is written later
-are slices of it, so a save holds one copy of the rank's state and never a second.
+are slices of it, so a save holds one copy of the rank's state and never a second. State that does not rest in memory is
+staged file by file, each in the same buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,13 +39,11 @@ class StagedFile:
 class Staged:
     """All that one rank is to write."""
 
-    files: list[StagedFile]
+    files: Iterable[StagedFile]
+    """Each is undefined once the next is asked for, if they are staged one by one."""
     empty: list[Piece]
     """Pieces without elements: their tensors are known, and in no file."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(len(file.data) for file in self.files)
+    bytes: int
 
 
 class Staging:
@@ -55,34 +56,52 @@ class Staging:
     def copy(self, pieces: Iterable[Piece], file_bytes: int) -> Staged:
         """Copy `pieces`, cut into files of about `file_bytes` at the pieces' boundaries.
 
-        Raises CheckpointError for pieces that do not fit their tensors or whose dtype the format lacks.
+        Where some have to be brought into memory, each file is staged as it is asked for: until then the pieces must stay
+        as they are. Raises CheckpointError for pieces that do not fit their tensors or whose dtype the format lacks.
         """
         given = sorted(pieces, key=lambda piece: widest_first(piece.data.dtype))
         _refuse_faults(given)
         kept = [piece for piece in given if piece.start < piece.stop]
-        self._reserve(sum(_bytes(p) for p in kept), pinned=any(p.data.is_cuda for p in kept))
-        room = memory(self._buffer)
-        files: list[StagedFile] = []
-        start = at = 0
-        group: list[Piece] = []
-        for piece in kept:
-            if group and at + _bytes(piece) - start > file_bytes:
-                files.append(StagedFile(pieces=group, data=room[start:at]))
-                start, group = at, []
-            place = self._buffer[at : at + _bytes(piece)].view(piece.data.dtype)
-            place.copy_(piece.data, non_blocking=True)
-            group.append(_without_data(piece))
-            at += _bytes(piece)
-        files.append(StagedFile(pieces=group, data=room[start:at]))
-        for device in {piece.data.device for piece in kept if piece.data.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        groups, sizes = _groups(kept, file_bytes), [_bytes(piece) for piece in kept]
+        away = any(piece.hold is not None for piece in kept)
+        self._reserve(max((sum(map(_bytes, group)) for group in groups), default=0) if away else sum(sizes),
+                      pinned=any(piece.data.is_cuda for piece in kept))
+        files = (self._stage(group, 0) for group in groups)
+        if not away:
+            starts = accumulate((sum(map(_bytes, group)) for group in groups), initial=0)
+            files = [self._stage(group, start) for group, start in zip(groups, starts, strict=False)]
         empty = [_without_data(piece) for piece in given if piece.start == piece.stop]
-        return Staged(files=files if kept else [], empty=empty)
+        return Staged(files=files, empty=empty, bytes=sum(sizes))
+
+    @torch.no_grad()
+    def _stage(self, group: list[Piece], start: int) -> StagedFile:
+        """Copy the pieces of one file to byte `start` of the buffer."""
+        at = start
+        for piece in group:
+            with nullcontext() if piece.hold is None else piece.hold(False):
+                self._buffer[at:at + _bytes(piece)].view(piece.data.dtype).copy_(piece.data, non_blocking=True)
+            at += _bytes(piece)
+        for device in {piece.data.device for piece in group if piece.data.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return StagedFile(pieces=[_without_data(piece) for piece in group], data=memory(self._buffer)[start:at])
 
     def _reserve(self, size: int, *, pinned: bool) -> None:
         if self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _groups(pieces: list[Piece], file_bytes: int) -> list[list[Piece]]:
+    """Divide pieces into files of about `file_bytes`, a larger piece alone."""
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not groups or _bytes(piece) > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(piece)
+        room -= _bytes(piece)
+    return groups
 
 
 def _bytes(piece: Piece) -> int:

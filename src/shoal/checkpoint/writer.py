@@ -32,7 +32,7 @@ from shoal.checkpoint.values import encode
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger
 
-__all__ = ["PRIVATE", "SHARED", "Pending", "Writer", "write"]
+__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "Pending", "Writer", "write"]
 
 SHARED, PRIVATE = "shared/", "private/"
 FILE_BYTES = 4 << 30

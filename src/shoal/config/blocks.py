@@ -42,18 +42,6 @@ BLOCKS: Mapping[str, Published] = {
         {"enabled": False, "dtype": "bfloat16", "lower_precision_safe_modules": None},
         switch="enabled",
     ),
-    "aio": later_block(
-        "asynchronous disk I/O",
-        {
-            "block_size": 1048576,
-            "queue_depth": 8,
-            "intra_op_parallelism": 1,
-            "thread_count": 1,
-            "single_submit": False,
-            "overlap_events": True,
-            "use_gds": False,
-        },
-    ),
     "activation_checkpointing": later_block(
         "recompute and partition activations",
         {

@@ -44,24 +44,28 @@ _HEAD = "| Key | Type | Default | Meaning | Status |\n|---|---|---|---|---|"
 
 def render(kind: type[Section]) -> str:
     """Return the Markdown page of the configuration whose top level is `kind`."""
-    inner = nested(kind)
-    parts = [_OPENING, _table("Top level", kind, skip=inner)]
-    parts += [_table(f"`{name}`", section) for name, section in inner.items()]
-    parts.append(_blocks(kind))
+    parts = [_OPENING, _table("Top level", kind, blocks=False), *_tables(kind), _blocks(kind)]
     return "\n".join(parts)
 
 
-def _table(title: str, kind: type[Section], skip: Mapping[str, object] | None = None) -> str:
+def _tables(kind: type[Section], path: str = "") -> Iterator[str]:
+    """Yield the tables of the sections within `kind`, each followed by those within it."""
+    for name, section in nested(kind).items():
+        yield _table(f"`{path}{name}`", section)
+        yield from _tables(section, f"{path}{name}.")
+
+
+def _table(title: str, kind: type[Section], *, blocks: bool = True) -> str:
     schemas = cast(dict[str, dict[str, object]], kind.model_json_schema()["properties"])
     meanings = docstrings(kind)
     rows: list[str] = []
     for name, info in kind.model_fields.items():
-        if name in (skip or {}):
+        if name in nested(kind):
             continue
         default = "{}" if info.default_factory is not None else shown(info.default)
         rows.append(_row(name, _type(schemas[name]), default, meanings[name] + _aliases(kind, name), "honoured"))
     rows += [_published_row(key, published) for key, published in kind.published.items() if not _is_block(published)]
-    if skip is None:
+    if blocks:
         rows += [row for key, published in kind.published.items() for row in _block_rows(key, published)]
     summary = inspect.getdoc(kind) or ""
     return f"## {title}\n\n{summary}\n\n{_HEAD}\n" + "\n".join(rows) + "\n"

@@ -21,6 +21,7 @@ COMMANDS = {
     "run": "start a script on several ranks",
     "config": "show what a configuration resolves to, and where each value comes from",
     "checkpoint": "inspect, verify or export a checkpoint",
+    "disk": "measure a disk that training state may rest on",
 }
 
 

@@ -18,7 +18,9 @@ from shoal.errors import OptimizerError
 from shoal.log import warn_once
 from shoal.optim.lion import Lion
 
-__all__ = ["ELEMENTWISE", "WHOLE_TENSOR", "check_elementwise"]
+__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "WHOLE_TENSOR", "check_elementwise", "moments_of"]
+
+ADAM_MOMENTS = 2
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, RAdam, RMSprop, Rprop, SGD,
@@ -66,9 +68,27 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
                              f"steps flat slices of parameters; {_USE_INSTEAD}")
 
 
-def _same_on_slices(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:
+def moments_of(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> int:
+    """Return how many tensors of a weight's shape the optimizer keeps for it; Adam's two if that cannot be tried."""
+    weight = torch.zeros(_SHAPE, requires_grad=True)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            optimizer = optimizer_class([weight], **_keywords(optimizer_class, defaults))
+            weight.grad = torch.ones(_SHAPE)
+            optimizer.step()
+    except Exception:  # a foreign class may raise anything when it is built or stepped on a probe
+        return ADAM_MOMENTS
+    state = optimizer.state.get(weight, {})
+    return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in state.values())
+
+
+def _keywords(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
     accepted = inspect.signature(optimizer_class).parameters
-    keywords = {keyword: value for keyword, value in defaults.items() if keyword in accepted}
+    return {keyword: value for keyword, value in defaults.items() if keyword in accepted}
+
+
+def _same_on_slices(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:
+    keywords = _keywords(optimizer_class, defaults)
     random = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(_SHAPE, generator=random) for _ in range(_STEPS + 1))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

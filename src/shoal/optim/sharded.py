@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.gradients import Verdict, judge
-from shoal.optim.stepping import by_native, by_optimizer
+from shoal.optim.pipeline import Pipeline
+from shoal.optim.stepping import by_native, by_optimizer, settle
 from shoal.optim.views import Views
 from shoal.precision.loss_scale import LossScale
 from shoal.zero.sharded import ShardedModel
@@ -42,6 +43,10 @@ class StepRules:
     """Elements that one call of the inner optimizer steps, or one view."""
     native: bool = False
     """Step in one pass over memory where native code can."""
+    ahead: int = 1
+    """Pieces of state that are fetched while one is stepped."""
+    behind: int = 2
+    """Pieces that may still be on their way back meanwhile."""
 
 
 class ShardedOptimizer:
@@ -58,9 +63,17 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
-        self._stepping = by_optimizer(optimizer, rules.at_once)
-        if rules.native:
-            self._stepping = by_native(optimizer, views, self._stepping)
+        self._norm_wanted = rules.clipping > 0 or rules.check_overflow
+        step = by_optimizer(optimizer, views)
+        self._stepping = Pipeline(by_native(optimizer, step) if rules.native else step, at_once=rules.at_once,
+                                  ahead=rules.ahead, behind=rules.behind, lanes=model.residence.lanes)
+        for view in views.views:
+            assert view.unit.gradient is not None and view.unit.state is not None
+            view.unit.gradient.measured = self._norm_wanted
+            if optimizer.state.get(view.parameter):  # made when it was built
+                view.unit.state.fetch(view.part).wait()
+                settle(view, optimizer)
+                view.unit.state.commit(view.part).wait()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -94,8 +107,7 @@ class ShardedOptimizer:
                              f"engine.backward(loss) on the output of the engine since the last step")
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._model.reducer.flush()
-        wanted = self.rules.clipping > 0 or self.rules.check_overflow
-        verdict = judge(units, self._model.communicator, norm=wanted)
+        verdict = judge(units, self._model.communicator, norm=self._norm_wanted)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
         self.norm = None if verdict.norm is None else verdict.norm / loss_scale
@@ -104,11 +116,12 @@ class ShardedOptimizer:
                 _refuse_unused(verdict)
             self.scaler.update(self.overflow)
             if not self.overflow:
-                self._stepping(self.views, verdict.touched, self._factor(self.norm, loss_scale))
+                views = self.views.touched(verdict.touched, self.optimizer)
+                self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale))
         finally:
             self.zero_grad()
         if not self.overflow:
-            self._model.publish()
+            self._model.run_ahead()
         return not self.overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,11 +1,12 @@
 """How the masters take their step: in one native pass over memory, or by the optimizer's own `step` on lent gradients.
 
-Both leave the same state behind, under torch's names, so that a checkpoint does not know which it was.
+Both leave the same state behind, under torch's names, so that a checkpoint does not know which it was. Moments
+lie in the spans of their unit's state where that rests away, so that they rest with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -14,62 +15,91 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from shoal.gradients import scale
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.lion import Lion
 from shoal.optim.views import View, Views
-from shoal.zero.unit import Unit
 
-__all__ = ["Stepping", "by_native", "by_optimizer"]
+__all__ = ["Stepping", "by_native", "by_optimizer", "settle"]
 
-Stepping = Callable[[Views, dict[Unit, int], float], None]
-"""Steps the slots that `touched[unit]` has a bit for, by their reduced gradients times a factor."""
+Stepping = Callable[[Sequence[View], float], None]
+"""Steps views that are in memory by their reduced gradients times a factor, and rounds them to where the weights rest."""
 
 _State = dict[str, Any]
 _Plan = tuple[Rule, list[Tensor], list[float]]
 """The rule of a view's step, the moments, and the constants."""
+_Moment = Callable[[str], Tensor]
+"""Gives the moments of a view by name, zeros at first."""
+_Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 
-def by_optimizer(optimizer: Optimizer, at_once: int) -> Stepping:
-    """Return the way by the optimizer itself, at most `at_once` elements (or one view) at a time."""
-    def stepping(views: Views, touched: dict[Unit, int], factor: float) -> None:
-        scale(list(touched), factor)
-        for _ in views.lend(touched, optimizer, at_once=at_once):
-            optimizer.step()
+def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
+    """Return the way by the optimizer itself."""
+    def stepping(some: Sequence[View], factor: float) -> None:
+        views.lend(some, factor)
+        optimizer.step()
+        views.take_back(some)
+        for view in some:
+            settle(view, optimizer)
+            assert view.unit.state is not None
+            if view.unit.state.rounded is not None:
+                view.unit.state.rounded.tensor[view.start:view.stop].copy_(view.parameter)
 
     return stepping
 
 
-def by_native(optimizer: Optimizer, views: Views, otherwise: Stepping) -> Stepping:
-    """Return the native way where it can step these `views` as `optimizer` would, else the other.
+def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
+    """Return the native way where it can step a view as `optimizer` would, else the other.
 
     Whether it can depends on the optimizer's options and hooks, which may change, and is asked at every step.
     """
     plan = _PLANS.get(type(optimizer))
-    if plan is None or not all(_fits(view) for view in views.views) or not available():
+    if plan is None or not available():
         return otherwise
 
-    def stepping(views: Views, touched: dict[Unit, int], factor: float) -> None:
-        if not _is_plain(optimizer):
-            otherwise(views, touched, factor)
-            return
-        for view in views.touched(touched, optimizer):
-            assert view.unit.gradient is not None
-            master = view.parameter.detach()
-            rule, moments, constants = plan(optimizer.param_groups[view.group], optimizer.state[view.parameter], master)
-            rounded = view.unit.rounded
-            step(rule, master, moments, view.unit.gradient.reduced[view.start:view.stop], constants, factor=factor,
-                 weight=None if rounded is None else rounded[view.start:view.stop])
-            view.unit.is_rounded = rounded is not None
+    def stepping(some: Sequence[View], factor: float) -> None:
+        native = [view for view in some if _fits(view)] if _is_plain(optimizer) else []
+        for view in native:
+            _step(view, plan, optimizer, factor)
+        if others := [view for view in some if view not in native]:
+            otherwise(others, factor)
         vars(optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
 
     return stepping
 
 
+def settle(view: View, optimizer: Optimizer) -> None:
+    """Move moments that the optimizer made by itself into the spans of the unit's state."""
+    assert view.unit.state is not None
+    if view.unit.state.store.granule is None:  # they are always there, wherever they lie
+        return
+    state = optimizer.state.get(view.parameter, {})
+    for kind, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == view.parameter.shape:
+            there = view.unit.state.moment(kind, value.dtype)[view.start:view.stop]
+            if there.data_ptr() != value.data_ptr():
+                state[kind] = there.copy_(value)
+
+
+def _step(view: View, plan: _Planner, optimizer: Optimizer, factor: float) -> None:
+    state, gradient = view.unit.state, view.unit.gradient
+    assert state is not None and gradient is not None
+
+    def moment(kind: str) -> Tensor:
+        return state.moment(kind, torch.float32)[view.start:view.stop]
+
+    rule, moments, constants = plan(optimizer.param_groups[view.group], optimizer.state[view.parameter], moment)
+    rounded = None if state.rounded is None else state.rounded.tensor[view.start:view.stop]
+    direct = rounded is None or rounded.device.type == "cpu"
+    step(rule, view.parameter.detach(), moments, gradient.at_rest(view.part), constants, factor=factor,
+         weight=rounded if direct else None)
+    if rounded is not None and not direct:
+        rounded.copy_(view.parameter, non_blocking=True)
+
+
 def _fits(view: View) -> bool:
     master, gradient = view.parameter, view.unit.gradient
     return (master.dtype == torch.float32 and master.device.type == "cpu" and view.unit.full.dtype in DTYPES
-            and gradient is not None and gradient.reduced.dtype in DTYPES)
+            and gradient is not None and gradient.rest.tensor.device.type == "cpu" and gradient.rest.tensor.dtype in DTYPES)
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
@@ -82,10 +112,10 @@ def _is_plain(optimizer: Optimizer) -> bool:
             and (patched is None or hasattr(patched, "_wrapped_by_lr_sched")))
 
 
-def _adam(group: dict[str, Any], state: _State, master: Tensor, *, decoupled: bool = False) -> _Plan:
+def _adam(group: dict[str, Any], state: _State, moment: _Moment, *, decoupled: bool = False) -> _Plan:
     """Adam (Kingma and Ba 2015, Algorithm 1), and with decoupled decay AdamW (Loshchilov and Hutter 2019, Algorithm 2)."""
     if not state:
-        state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+        state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
     state["step"] += 1
     time, (beta1, beta2), lr = state["step"].item(), group["betas"], float(group["lr"])
     decoupled = group.get("decoupled_weight_decay", decoupled)
@@ -94,32 +124,32 @@ def _adam(group: dict[str, Any], state: _State, master: Tensor, *, decoupled: bo
             [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time), group["eps"], decay])
 
 
-def _sgd(group: dict[str, Any], state: _State, master: Tensor) -> _Plan:
+def _sgd(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
     """SGD with momentum as torch defines it: the first gradient is the first momentum."""
     momentum, into, moments = group["momentum"], 1 - group["dampening"], []
     if momentum:
         if state.get("momentum_buffer") is None:
-            state["momentum_buffer"], into = torch.zeros_like(master), 1.0
+            state["momentum_buffer"], into = moment("momentum_buffer"), 1.0
         moments = [state["momentum_buffer"]]
     return (Rule.NESTEROV if group["nesterov"] else Rule.SGD, moments,
             [float(group["lr"]), momentum, into, group["weight_decay"]])
 
 
-def _adagrad(group: dict[str, Any], state: _State, master: Tensor) -> _Plan:
+def _adagrad(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
     """Adagrad (Duchi et al. 2011), its state made by torch when the optimizer is built."""
     state["step"] += 1
     lr = float(group["lr"]) / (1 + (state["step"].item() - 1) * group["lr_decay"])
     return Rule.ADAGRAD, [state["sum"]], [lr, group["eps"], group["weight_decay"]]
 
 
-def _lion(group: dict[str, Any], state: _State, master: Tensor) -> _Plan:
+def _lion(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
     """Lion (lion.py)."""
     if not state:
-        state["exp_avg"] = torch.zeros_like(master)
+        state["exp_avg"] = moment("exp_avg")
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     return Rule.LION, [state["exp_avg"]], [lr, 1 - beta1, 1 - beta2, lr * group["weight_decay"]]
 
 
-_PLANS: dict[type[Optimizer], Callable[[dict[str, Any], _State, Tensor], _Plan]] = {
+_PLANS: dict[type[Optimizer], _Planner] = {
     Adam: _adam, AdamW: partial(_adam, decoupled=True), SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
 }

@@ -7,7 +7,7 @@ they received one is split where they differ, for good, and each part keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,6 +32,10 @@ class View:
     """The parts of slots in it; offsets count from the beginning of the rank's master."""
     parameter: nn.Parameter
 
+    @property
+    def part(self) -> range:
+        return range(self.start, self.stop)
+
 
 class Views:
     """The masters of all units, cut for the optimizer."""
@@ -44,33 +48,22 @@ class Views:
         """Return the parameters of one optimizer group."""
         return [view.parameter for view in self.views if view.group == group]
 
-    def lend(self, touched: dict[Unit, int], optimizer: Optimizer, *, at_once: int) -> Iterator[None]:
-        """Give the views their gradients, for the optimizer to step at each yield those that have one.
+    def lend(self, views: Sequence[View], factor: float) -> None:
+        """Give `views` their reduced gradients times `factor`, for the optimizer to step."""
+        for view in views:
+            assert view.unit.gradient is not None
+            gradient = view.unit.gradient.at_rest(view.part)
+            view.parameter.grad = (gradient if factor == 1 else gradient.mul_(factor)).to(view.parameter.dtype)
 
-        `touched[unit]` has a bit for each slot that received a gradient on any rank. At most `at_once` elements are lent
-        at a time, or one view.
-        """
-        lent = 0
-        for view in self.touched(touched, optimizer):
-            gradient = view.unit.gradient
-            assert gradient is not None
-            if lent and lent + view.stop - view.start > at_once:
-                yield
-                self._take_back()
-                lent = 0
-            view.parameter.grad = gradient.reduced[view.start:view.stop].to(view.parameter.dtype)
-            lent += view.stop - view.start
-        yield
-        self._take_back()
+    def take_back(self, views: Sequence[View]) -> None:
+        """Take the gradients of `views` back."""
+        for view in views:
+            view.parameter.grad = None
 
     def touched(self, touched: dict[Unit, int], optimizer: Optimizer) -> list[View]:
         """Return the views of the slots that received a gradient, after splitting those where slots differ in that."""
         self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
         return [view for view in self.views if touched[view.unit] >> view.parts[0].slot & 1]
-
-    def _take_back(self) -> None:
-        for view in self.views:
-            view.parameter.grad = None
 
     def regroup(self, key: Callable[[View, Part], Hashable], optimizer: Optimizer) -> None:
         """Split every view where `key` changes from one slot to the next."""
@@ -97,9 +90,27 @@ class Views:
 
 
 def _cut(unit: Unit) -> Iterator[View]:
-    assert unit.master is not None
-    for group, found in groupby(unit.layout.parts(unit.master_span), lambda part: unit.layout.slots[part.slot].group):
+    """Cut a unit at the borders of optimizer groups, and where its state is brought piece by piece, between the pieces."""
+    assert unit.state is not None
+    parts = list(unit.layout.parts(unit.master_span))
+    if (granule := unit.state.granule) is not None:
+        parts = [piece for part in parts for piece in _pieces(part, granule)]
+
+    def border(part: Part) -> tuple[int, int]:
+        return unit.layout.slots[part.slot].group, part.offset // granule if granule else 0
+
+    for (group, _), found in groupby(parts, border):
         yield _view(unit, group, tuple(found))
+
+
+def _pieces(part: Part, granule: int) -> Iterator[Part]:
+    """Cut a part at multiples of `granule` from the beginning of the rank's master."""
+    start = part.start
+    while start < part.stop:
+        offset = part.offset + start - part.start
+        stop = min(part.stop, start + granule - offset % granule)
+        yield Part(slot=part.slot, start=start, stop=stop, offset=offset)
+        start = stop
 
 
 def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> View:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from shoal.zero.guard import owner_of
+from shoal.zero.placement import REPLICATE
 from shoal.zero.unit import Unit
 
 Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter]
@@ -35,6 +36,8 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
         for unit in units:
             if modifier_rank is not None:
                 unit.scatter(modifier_rank)
+            else:
+                unit.written = unit.travels and unit.stage.weight is REPLICATE
     finally:
         for unit in units:
             if unit in kept:

@@ -3,6 +3,8 @@
 Collected gradients are copied into the *open* buffer, one addend of the whole unit. A reduction closes it and adds the sum
 over the ranks to what rests in `reduced`. Where the gradient rests PARTIAL the open buffer is the resting one, its own
 span receives the sum in place, and nothing else is held; where it rests SHARD the open buffer is borrowed and given back.
+
+What rests, rests in a tier: it is brought when something is to be added to it, and left when its pass or its sum is done.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shoal.collectives import Communicator, Handle, Label
-from shoal.zero.buffer import Pool, zeros
+from shoal.tier import Kept, Store, Transfer, above
+from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
-from shoal.zero.placement import PARTIAL, SHARD, Stage
+from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +32,8 @@ class GradientDtypes:
 class Gradient:
     """One unit's gradient between the backward passes that make it and the step that consumes it."""
 
-    def __init__(self, layout: Layout, stage: Stage, communicator: Communicator, dtypes: GradientDtypes, pool: Pool, *,
-                 unit: str, index: int):
+    def __init__(self, layout: Layout, stage: Stage, communicator: Communicator, dtypes: GradientDtypes, pool: Pool,
+                 store: Store, *, unit: str, index: int):
         self.layout = layout
         self.stage = stage
         self.touched = 0
@@ -51,23 +54,25 @@ class Gradient:
         self._slots = len(layout.slots)
         self.complete = False
         """Every slot received its gradient in the present backward pass."""
-        self._seen = 0  # slots of the present backward pass, since it last was complete
-        self._filled = 0  # slots whose view of the open buffer holds a value
-        self._valid = False  # `reduced` holds a sum
         self._open: Tensor | None = None
-        self._views: list[Tensor] = []
         self._resting: Tensor | None = None
         self._flight: _Flight | None = None
-        own = layout.span(communicator.rank)
-        if stage.gradient is PARTIAL:
-            self._resting = zeros(layout.size, dtypes.accumulate, pool.device)
+        self.measured = True
+        """Whether a step will ask for the norm."""
+        self._norm: Tensor | None = None
+        partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
+        self._span, self.rest = above(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,
+                                      f"gradient of unit '{unit}'")
+        self._here = False  # whether the span is fetched
+        self._bring(fresh=True)
+        self._at = own.start if partial and stage.master is SHARD else 0
+        self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
+        """This rank's span of the reduced gradient."""
+        self.reduced = self.own if stage.master is SHARD else self._span.tensor
+        """The reduced gradient, where the master rests."""
+        if partial:
+            self._resting = self._span.tensor
             self._resting_views = layout.views(self._resting)
-            self.own = self._resting[own.start:own.stop]
-            """This rank's span of the reduced gradient."""
-            self.reduced = self.own if stage.master is SHARD else self._resting
-            """The reduced gradient, where the master rests."""
-        else:
-            self.own = self.reduced = zeros(len(own), dtypes.accumulate, pool.device)
         self.reset()
 
     @property
@@ -91,6 +96,26 @@ class Gradient:
         resting = self.reduced if self._resting is None else self._resting
         return resting.numel() * resting.element_size()
 
+    def norm(self) -> Tensor:
+        """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
+        if (norm := self._norm) is None:
+            self._bring()
+            norm = self._norm = _norm(self.own)
+            self.leave()
+        return norm
+
+    def at_rest(self, part: range) -> Tensor:
+        """Return the elements `part` of the reduced gradient, counted as the master's, where the step reads them."""
+        return self.rest.tensor[self._at + part.start:self._at + part.stop]
+
+    def fetch(self, part: range) -> Transfer:
+        """Bring what `at_rest` returns."""
+        return self.rest.fetch(self._at + part.start, self._at + part.stop)
+
+    def commit(self, part: range) -> Transfer:
+        """Be done with what `at_rest` returned."""
+        return self.rest.commit(self._at + part.start, self._at + part.stop, changed=False)
+
     def due(self, *, boundary: bool, sync: bool) -> bool:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
         return sync and (boundary or self.stage.gradient is SHARD)
@@ -106,6 +131,8 @@ class Gradient:
         A pass may complete a gradient more than once: re-entrant recompute runs a backward of its own for each call.
         """
         bit = 1 << slot
+        if self._open is not None and self._open is self._resting:
+            self._bring(fresh=not self._filled)
         if self._open is None:
             self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
             self._views = self.layout.views(self._open)
@@ -134,6 +161,8 @@ class Gradient:
     def launch(self) -> None:
         """Start reducing the open buffer; slots that received nothing count as zero."""
         self.fold()
+        self._bring(fresh=not (self._valid or self._filled))
+        self._norm = None
         source = self._close()
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
@@ -157,11 +186,21 @@ class Gradient:
             flight.handle = self._communicator.all_gather(self.reduced, self._replicate_label)
 
     def fold(self) -> None:
-        """Wait until `reduced` holds the sum."""
+        """Wait until `reduced` holds the sum, and let it rest."""
         self.advance()
         if self._flight is not None:
             self._flight.handle.wait()
             self._flight = None
+            self.leave()
+
+    def leave(self) -> None:
+        """Let what was collected or reduced rest in its tier."""
+        if not self._here or self._flight is not None or isinstance(self._span, Kept):
+            return
+        if self.measured and self._valid and self._norm is None:
+            self._norm = _norm(self.own)
+        self._here = False
+        self._span.commit()
 
     def reset(self) -> None:
         """Forget the gradient: the step has consumed it."""
@@ -170,8 +209,21 @@ class Gradient:
             self._pool.give_back(self._open)
         self._open = self._resting
         self._views = [] if self._resting is None else self._resting_views
-        self._filled = self._seen = self.touched = 0
-        self._valid = self.unsynced = self.launched = self.complete = False
+        if self._here:
+            self._here = False
+            self._span.commit(changed=False)
+        self._span.discard()
+        self._norm = None
+        self._seen = self.touched = 0  # the slots of the present backward pass, since it last was complete; of the step
+        self._filled = 0  # the slots whose view of the open buffer holds a value
+        self._valid = False  # whether `reduced` holds a sum
+        self.unsynced = self.launched = self.complete = False
+
+    def _bring(self, *, fresh: bool = False) -> None:
+        """Have what rests in memory; if `fresh`, its values do not matter."""
+        if not self._here:
+            self._here = True
+            self._span.fetch(fresh=fresh).wait()
 
     def _close(self) -> Tensor:
         """Return the open buffer, in the wire's dtype, with zeros where nothing was collected."""
@@ -183,7 +235,7 @@ class Gradient:
             for slot, view in enumerate(self._views):
                 if not self._filled >> slot & 1:
                     view.zero_()
-        if source is not self._resting:
+        if source is not self._resting or not isinstance(self._span, Kept):
             for gap in self.layout.gaps():
                 source[gap.start:gap.stop].zero_()
         self._open, self._views, self._filled = None, [], 0
@@ -193,6 +245,10 @@ class Gradient:
         if source is not self._resting:
             self._pool.give_back(source)
         return wire
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=master_dtype(gradient.dtype))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,8 +27,13 @@ class Owner(Protocol):
         """Bring back the memory of `parameter`, or raise."""
         ...
 
+    def close(self) -> None:
+        """Give up what rests, of which nobody is the owner any more."""
+        ...
+
 
 _owners = WeakIdKeyDictionary()
+_kept = WeakIdKeyDictionary()
 _guarded: dict[type, type] = {}
 
 _METADATA = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "layout", "name",
@@ -80,9 +85,17 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     return type(tensor) in _guarded.values()
 
 
-def claim(parameter: nn.Parameter, owner: Owner) -> None:
-    """Record that `owner` holds the memory of `parameter` from now on."""
+def claim(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
+    """Record that `owner` holds the memory of `parameter` from now on; with `keep` the parameter keeps it alive.
+
+    An owner that was kept alive so far is told that it is not any more.
+    """
     _owners[parameter] = ref(owner)
+    former: Owner | None = _kept.pop(parameter, None)
+    if former is not None:
+        former.close()
+    if keep:
+        _kept[parameter] = owner
 
 
 def disclaim(parameter: nn.Parameter) -> None:

@@ -52,7 +52,7 @@ class Hooks:
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
         self._storages = {_storage(unit.full): (module, unit)
-                          for module, found in units.items() for unit in found if unit.weight is not unit.full}
+                          for module, found in units.items() for unit in found if unit.travels}
         self._saving: saved_tensors_hooks | None = None
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""
@@ -200,6 +200,7 @@ class Hooks:
         if last:
             del gradient
             unit.release()
+            self._reducer.completed(unit.gradient)
             self._reducer.advance()
 
     def _end_backward(self) -> None:

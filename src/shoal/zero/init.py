@@ -8,20 +8,24 @@ operation and sharded again. `initialize` then takes the slices over into its un
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal import distributed
 from shoal.collectives import Communicator
 from shoal.config.load import read
+from shoal.config.problem import raise_all
+from shoal.config.resolve import resolve
 from shoal.errors import ConfigError, UsageError
-from shoal.zero.buffer import Pool, trim
+from shoal.tier import Store, Tiers, trim
+from shoal.tier.opening import open_store
+from shoal.tier.settings import AioSettings, OffloadParam
+from shoal.zero.buffer import Pool
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
@@ -33,15 +37,13 @@ DEFAULT_TIMEOUT = 600.0
 TRIM_EVERY = 16 << 20
 """Bytes of whole parameters after whose sharding the heap is trimmed."""
 
-_parked = WeakIdKeyDictionary()  # keeps the slices of a parameter until an engine takes them over
-
-
 class Init:
     """Context in which modules are built sharded; with `module=`, shard one that exists, at once.
 
     `dtype` rounds the parameters as they are sharded; by default they keep theirs, so that masters are exact. `config`
-    (or `config_dict_or_path`) is read for `timeout`; with `enabled` false nothing happens. The other keywords are those of
-    the published API that ask for what happens here anyway.
+    (or `config_dict_or_path`) is read for `timeout`, `zero_optimization.offload_param` and `aio`: with the device `nvme`
+    (or `remote_device="nvme"`) the shards wait on disk, so that a model larger than memory can be built. With `enabled`
+    false nothing happens. The other keywords are those of the published API that ask for what happens here anyway.
     """
 
     def __init__(self, module: nn.Module | None = None, data_parallel_group: dist.ProcessGroup | None = None,
@@ -49,8 +51,8 @@ class Init:
                  config_dict_or_path: Mapping[str, Any] | str | None = None,
                  config: Mapping[str, Any] | str | None = None, enabled: bool = True, dtype: torch.dtype | None = None,
                  mpu: Any = None):
-        if remote_device not in (None, "none", "cpu", "cuda") or mpu is not None:
-            raise UsageError("zero.Init: remote_device 'nvme' and mpu are not supported yet; leave them out")
+        if mpu is not None:
+            raise UsageError("zero.Init: mpu is not supported yet; leave it out")
         self._enabled = enabled
         self._dtype = dtype
         self._group = data_parallel_group
@@ -59,7 +61,11 @@ class Init:
         self._pending: list[nn.Parameter] = []
         self._building: nn.Module | None = None
         self._opened: list[Unit] = []
-        self._timeout = _timeout(config if config is not None else config_dict_or_path)
+        given = config if config is not None else config_dict_or_path
+        self._settings = {} if given is None else read(given)
+        self._timeout = _timeout(self._settings)
+        self._offload, self._aio = _offload(self._settings, remote_device)
+        self._store: Store | None = None
         self._communicator: Communicator | None = None
         self._pool: Pool | None = None
         self._freed = 0  # bytes of whole parameters since the last trim
@@ -94,6 +100,7 @@ class Init:
         assert group is not None
         self._communicator = Communicator(group, timeout=self._timeout)
         self._pool = Pool(distributed.device())
+        self._store = open_store(self._offload, self._aio, self._pool.device, rank=self._communicator.rank)
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if module is not self._building:
@@ -124,22 +131,21 @@ class Init:
             unit.release()
 
     def _shard(self, parameter: nn.Parameter) -> None:
-        assert self._communicator is not None and self._pool is not None
+        assert self._communicator is not None and self._pool is not None and self._store is not None
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
         unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3], self._communicator,
                        UnitDtypes(compute=dtype, gradient=GradientDtypes(accumulate=dtype, wire=dtype)), self._pool,
-                       self._scope, trainable=False)
+                       self._scope, Tiers(weight=self._store, state=self._store), trainable=False)
         unit.session = self
         values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=self._pool.device)
         values[:parameter.numel()].copy_(parameter.detach().reshape(-1))
         self._communicator.broadcast(values, 0, name)
         unit.adopt(values)
-        _parked[parameter] = unit
 
 
 class _Parked(Unit):
-    """One parameter between its constructor and `initialize`."""
+    """One parameter between its constructor and `initialize`, which keeps its slices alive."""
 
     session: Init
     temporary = True
@@ -151,15 +157,25 @@ class _Parked(Unit):
             super().read(parameter, operation)
 
 
-def forget(parameter: nn.Parameter) -> None:
-    """Forget the slices of a parameter that a unit has taken over."""
-    _parked.pop(parameter, None)
-
-
-def _timeout(config: Mapping[str, Any] | str | None) -> float:
+def _timeout(config: Mapping[str, Any]) -> float:
     """Return the seconds that `config` gives to collectives; what else is wrong with it, `initialize` says."""
-    seconds = {} if config is None else read(config)
-    found = seconds.get("timeout", DEFAULT_TIMEOUT)
+    found = config.get("timeout", DEFAULT_TIMEOUT)
     if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
         raise ConfigError(f"zero.Init: timeout: got {found!r}; it must be a number of seconds above 0")
     return float(found)
+
+
+def _offload(config: Mapping[str, Any], remote_device: str | None) -> tuple[OffloadParam, AioSettings]:
+    """Return where parameters rest until `initialize` takes them over: `remote_device`, or as `config` says for weights."""
+    zero = config.get("zero_optimization")
+    asked = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    given = dict(cast("Mapping[str, object]", asked)) if isinstance(asked, Mapping) else {}
+    if remote_device is not None:
+        given["device"] = "none" if remote_device == "cuda" else remote_device
+    aio = config.get("aio")
+    found = [resolve(kind, values) for kind, values in
+             ((OffloadParam, given), (AioSettings, cast("Mapping[str, object]", aio) if isinstance(aio, Mapping) else {}))]
+    raise_all([problem for each in found for problem in each.findings.problems], "zero.Init")
+    param, disk = (each.section for each in found)
+    assert isinstance(param, OffloadParam) and isinstance(disk, AioSettings)
+    return param, disk

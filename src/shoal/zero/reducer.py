@@ -37,6 +37,11 @@ class Reducer:
             self._launch(self._due[self._next])
             self._next += 1
 
+    def completed(self, gradient: Gradient) -> None:
+        """Let a complete gradient rest that this pass does not reduce."""
+        if gradient not in self._due:
+            gradient.leave()
+
     def finish(self) -> None:
         """End the backward pass: reduce the rest, and wait for all."""
         due = set(self._due)
@@ -49,6 +54,7 @@ class Reducer:
         for gradient in self._order:
             if gradient not in due:
                 gradient.unsynced = True
+                gradient.leave()
         self._drain()
         self._due = []
 

@@ -9,34 +9,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from shoal.config.kinds import Count, Positive, Switch, whole
+from shoal.config.problem import shown
 from shoal.config.published import Published, inert, later, later_block, old
-from shoal.config.section import Section
+from shoal.config.section import Conflict, Rewritten, Section
+from shoal.tier.settings import OffloadOptimizer, OffloadParam
 
 __all__ = ["ZeroSettings"]
 
 _SAME = "every setting of it gives the same training, and what moves is the same bytes"
 
-_OFFLOAD_PARAM: Mapping[str, object] = {
-    "device": "none",
-    "nvme_path": None,
-    "buffer_count": 5,
-    "buffer_size": 1e8,
-    "max_in_cpu": 1e9,
-    "pin_memory": True,
-}
-_OFFLOAD_OPTIMIZER: Mapping[str, object] = {
-    "device": "none",
-    "nvme_path": None,
-    "buffer_count": 4,
-    "pin_memory": True,
-    "pipeline": False,
-    "pipeline_read": False,
-    "pipeline_write": False,
-    "fast_init": False,
-    "ratio": 1.0,
-    "super_offload": False,
-    "cpuadam_cores_perc": 0.8,
-}
+_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 class ZeroSettings(Section):
@@ -59,7 +41,7 @@ class ZeroSettings(Section):
     """Let a parameter go without gradient in a step (it counts as zero); false raises an error that names it."""
 
     sub_group_size: Positive = 1_000_000_000
-    """The most elements that one call of the optimizer takes at once; a unit is not cut for it."""
+    """The most elements that one call of the optimizer takes at once; a unit in memory is not cut for it."""
 
     stage3_max_live_parameters: Count = 1_000_000_000
     """Stage 3: the most elements that run-ahead keeps gathered at once; the unit in use is gathered in any case."""
@@ -81,6 +63,12 @@ class ZeroSettings(Section):
 
     stage3_gather_16bit_weights_on_model_save: Switch = False
     """Stage 3: let `save_16bit_model` gather the whole weights."""
+
+    offload_param: OffloadParam = OffloadParam()
+    """Where weights rest between their uses."""
+
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    """Where masters, moments and reduced gradients rest."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "max_live_parameters": "stage3_max_live_parameters",
@@ -123,13 +111,6 @@ class ZeroSettings(Section):
         "grad_hooks": old(
             "listed in DeepSpeed's documents, refused by its code", reason="it never had a meaning; remove it"
         ),
-        "offload_param": later_block("weights that rest on the host or on disk", _OFFLOAD_PARAM, switch="device"),
-        "offload_optimizer": later_block(
-            "masters and moments that rest on the host or on disk", _OFFLOAD_OPTIMIZER, switch="device"
-        ),
-        "cpu_offload": later("the old form of offload_optimizer", False),
-        "cpu_offload_param": later("the old form of offload_param", False),
-        "cpu_offload_use_pin_memory": later("the old form of pin_memory", False),
         "pipeline_loading_checkpoint": later("overlap the loading of a checkpoint", False),
         "stage3_module_granularity_threshold": later("gather finely grained modules whole", 0),
         "stage3_use_all_reduce_for_fetch_params": later("gather by all-reduce", False),
@@ -149,3 +130,21 @@ class ZeroSettings(Section):
         "parameter_alignment": later("pad parameters to 16 bytes", False),
         "zenflow": later_block("updates that hide behind the next steps"),
     }
+
+    @classmethod
+    def rewrite(cls, given: dict[str, object]) -> Rewritten:
+        values, origins, conflicts = dict(given), dict[str, str](), list[Conflict]()
+        pinned = values.pop("cpu_offload_use_pin_memory", None)
+        for former, new in _OLD_OFFLOAD.items():
+            asked = values.pop(former, None)
+            if asked in (None, False, "auto"):
+                continue
+            if asked is not True:
+                conflicts.append(Conflict(keys=(former,), message=f"got {shown(asked)}; give true or false"))
+            elif new in values:
+                message = f"an old form of {new}, which stands beside it; remove it"
+                conflicts.append(Conflict(keys=(former, new), message=message))
+            else:
+                values[new] = {"device": "cpu", **({} if pinned is None else {"pin_memory": pinned})}
+                origins[f"{new}.device"] = f"given as '{former}'"
+        return Rewritten(values=values, origins=origins, conflicts=tuple(conflicts))

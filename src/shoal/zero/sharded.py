@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from shoal.collectives import Communicator
 from shoal.errors import RanksDisagree, UsageError
 from shoal.precision.policy import Policy
-from shoal.zero.buffer import Pool, trim
+from shoal.tier import Residence, trim
+from shoal.zero.buffer import Pool
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import disclaim, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import Share, partition
 from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes
 from shoal.zero.reducer import Reducer
-from shoal.zero.unit import Scope, Unit, UnitDtypes
+from shoal.zero.unit import Phase, Scope, Unit, UnitDtypes
 from shoal.zero.window import Window
 
 
@@ -44,16 +45,21 @@ class Plan:
     """Elements of such parameters together."""
     reuse: int = 0
     """A unit that is used again within so many elements stays gathered until then."""
+    reads: int = 4
+    """Units whose weights are brought from another tier ahead of use."""
+    read_elements: int = sys.maxsize
+    """Elements of such units together."""
 
 
 class ShardedModel:
     """The units of one model on one data axis."""
 
     def __init__(self, model: nn.Module, groups: dict[nn.Parameter, int], plan: Plan, communicator: Communicator,
-                 policy: Policy, device: torch.device, *, boundary: Callable[[], bool], sync: Callable[[], bool]):
+                 policy: Policy, residence: Residence, *, boundary: Callable[[], bool], sync: Callable[[], bool]):
         self.model = model
         self.communicator = communicator
-        self.pool = Pool(device)
+        self.residence = residence
+        self.pool = Pool(residence.device)
         self.scope = Scope()
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
@@ -66,7 +72,8 @@ class ShardedModel:
             self.units.append(unit)
             self.by_module.setdefault(share.module, []).append(unit)
         trim()  # the parameters' own memory is free now
-        self.window = Window(plan.ahead, plan.live, plan.reuse)
+        self.window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
+                             lanes=residence.lanes)
         self.reducer = Reducer([unit.gradient for unit in reversed(self.units) if unit.gradient is not None],
                                overlap=plan.overlap)
         self.hooks = Hooks(model, self.by_module, self.window, self.reducer, self.scope, boundary=boundary, sync=sync)
@@ -86,22 +93,20 @@ class ShardedModel:
         for unit in self.units:
             weight += _bytes(unit.weight)
             gradient += 0 if unit.gradient is None else unit.gradient.bytes
-            if unit.master is not None and unit.master.dtype != unit.full.dtype:
-                master += _bytes(unit.master)
+            if unit.state is not None and unit.state.rounded is not None:
+                master += _bytes(unit.state.master.tensor)
         kept = sum(_bytes(value) for state in moments.values() for value in state.values()
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
 
-    def publish(self) -> None:
-        """Bring the stepped masters to the weights, and start what the next forward uses first."""
-        for unit in self.units:
-            unit.publish()
+    def run_ahead(self) -> None:
+        """Start what the next forward uses first."""
         self.window.open("forward")
 
     def settle(self) -> None:
-        """Wait for every collective under way."""
+        """Wait for everything under way."""
         for unit in self.units:
-            if unit.phase is unit.phase.IN_FLIGHT:
+            if unit.phase in (Phase.ARRIVING, Phase.IN_FLIGHT):
                 unit.gather()
                 unit.release()
 
@@ -113,6 +118,8 @@ class ShardedModel:
             unit.pins += 1
             for member in unit.members:
                 disclaim(member.parameter)
+            unit.close()
+        self.residence.close()
 
     def _unit(self, share: Share, stage: Stage, policy: Policy) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
@@ -120,8 +127,9 @@ class ShardedModel:
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
             accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute))
         values = self._values(share)
+        elements = sum(member.parameter.numel() for member in share.members)
         unit = Unit(share.name, share.members, stage, self.communicator, dtypes, self.pool, self.scope,
-                    trainable=share.trainable)
+                    self.residence.tiers(elements, elements if share.trainable else 0), trainable=share.trainable)
         self.communicator.broadcast(flat := _flatten(unit, values, self.pool.device), 0, f"unit '{share.name}'")
         unit.adopt(flat)
         return unit

@@ -2,9 +2,10 @@
 
     weight   what rests: the whole buffer, or this rank's span of it, in the compute dtype
     full     the whole buffer in the compute dtype, whose views the parameters are; without memory while released
-    master   what the optimizer steps: a view of `weight` where the dtypes agree, else a copy in fp32
+    master   what the optimizer steps: a view of `weight` where dtype and tier agree, else a copy in fp32
 
-The four redistributions of a step are `gather`, `gradient.launch`, `gradient.fold` and `publish`.
+The four redistributions of a step are `gather`, `gradient.launch`, `gradient.fold` and `publish`. A unit is released
+between its uses if its weights are sharded, or rest in another tier than the compute device.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from torch import Tensor, nn
 
 from shoal.collectives import Communicator, Handle, Label
 from shoal.errors import ReleasedError
-from shoal.zero.buffer import Elastic, Pool, elastic, zeros
+from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
+from shoal.tier.span import DONE
+from shoal.zero.buffer import Pool
 from shoal.zero.gradient import Gradient, GradientDtypes
 from shoal.zero.guard import claim, guard, unguard
 from shoal.zero.layout import Layout
-from shoal.zero.placement import REPLICATE, SHARD, Stage, master_dtype
+from shoal.zero.placement import SHARD, Stage, master_dtype
+from shoal.zero.state import State
 
 
 class Phase(Enum):
     """What the memory of a unit's parameters holds."""
 
     RELEASED = "no memory"
+    ARRIVING = "what rests on this rank is on its way"
     IN_FLIGHT = "a collective writes it"
     GATHERED = "the values"
 
@@ -63,7 +68,7 @@ class Unit:
     """Whether an engine may take the parameters over."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, communicator: Communicator,
-                 dtypes: UnitDtypes, pool: Pool, scope: Scope, *, trainable: bool = True):
+                 dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True):
         self.name = name
         self.stage = stage
         self.trainable = trainable
@@ -74,8 +79,8 @@ class Unit:
         """Read by somebody else's forward: stays gathered until the pass is over."""
         self.awaited = False
         """Used again soon: stays gathered until then."""
-        self.is_rounded = False
-        """The step has brought the master to `rounded` already."""
+        self.written = False
+        """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
         self.phase = Phase.GATHERED
         self.communicator = communicator
         self.dtypes = dtypes
@@ -87,18 +92,37 @@ class Unit:
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
         self._publish_label = Label(kind="publish", unit=name, index=index)
-        self._memory, self.full, self.weight = _memory(self.layout, stage, communicator.rank, dtypes.compute, pool.device)
-        self._own = self.full[self.span.start:self.span.stop]
-        self.master: Tensor | None = None
+        self._memory, self.full, self.rest = _memory(self.layout, stage, communicator.rank, dtypes.compute, pool.device,
+                                                     tiers.weight, f"weights of unit '{name}'")
+        self.weight = self.rest.tensor
+        self.away = tiers.weight.granule is not None or tiers.weight.device != pool.device
+        """Whether the weights rest in another tier than the compute device's memory."""
+        self._arriving: Transfer = DONE
+        self.state: State | None = None
         self.gradient: Gradient | None = None
         if trainable:
-            self.master = self._new_master(pool.device)
-            self.gradient = Gradient(self.layout, stage, communicator, dtypes.gradient, pool, unit=name, index=index)
+            self.gradient = Gradient(self.layout, stage, communicator, dtypes.gradient, pool, tiers.state, unit=name,
+                                     index=index)
+            self.state = self._new_state(tiers.state)
 
     @property
     def span(self) -> range:
         """The elements of the buffer that this rank owns."""
         return self.layout.span(self.communicator.rank)
+
+    @property
+    def travels(self) -> bool:
+        """Whether the weights are released between their uses."""
+        return self._memory is not None
+
+    @property
+    def resting(self) -> range:
+        """The elements of the buffer whose weights rest on this rank."""
+        return self.span if self.stage.weight is SHARD else range(self.layout.size)
+
+    @property
+    def master(self) -> Tensor | None:
+        return None if self.state is None else self.state.master.tensor
 
     @property
     def master_span(self) -> range:
@@ -115,32 +139,37 @@ class Unit:
         for view, parameter in zip(self.layout.views(self.full), self._parameters, strict=True):
             unguard(parameter)
             parameter.data = view
-            claim(parameter, self)
-        if self.weight is not self.full:
-            self.weight.copy_(self._own)
-        if self.master is not None and self.master.dtype != self.full.dtype:
-            span = self.master_span
-            self.master.copy_(values[span.start:span.stop])
+            claim(parameter, self, keep=self.temporary)
+        self._keep(values)
         self.release()
+
+    def fetch(self) -> None:
+        """Start bringing what rests on this rank, if the weights are released."""
+        if self.phase is Phase.RELEASED:
+            assert self._memory is not None
+            with torch.no_grad():
+                self._arriving = self._memory.grow()
+            self.phase = Phase.ARRIVING
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
-        if self.phase is not Phase.RELEASED:
-            return
-        assert self._memory is not None
-        with torch.no_grad():
-            self._memory.grow()
-            self._handle = self.communicator.all_gather(self.full, self._gather_label)
-        self.phase = Phase.IN_FLIGHT
+        self.fetch()
+        if self.phase is Phase.ARRIVING and self._is_gathered_by_ranks:
+            with torch.no_grad():
+                self._arriving.wait()
+                self._handle = self.communicator.all_gather(self.full, self._gather_label)
+            self.phase = Phase.IN_FLIGHT
 
     def gather(self) -> None:
         """Return when the parameters hold their values."""
         if self.phase is Phase.GATHERED:
             return
         self.prefetch()
-        assert self._handle is not None
-        self._handle.wait()
-        self._handle = None
+        with torch.no_grad():
+            self._arriving.wait()
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
         self.phase = Phase.GATHERED
         for parameter in self._parameters:
             unguard(parameter)
@@ -152,38 +181,42 @@ class Unit:
         self.gather()
         for parameter in self._parameters:
             guard(parameter)
+        if self.written:
+            self._memory.keep()
+            self.written = False
         self._memory.shrink()
         self.phase = Phase.RELEASED
 
-    @property
-    def rounded(self) -> Tensor | None:
-        """Where the master goes, rounded to the compute dtype; None where the weights are their own master."""
-        if self.master is None or self.master.dtype == self.full.dtype:
-            return None
-        if self.weight is not self.full:
-            return self.weight
-        return self.full if self.stage.master is REPLICATE else self._own
+    @torch.no_grad()
+    def round(self) -> None:
+        """Bring the whole master, rounded, to where this rank's weights rest."""
+        if self.state is not None and self.state.rounded is not None:
+            part = range(len(self.master_span))
+            self.state.fetch(part).wait()
+            self.state.rounded.tensor.copy_(self.state.master.tensor)
+            self.state.commit(part)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the stepped master to where the weights rest. The next use waits for what travels."""
+        """Bring what the step has written to where the weights rest. The next use waits for what travels."""
         if self.master is None:
             return
-        rounded, done, self.is_rounded = self.rounded, self.is_rounded, False
-        if rounded is not None and not done:
-            rounded.copy_(self.master)
-        if self.weight is not self.full:
-            if self.phase is not Phase.RELEASED:  # pinned: what is gathered must be the new weights
-                self.gather()
-                self._own.copy_(self.weight)
+        if self._memory is not None and self.phase is not Phase.RELEASED:  # pinned: what is gathered must be the new weights
+            self.gather()
+            self._memory.renew()
+        if self.stage.weight is SHARD:
+            if self.phase is not Phase.RELEASED:
                 self.communicator.all_gather(self.full, self._publish_label).wait()
-            return
-        if self.stage.master is REPLICATE:
-            return
-        for parameter in self._parameters:
-            guard(parameter)
-        self._handle = self.communicator.all_gather(self.full, self._publish_label)
-        self.phase = Phase.IN_FLIGHT
+        elif self.stage.master is SHARD and self._memory is not None:
+            self.gather()
+            self.communicator.all_gather(self.full, self._publish_label).wait()
+            self._memory.keep()
+            self.release()
+        elif self.stage.master is SHARD:
+            for parameter in self._parameters:
+                guard(parameter)
+            self._handle = self.communicator.all_gather(self.full, self._publish_label)
+            self.phase = Phase.IN_FLIGHT
 
     @torch.no_grad()
     def scatter(self, source: int | None) -> None:
@@ -191,29 +224,33 @@ class Unit:
         assert self.phase is Phase.GATHERED
         if source is not None:
             self.communicator.broadcast(self.full, source, f"unit '{self.name}'")
-        if self.weight is not self.full:
-            self.weight.copy_(self._own)
-        if self.master is not None and self.master.dtype != self.full.dtype:
-            span = self.master_span
-            self.master.copy_(self.full[span.start:span.stop])
+        self._keep(self.full)
 
     @property
     def rest_within(self) -> Tensor | None:
         """The sharded weights that rest, where they rest within the whole buffer: what is written there, stays."""
-        return self.weight if self.weight is not self.full and self.weight.data_ptr() == self._own.data_ptr() else None
+        within = self.full[self.resting.start:self.resting.stop]
+        return self.weight if self.stage.weight is SHARD and self.weight.data_ptr() == within.data_ptr() else None
 
     @torch.no_grad()
     def restore(self, rest: Tensor) -> None:
         """Undo what was written into the resting weights since they were `rest`."""
         self.weight.copy_(rest)
 
+    def close(self) -> None:
+        """Give back the places on disk of what rested there: nothing is fetched any more."""
+        moments = [] if self.state is None else [self.state.master, *self.state.moments.values()]
+        for span in [self.rest, *moments, *([] if self.gradient is None else [self.gradient.rest])]:
+            span.close()
+
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         if self.phase is Phase.IN_FLIGHT:
             self.gather()
-        elif self._scope.open:
+        elif self._scope.open or self.stage.weight is not SHARD:
             self.held = True
             self.gather()
+            self.written = not self._scope.open
         else:
             name = next(member.name for member in self.members if member.parameter is parameter)
             raise ReleasedError(
@@ -223,21 +260,37 @@ class Unit:
                 f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write). "
                 f"For all weights at once: engine.consolidated_state_dict()")
 
-    def _new_master(self, device: torch.device) -> Tensor:
-        """Return the tensor that the optimizer steps: of its own, or within the weights where the dtypes agree."""
-        wide = master_dtype(self.full.dtype)
-        if wide != self.full.dtype:
-            return zeros(len(self.master_span), wide, device)
-        if self.stage.master is REPLICATE:
-            return self.full
-        return self._own if self.stage.weight is REPLICATE else self.weight
+    @property
+    def _is_gathered_by_ranks(self) -> bool:
+        """Whether gathering takes the other ranks; else what rests here is the whole."""
+        return self.stage.weight is SHARD and self.communicator.ranks > 1
+
+    def _keep(self, values: Tensor) -> None:
+        """Let the gathered weights rest, and the master be `values` (size,), of any precision."""
+        if self._memory is not None:
+            self._memory.keep()
+        if self.state is not None and self.state.rounded is not None:
+            span = self.master_span
+            with held(self.state.master, changed=True) as master:
+                master.copy_(values[span.start:span.stop])
+
+    def _new_state(self, store: Store) -> State:
+        """Return the state that the optimizer steps, its master of its own, or the resting weights."""
+        assert self.gradient is not None
+        span, wide = self.master_span, master_dtype(self.full.dtype)
+        stepped = Part(self.rest, range(span.start - self.resting.start, span.stop - self.resting.start))
+        if wide == self.full.dtype and self.weight.device == store.device:
+            return State(self.name, len(span), store, stepped, None, self.gradient)
+        master = store.place(len(span), wide, f"master of unit '{self.name}'")
+        return State(self.name, len(span), store, master, stepped, self.gradient)
 
 
-def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype,
-            device: torch.device) -> tuple[Elastic | None, Tensor, Tensor]:
+def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype, device: torch.device, store: Store,
+            name: str) -> tuple[Elastic | None, Tensor, Span]:
     """Return (what grows and shrinks, the whole buffer, what rests of it)."""
-    if stage.weight is SHARD:
-        memory = elastic(layout.size, dtype, layout.span(rank), device)
+    part = layout.span(rank) if stage.weight is SHARD else range(layout.size)
+    if stage.weight is SHARD or store.granule is not None or store.device != device:
+        memory = elastic(layout.size, dtype, part, device, store, name)
         return memory, memory.full, memory.rest
     full = zeros(layout.size, dtype, device)
-    return None, full, full
+    return None, full, Kept(full)

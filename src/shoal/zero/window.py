@@ -1,21 +1,26 @@
 """The run-ahead window: units are gathered in the order in which the last pass used them, ahead of their use.
 
 Every use of a unit starts the gathers of the units expected next, up to a number of elements (and at least one unit), so
-that they travel while the present one computes. A pass that leaves the expected order only loses its run-ahead.
+that they travel while the present one computes. Weights that rest in another tier are brought further ahead still, so that
+they have arrived when their gather starts. A pass that leaves the expected order only loses its run-ahead.
 """
 
 from __future__ import annotations
 
-from shoal.zero.unit import Unit
+from shoal.tier import Lanes
+from shoal.zero.unit import Phase, Unit
 
 
 class Window:
     """What is gathered, and what will be."""
 
-    def __init__(self, ahead: int, live: int, reuse: int = 0):
-        self._ahead = ahead
-        self._live = live
+    def __init__(self, ahead: int, live: int, reuse: int = 0, *, reads: int = 0, read_elements: int = 0,
+                 lanes: Lanes | None = None):
+        self._ahead = min(ahead, live)
         self._reuse = reuse
+        self._reads = reads
+        self._read_elements = read_elements
+        self._lanes = lanes or Lanes()
         self._orders: dict[str, list[Unit]] = {}
         self._expected: list[Unit] = []
         self._seen: list[Unit] = []
@@ -42,7 +47,9 @@ class Window:
             self._seen.append(unit)
             if position < len(self._expected) and self._expected[position] is unit:
                 self._run_ahead(position + 1)
-        unit.gather()
+        if unit.phase is not Phase.GATHERED:
+            with self._lanes.during("wait", unit.name):
+                unit.gather()
 
     def reused(self, unit: Unit) -> bool:
         """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did."""
@@ -61,9 +68,15 @@ class Window:
         self._run_ahead(0)
 
     def _run_ahead(self, position: int) -> None:
-        elements = 0
-        for unit in self._expected[position:]:
-            if self._ahead == 0 or (elements and elements + unit.layout.size > min(self._ahead, self._live)):
+        elements, gathering, fetching = 0, self._ahead > 0, self._reads > 0
+        for count, unit in enumerate(self._expected[position:]):
+            size = unit.layout.size
+            gathering = gathering and (elements == 0 or elements + size <= self._ahead)
+            fetching = fetching and count < self._reads and (elements == 0 or elements + size <= self._read_elements)
+            if gathering:
+                unit.prefetch()
+            elif fetching and unit.away:
+                unit.fetch()
+            elif not fetching:
                 return
-            unit.prefetch()
-            elements += unit.layout.size
+            elements += size

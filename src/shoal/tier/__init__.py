@@ -1,0 +1,24 @@
+"""Where state rests, and how it comes: a tier places spans, and a span is fetched before its use and committed after it.
+
+    device, host   spans are always there: fetching and committing them costs nothing
+    disk           a span's memory keeps its address, and its pages come with the bytes of a file, and go
+
+Nobody else needs to know which it is.
+"""
+
+from shoal.tier.copied import Copied, above
+from shoal.tier.elastic import Elastic, elastic
+from shoal.tier.lanes import Lanes
+from shoal.tier.memory import pageable, trim, zeros
+from shoal.tier.pages import Pages
+from shoal.tier.part import Part, Together, held
+from shoal.tier.residence import Residence, Tiers
+from shoal.tier.span import Kept, Span, Transfer
+from shoal.tier.store import Disk, Memory, Store
+from shoal.tier.swap import Swap
+from shoal.tier.swapped import Swapped
+from shoal.tier.trace import Event, Trace
+
+__all__ = ["Copied", "Disk", "Elastic", "Event", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span", "Store",
+           "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "elastic", "held", "pageable",
+           "trim", "zeros"]

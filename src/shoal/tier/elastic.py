@@ -1,0 +1,158 @@
+"""Memory that comes and goes in place, while every view of it stays as it is.
+
+A whole buffer, of which one part rests in a tier, grows for its use and shrinks after it:
+
+    paged     the part rests in host memory: the pages of the rest go back to the system, and come back at the first write;
+              the part stays where it is, and is never copied
+    beneath   the part rests on disk, beneath host memory: all pages come and go, those of the part with their bytes
+    resized   accelerators, and buffers of a few pages: the storage is emptied, and the part rests in a span of its own
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.tier.memory import pageable
+from shoal.tier.pages import Pages
+from shoal.tier.part import Part
+from shoal.tier.span import DONE, Kept, Span, Transfer
+from shoal.tier.store import Disk, Memory, Store
+from shoal.tier.swapped import Swapped
+
+__all__ = ["Elastic", "elastic"]
+
+
+class Elastic(Protocol):
+    """A whole buffer of which one part rests. At first it is grown, and holds zeros."""
+
+    full: Tensor
+    """The whole buffer; outside the part undefined until it is written after `grow`."""
+    rest: Span
+    """The part that rests."""
+
+    def grow(self) -> Transfer:
+        """Make the whole buffer usable; once the transfer is over, its part holds what rests."""
+        ...
+
+    def shrink(self) -> None:
+        """Give up the buffer, but for what rests."""
+        ...
+
+    def keep(self) -> None:
+        """Let what stands in the part of the grown buffer rest."""
+        ...
+
+    def renew(self) -> None:
+        """Bring what rests into the part of the grown buffer."""
+        ...
+
+
+class Paged:
+    """Host memory whose pages outside the part come and go."""
+
+    def __init__(self, size: int, dtype: torch.dtype, part: range):
+        self._pages = Pages(size, dtype)
+        self.full = self._pages.tensor
+        self.rest: Span = Kept(self.full[part.start:part.stop])
+        width = dtype.itemsize
+        self._outside = [range(part.start * width), range(part.stop * width, size * width)]
+
+    def grow(self) -> Transfer:
+        return DONE  # the first write brings the pages
+
+    def shrink(self) -> None:
+        for outside in self._outside:
+            self._pages.drop(outside.start, outside.stop)
+
+    def keep(self) -> None:
+        pass  # it rests within the buffer
+
+    def renew(self) -> None:
+        pass
+
+
+class Beneath:
+    """Host memory above a disk."""
+
+    def __init__(self, size: int, dtype: torch.dtype, part: range, disk: Disk, name: str):
+        self._memory = Swapped(disk.swap, size, dtype, name, part=part, chunk=disk.granule)
+        self._part = part
+        self._changed = False
+        self.full = self._memory.tensor
+        self.rest: Span = Part(self._memory, part)
+        self.grow().wait()
+
+    def grow(self) -> Transfer:
+        return self._memory.fetch(self._part.start, self._part.stop)
+
+    def shrink(self) -> None:
+        changed, self._changed = self._changed, False
+        self._memory.commit(self._part.start, self._part.stop, changed=changed)
+        self._memory.drop_outside()
+
+    def keep(self) -> None:
+        self._changed = True  # written when it shrinks
+
+    def renew(self) -> None:
+        pass
+
+
+class Resized:
+    """Memory whose storage is emptied, beside a span for the part."""
+
+    def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, rest: Span):
+        self.full = torch.zeros(size, dtype=dtype, device=device)
+        self.rest = rest
+        self._own = self.full[part.start:part.stop]
+
+    def grow(self) -> Transfer:
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        return _Renewal(self, self.rest.fetch())
+
+    def shrink(self) -> None:
+        self.full.untyped_storage().resize_(0)
+
+    def keep(self) -> None:
+        self.rest.fetch(fresh=True).wait()
+        self.rest.tensor.copy_(self._own)
+        self.rest.commit()
+
+    def renew(self) -> None:
+        self.rest.fetch().wait()
+        self.bring()
+
+    def bring(self) -> None:
+        """Copy what rests, and was fetched, into the buffer."""
+        self._own.copy_(self.rest.tensor, non_blocking=True)
+        self.rest.commit(changed=False)
+
+
+class _Renewal:
+    """The span of a buffer on its way into memory, and from there into the buffer."""
+
+    def __init__(self, buffer: Resized, arriving: Transfer):
+        self._buffer = buffer
+        self._arriving = arriving
+        self._over = False
+
+    @property
+    def done(self) -> bool:
+        return self._over
+
+    def wait(self) -> None:
+        if not self._over:
+            self._arriving.wait()
+            self._over = True
+            self._buffer.bring()
+
+
+def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str) -> Elastic:
+    """Return a buffer of `size` elements on `device`, zeros, whose `part` rests in `store`."""
+    if isinstance(store, Disk) and device == store.device:
+        return Beneath(size, dtype, part, store, name)
+    if isinstance(store, Memory) and device == store.device and pageable(size, dtype, device):
+        return Paged(size, dtype, part)
+    return Resized(size, dtype, part, device, store.place(len(part), dtype, name))

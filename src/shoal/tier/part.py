@@ -1,0 +1,66 @@
+"""Spans in use: a part of one, several that travel together, one that is held for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from shoal.tier.span import DONE, Span, Transfer
+
+__all__ = ["Part", "Together", "held"]
+
+
+class Part:
+    """The elements `part` of a span, counted from 0."""
+
+    def __init__(self, span: Span, part: range):
+        self._span = span
+        self._start = part.start
+        self.tensor = span.tensor[part.start:part.stop]
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        return self._span.fetch(*self._shifted(start, stop), fresh=fresh)
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        return self._span.commit(*self._shifted(start, stop), changed=changed)
+
+    def discard(self) -> None:
+        raise NotImplementedError("a part cannot be forgotten alone")
+
+    def close(self) -> None:
+        self._span.close()
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._span.disk_bytes
+
+    def _shifted(self, start: int, stop: int | None) -> tuple[int, int]:
+        stop = self.tensor.numel() if stop is None else stop
+        return self._start + start, self._start + stop
+
+
+class Together:
+    """Several transfers as one."""
+
+    def __init__(self, transfers: Iterable[Transfer]):
+        self._transfers = [transfer for transfer in transfers if transfer is not DONE]
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done for transfer in self._transfers)
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+
+
+@contextmanager
+def held(span: Span, start: int = 0, stop: int | None = None, *, changed: bool) -> Generator[Tensor]:
+    """Have elements [start, stop) of a span in memory for a while; `changed` says that they are written."""
+    span.fetch(start, stop).wait()
+    try:
+        yield span.tensor[start:stop]
+    finally:
+        span.commit(start, stop, changed=changed)

@@ -1,0 +1,99 @@
+"""What is wrong with a folder, before anything rests in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import TierError
+
+__all__ = ["check_folder", "free_bytes", "slow_reason"]
+
+_NETWORK = frozenset({"9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs",
+                      "nfs", "nfs4", "smb2", "smb3", "smbfs", "virtiofs"})
+_MEMORY = frozenset({"ramfs", "tmpfs"})
+_VIRTUAL = ("virtio", "vbd-", "vmbus")
+MOUNTS, DEVICES = Path("/proc/self/mountinfo"), Path("/sys/dev/block")
+_FIX = "give a folder of a fast local disk in nvme_path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mount:
+    """A mounted file system: where, of which type, on which device."""
+
+    point: str
+    type: str
+    device: str
+
+
+def check_folder(path: str | Path) -> None:
+    """Raise TierError unless `path` is a folder in which this process can make files."""
+    if sys.platform != "linux":
+        raise TierError(f"{path}: state can rest on a disk only under Linux; this is {sys.platform}")
+    folder = Path(path)
+    if not folder.exists():
+        raise TierError(f"{folder} does not exist; make it, or {_FIX}")
+    if not folder.is_dir():
+        raise TierError(f"{folder} is not a folder; {_FIX}")
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise TierError(f"{folder} is not writable for this user; change its mode, or {_FIX}")
+
+
+def free_bytes(path: str | Path) -> int:
+    """Return the bytes that this user can still write on the file system of `path`."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def slow_reason(path: str | Path) -> str | None:
+    """Return what makes `path` a bad place for state, as "is ..."; None if nothing does."""
+    mount = _mount_of(Path(path).resolve(), MOUNTS)
+    if mount is None:
+        return None
+    if mount.type in _MEMORY:
+        return f"is memory, not a disk ({mount.type} at {mount.point}): what rests there saves none"
+    if mount.type in _NETWORK:
+        return f"is on a network file system ({mount.type} at {mount.point})"
+    if _is_rotational(mount.device, DEVICES):
+        return f"is on a rotating disk (device {mount.device} at {mount.point})"
+    return None
+
+
+def _mount_of(path: Path, table: Path) -> _Mount | None:
+    """Return the mount that holds `path`: the deepest, and of those mounted on each other the last."""
+    found: _Mount | None = None
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, source = line.partition(" - ")
+        words = fields.split()
+        mount = _Mount(point=_unescaped(words[4]), type=source.split()[0], device=words[2])
+        if path.is_relative_to(mount.point) and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def _unescaped(text: str) -> str:
+    """Undo the octal escapes of blanks and backslashes in mountinfo."""
+    return re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def _is_rotational(device: str, devices: Path) -> bool:
+    """Whether the disk of a device rotates; a partition has no queue, the disk around it has.
+
+    A virtual disk does not know what it lies on, and says that it rotates.
+    """
+    place = (devices / device).resolve()
+    if any(part.startswith(_VIRTUAL) for part in place.parts):
+        return False
+    for folder in (place, place.parent):
+        try:
+            return (folder / "queue" / "rotational").read_text().strip() == "1"
+        except OSError:
+            continue
+    return False

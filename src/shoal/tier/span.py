@@ -1,0 +1,90 @@
+"""A span is flat memory that may rest elsewhere: `fetch` brings it, `commit` lets it go, and its address never changes.
+
+Between a fetch that has been waited for and the commit that ends it the memory holds what was committed last; at other
+times it is undefined. `Kept` rests where it is, so that who fetches and commits need not ask where a tensor rests.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from torch import Tensor
+
+__all__ = ["DONE", "Kept", "Span", "Transfer"]
+
+
+class Transfer(Protocol):
+    """Bytes on their way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is under way any more; `wait` tells whether it went well."""
+        ...
+
+    def wait(self) -> None:
+        """Block until all bytes have arrived; raises the TierError of the first part that failed, every time."""
+        ...
+
+
+class Span(Protocol):
+    """A flat tensor that is there between `fetch` and `commit`."""
+
+    tensor: Tensor
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        """Bring elements [start, stop), to be kept until they are committed as often as they were fetched.
+
+        With `fresh` the caller overwrites all of them: what they held need not come.
+        """
+        ...
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        """Let elements [start, stop) go; without `changed` they are as they were fetched."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the contents, of which nothing may be fetched now: they are zeros from here on."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk that the span holds."""
+        ...
+
+    def close(self) -> None:
+        """Give back the place on disk."""
+        ...
+
+
+class _Done:
+    """Nothing is under way."""
+
+    done = True
+
+    def wait(self) -> None:
+        pass
+
+
+DONE: Final[Transfer] = _Done()
+"""The transfer of nothing."""
+
+
+class Kept:
+    """A span that stays in memory."""
+
+    disk_bytes = 0
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        return DONE
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        return DONE
+
+    def discard(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,198 @@
+"""A span that rests in a swap file. Its memory keeps its address; its pages come with the bytes of the file, and go.
+
+The span is cut into chunks, and a chunk is all or nothing:
+
+    absent    the file holds it, or nobody wrote it yet: then it is zeros, and nothing is read
+    present   memory holds it: it was fetched, and not yet committed as often
+    leaving   it was committed and is being written; if it is fetched now it stays
+
+A read that fails leaves the chunk absent, and the next fetch tries again. A write that fails leaves it present.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from shoal.errors import TierError
+from shoal.tier.extents import Extent
+from shoal.tier.pages import PAGE, Pages, whole_pages
+from shoal.tier.span import DONE, Transfer
+from shoal.tier.swap import Swap
+from shoal.tier.transfer import Job, Lane, Pending, Stretch
+
+__all__ = ["CHUNK", "Swapped"]
+
+CHUNK = 1 << 20
+"""Elements of a chunk: what is read, written and dropped as one."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Chunk:
+    """Bytes that come and go together, where they are, and who needs them."""
+
+    stretch: Stretch
+    sums: list[int]
+    pins: int = 0
+    present: bool = False
+    dirty: bool = False
+    """Memory holds what the file does not. No job is under way then: it begins by taking the mark away."""
+    written: bool = False
+    job: Job | None = None
+    error: TierError | None = None
+    """Why the last job failed."""
+
+
+class Swapped:
+    """`size` elements of `dtype`, zeros at first, of which `part` (default: all) has a place in the file of `swap`.
+
+    Pages at the edges of `part` come and go with it, whole. Errors call the span `name`. Raises `TierError` when the disk is
+    full.
+    """
+
+    def __init__(self, swap: Swap, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
+                 chunk: int = CHUNK):
+        assert chunk > 0
+        self.part = range(size) if part is None else part
+        self._swap, self._name, self._width = swap, name, dtype.itemsize
+        hull = range(self.part.start * self._width // PAGE * PAGE, whole_pages(self.part.stop * self._width))
+        self._hull = hull = hull if self.part else range(0)
+        self._pages = Pages(size, dtype, aligned=hull.start)
+        self.tensor = self._pages.tensor
+        self._extent = swap.allocate(len(hull), name)
+        self._chunk_bytes = whole_pages(chunk * self._width)
+        self._chunks = [self._chunk(start) for start in hull[::self._chunk_bytes]]
+
+    def _chunk(self, start: int) -> _Chunk:
+        stop = min(self._hull.stop, start + self._chunk_bytes)
+        blocks = -(-(stop - start) // self._swap.block_bytes)
+        return _Chunk(sums=[0] * blocks, stretch=Stretch(pages=self._pages, start=start, stop=stop,
+                                                         offset=self._extent.offset + start - self._hull.start))
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._extent.bytes
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        self._swap.check_owner(self._name)
+        wanted = self._wanted(start, stop)
+        reads: list[Job] = []
+        arriving: list[Job] = []
+        failed: list[TierError] = []
+        for chunk in self._over(wanted):
+            self._pin(chunk)
+            with self._swap.lock:
+                if not chunk.present:
+                    chunk.present, chunk.error = True, None
+                    if chunk.written and not (fresh and self._is_within(chunk, wanted)):
+                        reads.append(self._job("read", chunk))
+                if chunk.job is not None and chunk.job.lane == "read":
+                    arriving.append(chunk.job)
+                elif chunk.error is not None:
+                    failed.append(chunk.error)
+        self._swap.submit(reads)
+        return Pending(arriving, failed) if arriving or failed else DONE
+
+    def _pin(self, chunk: _Chunk) -> None:
+        """Keep a chunk from being dropped; if that has begun, wait until it is over."""
+        with self._swap.lock:
+            chunk.pins += 1
+            dropping = None if chunk.present else chunk.job
+        if dropping is not None:
+            dropping.wait()
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        self._swap.check_owner(self._name)
+        leaving: list[Job] = []
+        failed: list[TierError] = []
+        for chunk in self._over(self._wanted(start, stop)):
+            if (job := self._unpin(chunk, changed)) is not None:
+                leaving.append(job)
+            elif chunk.error is not None:
+                failed.append(chunk.error)
+        return Pending(leaving, failed) if leaving or failed else DONE
+
+    def _unpin(self, chunk: _Chunk, changed: bool) -> Job | None:
+        """Let a chunk go that nobody else needs; return the write that this waits for."""
+        if changed and (earlier := chunk.job) is not None:  # a write of older contents, or a read that nobody waited for
+            earlier.wait()
+        with self._swap.lock:
+            assert chunk.pins > 0, f"{self._name}: committed without having been fetched"
+            chunk.pins -= 1
+            chunk.dirty |= changed and chunk.present
+            if chunk.pins or chunk.job is not None:  # the job drops the chunk when it ends
+                return chunk.job if chunk.job is not None and chunk.job.lane == "write" else None
+            chunk.present = chunk.dirty
+        if not chunk.dirty:
+            self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
+            return None
+        self._swap.admit(chunk.stretch.stop - chunk.stretch.start)
+        job = self._job("write", chunk)
+        self._swap.submit([job])
+        return job
+
+    def _job(self, lane: Lane, chunk: _Chunk) -> Job:
+        chunk.dirty = False
+        chunk.job = Job(lane, self._name, chunk.stretch, chunk.sums, partial(self._settle, chunk),
+                        block_bytes=self._swap.block_bytes)
+        return chunk.job
+
+    def _settle(self, chunk: _Chunk, job: Job) -> None:
+        """Note how a job of `chunk` ended, and drop what nobody needs; called in the thread that ended it."""
+        with self._swap.lock:
+            chunk.error = job.error
+            if job.lane == "read":
+                chunk.present = job.error is None
+            else:
+                chunk.dirty |= job.error is not None
+                chunk.written |= job.error is None
+            unneeded = not (chunk.pins or chunk.dirty)
+            if unneeded:
+                chunk.present = False  # a fetch from now on waits for the end of this job
+        if unneeded:
+            self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
+        with self._swap.lock:
+            chunk.job = None
+            self._swap.count(job)
+
+    def discard(self) -> None:
+        for chunk in self._chunks:
+            assert not chunk.pins, f"{self._name}: discarded while it is fetched"
+            if (job := chunk.job) is not None:
+                job.wait()
+            chunk.present = chunk.dirty = chunk.written = False
+            chunk.error = None
+        self._pages.drop(self._hull.start, self._hull.stop)
+
+    def drop_outside(self) -> None:
+        """Give up the pages that hold nothing of `part`."""
+        self._pages.drop(0, self._hull.start)
+        self._pages.drop(self._hull.stop, self._pages.bytes)
+
+    def close(self) -> None:
+        for chunk in self._chunks:
+            if (job := chunk.job) is not None:
+                job.wait()
+        self._chunks = []
+        self._swap.free(self._extent)
+        self._extent = Extent(0, 0)
+
+    def _wanted(self, start: int, stop: int | None) -> range:
+        """Return the elements of [start, stop) that have a place on disk."""
+        stop = self.part.stop if stop is None else min(stop, self.part.stop)
+        return range(max(start, self.part.start), stop)
+
+    def _over(self, wanted: range) -> list[_Chunk]:
+        """Return the chunks that hold any of `wanted`."""
+        if not wanted:
+            return []
+        first, last = (at * self._width - self._hull.start for at in (wanted.start, wanted.stop))
+        return self._chunks[first // self._chunk_bytes:-(-last // self._chunk_bytes)]
+
+    def _is_within(self, chunk: _Chunk, wanted: range) -> bool:
+        """Whether all elements of the chunk are among `wanted`; those outside `part` do not count."""
+        start = max(chunk.stretch.start, self.part.start * self._width)
+        stop = min(chunk.stretch.stop, self.part.stop * self._width)
+        return wanted.start * self._width <= start and stop <= wanted.stop * self._width

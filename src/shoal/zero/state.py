@@ -1,0 +1,65 @@
+"""What the step of one unit reads and writes: the master and the moments, which rest together, and what goes with them.
+
+    master     the fp32 copy of the weights, or the resting weights themselves
+    moments    by the name that the optimizer gives them, made as zeros when they are first asked for
+    gradient   reduced; read by the step
+    rounded    the resting weights in the compute dtype; written by the step, where the master is a copy
+
+All are spans over the elements whose master rests on this rank, so that a piece of the step is one range of all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.tier import Kept, Span, Store, Together, Transfer
+from shoal.tier.swapped import CHUNK
+from shoal.zero.gradient import Gradient
+
+
+class State:
+    """The optimizer's state of one unit."""
+
+    def __init__(self, unit: str, size: int, store: Store, master: Span, rounded: Span | None, gradient: Gradient):
+        self.unit = unit
+        self.store = store
+        self.moments: dict[str, Span] = {}
+        self._size = size
+        self.master = master
+        self.rounded = rounded
+        """The resting weights in the compute dtype; None where they are their own master."""
+        self._gradient = gradient
+        self._held: list[range] = []
+
+    @property
+    def granule(self) -> int | None:
+        """Elements that are brought at once; None where everything is always there."""
+        spans = [self.master, self._gradient.rest, *([] if self.rounded is None else [self.rounded])]
+        if self.store.granule is None and all(isinstance(span, Kept) for span in spans):
+            return None
+        return self.store.granule or CHUNK
+
+    def moment(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """Return the moments called `kind` of the whole unit, made as zeros if there are none."""
+        if kind not in self.moments:
+            span = self.store.place(self._size, dtype, f"'{kind}' of unit '{self.unit}'")
+            for part in self._held:
+                span.fetch(part.start, part.stop).wait()
+            self.moments[kind] = span
+        return self.moments[kind].tensor
+
+    def fetch(self, part: range) -> Transfer:
+        """Bring what the step of `part` needs."""
+        self._held.append(part)
+        arriving = [span.fetch(part.start, part.stop) for span in (self.master, *self.moments.values())]
+        if self.rounded is not None:
+            arriving.append(self.rounded.fetch(part.start, part.stop, fresh=True))
+        return Together([*arriving, self._gradient.fetch(part)])
+
+    def commit(self, part: range) -> Transfer:
+        """Let what the step of `part` left rest again."""
+        self._held.remove(part)
+        written = (self.master, *self.moments.values(), *([] if self.rounded is None else [self.rounded]))
+        leaving = [span.commit(part.start, part.stop) for span in written]
+        return Together([*leaving, self._gradient.commit(part)])

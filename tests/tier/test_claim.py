@@ -1,0 +1,179 @@
+"""A swap file is one process's own: others leave it alone while it lives, and remove it once it is dead."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.errors import TierError
+from shoal.log import _warned  # pyright: ignore[reportPrivateUsage]
+from shoal.tier.claim import _sweep  # pyright: ignore[reportPrivateUsage]
+from shoal.tier.swap import Swap
+
+from .test_swapped import filled, numbers
+
+PROLOGUE = """
+import os, sys, signal, torch
+from shoal.tier.swap import Swap
+from shoal.tier.swapped import Swapped
+swap = Swap(sys.argv[1], block_bytes=65536)
+span = Swapped(swap, 4 << 20, torch.float32, "w")
+span.fetch(fresh=True).wait()
+span.tensor.fill_(7)
+"""
+DIES = PROLOGUE + "span.commit().wait(); os.kill(os.getpid(), signal.SIGKILL)"
+ENDS = PROLOGUE + "span.commit(); span.fetch(); span.commit(); sys.exit(3)"
+READS_AND_ENDS = PROLOGUE + "span.commit().wait(); span.fetch(); raise SystemExit(3)"
+FORKS = PROLOGUE + """
+span.commit().wait()
+if os.fork() == 0:
+    try:
+        span.fetch().wait()
+    except Exception as error:
+        print(type(error).__name__, error)
+    sys.exit(0)
+assert os.wait()[1] == 0 and swap.path.exists()
+span.fetch().wait()
+assert span.tensor.eq(7).all()
+"""
+LIVES = PROLOGUE + "span.commit().wait(); print('ready', flush=True); input(); span.fetch().wait(); print(span.tensor.sum())"
+
+
+def started(code: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture
+def unwarned() -> Iterator[None]:
+    before = set(_warned)
+    _warned.clear()
+    yield
+    _warned.update(before)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    process = started(DIES, tmp_path)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    [left] = tmp_path.iterdir()
+    swap = Swap(tmp_path)
+    assert list(tmp_path.iterdir()) == [swap.path.parent] != [left]
+    swap.close()
+
+
+def test_two_runs_in_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    other = started(LIVES, tmp_path)
+    assert other.stdout is not None and other.stdout.readline() == "ready\n"
+    with_other = Swap(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    span = filled(with_other)
+    span.fetch().wait()
+    assert torch.equal(span.tensor, numbers(span))
+    with_other.close()
+    said, errors = other.communicate("\n")
+    assert said == f"tensor({7 * (4 << 20)}.)\n", errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [ENDS, READS_AND_ENDS], ids=["writes", "reads"])
+def test_an_interpreter_ends_with_bytes_under_way_and_leaves_nothing(code: str, tmp_path: Path) -> None:
+    process = started(code, tmp_path)
+    assert process.communicate() == ("", "") and process.returncode == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_neither_reads_nor_removes_it(tmp_path: Path) -> None:
+    process = started(FORKS, tmp_path)
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert said.startswith("TierError w rests in ") and "forked from it. Read the state where it is trained" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_span_nobody_holds_any_more_takes_the_file_with_it(tmp_path: Path) -> None:
+    span = filled(Swap(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
+    del span
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_dead_folders_of_this_host_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = os.uname().nodename
+    dead = [f"shoal-swap-{host}-12-0123abcd", f"shoal-swap-{host}-13-0123abcd"]
+    others = [f"shoal-swap-{host}-more-12-0123abcd", f"shoal-swap-{host}-12", "shoal-swap-elsewhere.-12-0123abcd", "mine"]
+    for name in (*dead, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0.swap").touch()
+    (tmp_path / dead[1] / "rank0.swap").unlink()
+    _sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+@pytest.mark.parametrize("refused_at", ["open", "write"])
+def test_where_direct_io_is_refused_the_cache_is_used_and_one_warning_said(
+        refused_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+        unwarned: None) -> None:
+    opened, written = os.open, os.pwrite
+
+    def refusing_open(path: os.PathLike[str] | str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *rest)
+
+    def refusing_write(*args: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    if refused_at == "open":
+        monkeypatch.setattr(os, "open", refusing_open)
+    else:
+        monkeypatch.setattr(os, "pwrite", refusing_write)
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        swaps = [Swap(tmp_path), Swap(tmp_path)]
+    monkeypatch.setattr(os, "pwrite", written)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} has no direct I/O (Invalid argument): its files go through the system's cache, which takes memory and "
+        f"processor time. Give a folder of a local disk (ext4, xfs) in nvme_path"]
+    for swap in swaps:
+        assert not swap.direct
+        span = filled(swap)
+        span.fetch().wait()
+        assert torch.equal(span.tensor, numbers(span))
+        swap.close()
+
+
+def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(TierError, match=f"rank 5: no file could be made in {tmp_path}: No space left on device; give a "):
+        Swap(tmp_path, rank=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=f"{tmp_path}/none does not exist; make it, or give a folder of a fast local disk"):
+        Swap(tmp_path / "none")
+
+
+def test_where_folders_cannot_be_locked_nothing_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / f"shoal-swap-{os.uname().nodename}-12-0123abcd"
+    left.mkdir()
+
+    def unlockable(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", unlockable)
+    swap = Swap(tmp_path)
+    swap.close()
+    assert list(tmp_path.iterdir()) == [left]

@@ -1,0 +1,114 @@
+"""Wherever the state rests, training is the same, bit for bit: every tier beside none, at every stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shoal
+from shoal.testing import run_ranks
+from shoal.tier import opening
+
+from .models import FEATURES, batch, loss_of
+
+RANKS, STEPS = 2, 3
+TIERS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
+    "optimizer on disk": {"offload_optimizer": {"device": "nvme"}},
+    "weights on disk": {"offload_param": {"device": "nvme"}},
+    "all on disk": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "buffer_count": 2}},
+    "half of it": {"offload_optimizer": {"device": "nvme", "ratio": 0.5, "buffer_count": 1},
+                   "offload_param": {"device": "nvme", "max_in_cpu": 2000}},
+}
+APART: dict[str, dict[str, Any]] = {
+    "optimizer apart": {"offload_optimizer": {"device": "cpu"}},
+    "all apart": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "half apart": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "cpu"}},
+}
+"""Tiers of another memory than the compute device's, as a GPU's host is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    feature: str
+    dtype: str
+    accumulation: int
+    clipping: float
+    optimizer: dict[str, Any]
+    tier: dict[str, Any]
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+TORCH = {"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9}}
+
+
+def cases(feature: str) -> list[Case]:
+    return [Case(feature, "fp32", 2, 0.5, ADAM, {}), Case(feature, "bf16", 1, 0.0, TORCH, {}),
+            Case(feature, "fp16", 2, 0.5, ADAM, {})]
+
+
+def config(case: Case, stage: int, folder: str) -> dict[str, Any]:
+    tier = {key: {**block, "nvme_path": folder if block["device"] == "nvme" else None} for key, block in case.tier.items()}
+    return {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": case.accumulation, "timeout": 20,
+        "gradient_clipping": case.clipping, "zero_optimization": {"stage": stage, "sub_group_size": 700, **tier},
+        "optimizer": case.optimizer,
+        **({case.dtype: {"enabled": True, **({"loss_scale": 128} if case.dtype == "fp16" else {})}}
+           if case.dtype != "fp32" else {}),
+    }
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    norms: list[float | None]
+    weights: dict[str, Tensor]
+
+
+def train(case: Case, stage: int, folder: str) -> Result:
+    torch.manual_seed(1)
+    model = FEATURES[case.feature]()
+    engine, *_ = shoal.initialize(model=model, config=config(case, stage, folder))
+    losses, norms = [], []
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            tokens, targets = batch(step, micro, dist.get_rank())
+            loss = loss_of(engine(tokens), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    with shoal.gathered(model):
+        weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    engine.destroy()
+    return Result(losses, norms, weights)
+
+
+def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Result, Result]]:
+    found: list[tuple[Case, str, Result, Result]] = []
+    for case in cases(feature):
+        plain = train(case, stage, folder)
+        found += [(case, name, plain, train(replace(case, tier=tier), stage, folder))
+                  for name, tier in TIERS.items() if name != "nothing"]
+        opening.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
+        found += [(case, name, plain, train(replace(case, tier=tier), stage, folder)) for name, tier in APART.items()]
+        opening.HOST = torch.device("cpu")
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_tier_trains_as_none_does(feature: str, stage: int, tmp_path: Path) -> None:
+    for case, tier, plain, found in run_ranks(RANKS, train_all, feature, stage, str(tmp_path))[0]:
+        assert found.losses == plain.losses, (case, tier)
+        assert found.norms == plain.norms, (case, tier)
+        for name, weight in plain.weights.items():
+            assert torch.equal(found.weights[name], weight), (case, tier, name)
+    assert list(tmp_path.iterdir()) == [], "swap files are left"
