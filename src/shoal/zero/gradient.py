@@ -43,8 +43,7 @@ class Gradient:
         self.launched = False
         """The present backward pass has reduced this gradient once."""
         self._communicator = communicator
-        self._dtypes = dtypes
-        self._pool = pool
+        self._dtypes, self._pool = dtypes, pool
         mean = 1 / communicator.ranks
         wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
         # Division by the ranks costs nothing in the copy that collects; 16-bit addends are divided after their sum in fp32.

@@ -1,0 +1,234 @@
+"""State on disk in an engine's life: saved and loaded into any other tier, built there, written to, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal import offload
+from shoal.errors import ConfigError, ShoalError, TierError
+from shoal.testing import run_ranks
+
+NOTHING: dict[str, Any] = {}
+STATE: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}}
+WEIGHTS: dict[str, Any] = {"offload_param": {"device": "nvme"}}
+ALL: dict[str, Any] = {**STATE, **WEIGHTS}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 40)) for _ in range(3)))
+
+
+def config(folder: str, tier: dict[str, Any], stage: int = 3, **more: Any) -> dict[str, Any]:
+    placed = {key: {**block, "nvme_path": folder} for key, block in tier.items()}
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1, "timeout": 20,
+            "zero_optimization": {"stage": stage, "sub_group_size": 1000, **placed},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **more}
+
+
+def engine_of(folder: str, tier: dict[str, Any], stage: int = 3, **more: Any) -> shoal.Engine:
+    return shoal.initialize(model=build(), config=config(folder, tier, stage, **more))[0]
+
+
+def train(engine: shoal.Engine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        torch.manual_seed(100 * step + engine.global_rank)
+        x = torch.randn(2, 40, dtype=next(iter(engine.module.parameters())).dtype)
+        loss = engine(x).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(engine: shoal.Engine) -> dict[str, Tensor]:
+    return engine.consolidated_state_dict(dtype=torch.float32) or {}
+
+
+# Checkpoints
+
+
+def saved_and_loaded(folder: str, first: dict[str, Any], second: dict[str, Any], more: dict[str, Any]) -> tuple[Any, Any]:
+    engine = engine_of(folder, first, **more)
+    train(engine, range(2))
+    engine.save_checkpoint(f"{folder}/saved", tag="here")
+    straight = train(engine, range(2, 4)), whole(engine)
+    engine.destroy()
+    other = engine_of(folder, second, stage=1, **more)
+    other.load_checkpoint(f"{folder}/saved", tag="here")
+    again = train(other, range(2, 4)), whole(other)
+    other.destroy()
+    return straight, again
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("first", "second"), [(ALL, NOTHING), (NOTHING, ALL), (STATE, WEIGHTS), (WEIGHTS, STATE)])
+def test_a_checkpoint_of_one_tier_resumes_in_another(first: Any, second: Any, more: Any, tmp_path: Path) -> None:
+    straight, again = run_ranks(2, saved_and_loaded, str(tmp_path), first, second, more)[0]
+    assert straight[0] == pytest.approx(again[0], rel=1e-6 if not more else 1e-2)
+    for name, weight in straight[1].items():
+        torch.testing.assert_close(again[1][name], weight, rtol=1e-5 if not more else 2e-2, atol=1e-6 if not more else 1e-2)
+
+
+# Models built on disk
+
+
+def built(folder: str, tier: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+    given = config(folder, tier)
+    with shoal.zero.Init(config=given):
+        model = build()
+    resting = len(list(Path(folder).glob("shoal-swap-*/*.swap")))
+    engine = shoal.initialize(model=model, config=given)[0]
+    losses = train(engine, range(3))
+    weights = whole(engine)
+    engine.destroy()
+    return losses, weights, resting
+
+
+def test_a_model_built_on_disk_trains_as_one_built_in_memory(tmp_path: Path) -> None:
+    there, here = run_ranks(2, built, str(tmp_path), ALL)[0], run_ranks(2, built, str(tmp_path), NOTHING)[0]
+    assert (there[2], here[2]) == (2, 0)
+    assert there[0] == here[0]
+    assert all(torch.equal(there[1][name], weight) for name, weight in here[1].items())
+    assert list(tmp_path.iterdir()) == []
+
+
+# Weights that rest on disk are the user's all the same
+
+
+def written(folder: str, stage: int) -> list[Tensor]:
+    engine = engine_of(folder, ALL, stage)
+    model = engine.module
+    first = model[0][0].weight  # type: ignore[index]
+    with shoal.gathered(first, modifier_rank=0):
+        if engine.global_rank == 0:
+            first.data.fill_(0.5)
+    with shoal.gathered(model):
+        found = [first.detach().clone()]
+    train(engine, range(1))
+    engine.load_module_state_dict({name: torch.full_like(p, 0.25, device="cpu") for name, p in build().named_parameters()})
+    with shoal.gathered(model):
+        found.append(first.detach().clone())
+    engine.destroy()
+    found.append(first.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_written_into_weights_on_disk_stays(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(2, written, str(tmp_path), stage):
+        assert [tensor.unique().tolist() for tensor in found] == [[0.5], [0.25], [0.25]]
+
+
+def read_outside(folder: str) -> tuple[float, float]:
+    engine = engine_of(folder, WEIGHTS, 0)
+    weight = engine.module[0][0].weight  # type: ignore[index]
+    before = weight.detach().sum().item()
+    with torch.no_grad():
+        weight.mul_(2)
+    train(engine, range(0))
+    engine.empty_partition_cache()
+    engine(torch.randn(1, 40))
+    return before, weight.detach().sum().item()
+
+
+def test_whole_weights_on_disk_can_be_read_and_written_anywhere(tmp_path: Path) -> None:
+    before, after = run_ranks(1, read_outside, str(tmp_path))[0]
+    assert after == pytest.approx(2 * before, rel=1e-6)
+
+
+# What goes wrong before the first step
+
+
+def refused(folder: str, tier: dict[str, Any]) -> str:
+    with pytest.raises(TierError) as raised:
+        engine_of(folder, tier)
+    return str(raised.value)
+
+
+def test_a_folder_that_does_not_exist_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    for message in run_ranks(2, refused, str(tmp_path / "missing"), ALL):
+        assert "rank 0" in message and "rank 1" in message and "missing does not exist" in message
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is not a folder" in run_ranks(1, refused, str(tmp_path / "file"), STATE)[0]
+
+
+def too_full(folder: str) -> str:
+    offload.free_bytes = lambda path: 50_000  # type: ignore[assignment]
+    return refused(folder, ALL)
+
+
+def test_a_disk_with_too_little_space_is_refused_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+    parameters = sum(p.numel() for p in build().parameters())
+    for message in run_ranks(2, too_full, str(tmp_path)):
+        assert f"{parameters * 16:,} bytes of state are to rest there, and 50,000 are free; make room" in message
+
+
+def test_nvme_without_a_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nvme_path"):
+        shoal.schema.Config.resolve({"zero_optimization": {"offload_param": {"device": "nvme"}}}, data_ranks=1)
+
+
+# What goes wrong while training
+
+
+def harmed(folder: str, harm: str) -> tuple[str, str]:
+    engine = engine_of(folder, ALL)
+    train(engine, range(1))
+    file = next(Path(folder).glob(f"shoal-swap-*/rank{engine.global_rank}.swap"))
+    match harm:
+        case "truncated":
+            os.truncate(file, 4096)
+        case "changed":
+            file.write_bytes(b"\x55" * file.stat().st_size)
+        case _:
+            shutil.rmtree(file.parent)
+    with pytest.raises(ShoalError) as raised:
+        train(engine, range(1, 3))
+    return str(raised.value), str(file)
+
+
+@pytest.mark.parametrize(("harm", "said"), [("truncated", "truncated"), ("changed", "changed on disk"), ("deleted", "deleted")])
+def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(harm: str, said: str, tmp_path: Path) -> None:
+    message, file = run_ranks(1, harmed, str(tmp_path), harm)[0]
+    assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
+
+
+def two_engines(folder: str) -> tuple[list[float], list[float]]:
+    first, second = engine_of(folder, ALL), engine_of(folder, ALL)
+    found = [train(first, range(1)), train(second, range(1))]
+    found = [found[0] + train(first, range(1, 2)), found[1] + train(second, range(1, 2))]
+    first.destroy()
+    found[1] += train(second, range(2, 3))
+    second.destroy()
+    return found[0], found[1]
+
+
+def test_two_engines_share_a_folder(tmp_path: Path) -> None:
+    first, second = run_ranks(1, two_engines, str(tmp_path))[0]
+    assert second[:2] == first
+    assert list(tmp_path.iterdir()) == []
+
+
+def traced(folder: str) -> set[str]:
+    engine = engine_of(folder, ALL)
+    train(engine, range(1))
+    with engine.trace() as trace:
+        train(engine, range(1, 3))
+    return {event.lane for event in trace.events}
+
+
+def test_a_trace_tells_what_was_computed_read_written_and_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(1, traced, str(tmp_path))[0] == {"forward", "backward", "step", "wait", "read", "write"}
