@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.lion import Lion
 from shoal.optim.views import View, Views
+from shoal.tier.streams import upload
 
 __all__ = ["Stepping", "by_native", "by_optimizer", "settle"]
 
@@ -89,11 +90,11 @@ def _step(view: View, plan: _Planner, optimizer: Optimizer, factor: float) -> No
 
     rule, moments, constants = plan(optimizer.param_groups[view.group], optimizer.state[view.parameter], moment)
     rounded = None if state.rounded is None else state.rounded.tensor[view.start:view.stop]
-    direct = rounded is None or rounded.device.type == "cpu"
-    step(rule, view.parameter.detach(), moments, gradient.at_rest(view.part), constants, factor=factor,
-         weight=rounded if direct else None)
-    if rounded is not None and not direct:
-        rounded.copy_(view.parameter, non_blocking=True)
+    way = None if rounded is None or rounded.device.type == "cpu" else upload(rounded.device)
+    weight = rounded if way is None or rounded is None else way.borrow(rounded.numel(), rounded.dtype)
+    step(rule, view.parameter.detach(), moments, gradient.at_rest(view.part), constants, factor=factor, weight=weight)
+    if way is not None and rounded is not None and weight is not None:
+        way.send(weight, rounded)
 
 
 def _fits(view: View) -> bool:

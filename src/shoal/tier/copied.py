@@ -1,66 +1,133 @@
-"""A span of a compute device above one of its host: the device's memory is there while it is used, and its bytes travel."""
+"""A span of a compute device above one of its host: the device's memory is there while it is used, and its bytes travel.
+
+On their way down they are not waited for: whoever reads them on the host waits.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from shoal.tier.span import Span, Transfer
+from shoal.tier.span import DONE, Kept, Span, Transfer
 from shoal.tier.store import Store
+from shoal.tier.streams import Mark, down, up
 
-__all__ = ["Copied", "above"]
+__all__ = ["Arrival", "Copied", "above"]
+
+
+class Arrival:
+    """The bytes of a span on their way into `target` on a compute device."""
+
+    def __init__(self, rest: Span, target: Tensor):
+        self._rest = rest
+        self._target = target
+        self._arriving = rest.fetch()
+        self._mark: Mark | None = None
+        self._over = False
+        if self._arriving is DONE:
+            self._start()
+
+    @property
+    def done(self) -> bool:
+        return self._over
+
+    def wait(self) -> None:
+        if self._over:
+            return
+        if self._mark is None:
+            self._arriving.wait()
+            self._start()
+        assert self._mark is not None
+        self._mark.join()
+        if not isinstance(self._rest, Kept):  # its memory goes now
+            self._mark.wait()
+        self._rest.commit(changed=False)
+        self._over = True
+
+    def _start(self) -> None:
+        stream = up(self._target.device)
+        with stream.open():
+            self._target.copy_(self._rest.tensor, non_blocking=True)
+        self._mark = stream.mark()
 
 
 class Copied:
     """Memory of `device` above the span `below`, which comes and goes as a whole. It is there at first."""
 
     def __init__(self, below: Span, device: torch.device):
-        self.below = below
         self.tensor: Tensor = torch.empty_like(below.tensor, device=device)
+        self._below = below
+        self._device = device
         self._bytes = self.tensor.numel() * self.tensor.element_size()
+        self._landing: Mark | None = None
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self.tensor.untyped_storage().resize_(self._bytes)
-        return _Arrival(self, None if fresh else self.below.fetch())
+        self.land()
+        with up(self._device).open():
+            self.tensor.untyped_storage().resize_(self._bytes)
+        return DONE if fresh else Arrival(self._below, self.tensor)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        stream = down(self._device)
         if changed:
-            self.below.fetch(fresh=True).wait()
-            self.below.tensor.copy_(self.tensor)
-        self.tensor.untyped_storage().resize_(0)
-        return self.below.commit(changed=changed) if changed else _Arrival(self, None)
+            self._below.fetch(fresh=True).wait()
+            with stream.open(after_compute=True):
+                self._below.tensor.copy_(self.tensor, non_blocking=True)
+            self._landing = stream.mark()
+            stream.land(self.land)
+        stream.free(self.tensor, computed=not changed)
+        return DONE
+
+    def land(self) -> None:
+        """Wait for bytes on their way down, and let them rest."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.wait()
+            self._below.commit()
 
     def discard(self) -> None:
-        self.below.discard()
+        self.land()
+        self._below.discard()
 
     def close(self) -> None:
-        self.below.close()
+        self.land()
+        self._below.close()
 
     @property
     def disk_bytes(self) -> int:
-        return self.below.disk_bytes
+        return self._below.disk_bytes
 
 
-class _Arrival:
-    """Bytes on their way up; None: none are."""
+class _AtRest:
+    """The host's side of a copied span."""
 
-    def __init__(self, span: Copied, arriving: Transfer | None):
-        self._span = span
-        self._arriving = arriving
+    def __init__(self, above: Copied, below: Span):
+        self.tensor = below.tensor
+        self._above = above
+        self._below = below
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        self._above.land()
+        return self._below.fetch(start, stop, fresh=fresh)
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        return self._below.commit(start, stop, changed=changed)
+
+    def discard(self) -> None:
+        self._above.discard()
+
+    def close(self) -> None:
+        self._above.close()
 
     @property
-    def done(self) -> bool:
-        return self._arriving is None
-
-    def wait(self) -> None:
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
-            self._span.tensor.copy_(self._span.below.tensor, non_blocking=True)
-            self._span.below.commit(changed=False)
+    def disk_bytes(self) -> int:
+        return self._below.disk_bytes
 
 
 def above(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str) -> tuple[Span, Span]:
     """Return a span of `store` as it is used on `device`, and as it rests. They are one where the device is the store's."""
     rest = store.place(size, dtype, name)
-    return (rest, rest) if device == store.device else (Copied(rest, device), rest)
+    if device == store.device:
+        return rest, rest
+    copied = Copied(rest, device)
+    return copied, _AtRest(copied, rest)

@@ -15,11 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.tier.copied import Arrival
 from shoal.tier.memory import pageable
 from shoal.tier.pages import Pages
 from shoal.tier.part import Part
 from shoal.tier.span import DONE, Kept, Span, Transfer
 from shoal.tier.store import Disk, Memory, Store
+from shoal.tier.streams import up
 from shoal.tier.swapped import Swapped
 
 __all__ = ["Elastic", "elastic"]
@@ -107,13 +109,15 @@ class Resized:
         self.full = torch.zeros(size, dtype=dtype, device=device)
         self.rest = rest
         self._own = self.full[part.start:part.stop]
+        self._stream = up(device)
 
     def grow(self) -> Transfer:
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        return _Renewal(self, self.rest.fetch())
+        with self._stream.open():
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        return Arrival(self.rest, self._own)
 
     def shrink(self) -> None:
-        self.full.untyped_storage().resize_(0)
+        self._stream.free(self.full, computed=True)
 
     def keep(self) -> None:
         self.rest.fetch(fresh=True).wait()
@@ -121,32 +125,7 @@ class Resized:
         self.rest.commit()
 
     def renew(self) -> None:
-        self.rest.fetch().wait()
-        self.bring()
-
-    def bring(self) -> None:
-        """Copy what rests, and was fetched, into the buffer."""
-        self._own.copy_(self.rest.tensor, non_blocking=True)
-        self.rest.commit(changed=False)
-
-
-class _Renewal:
-    """The span of a buffer on its way into memory, and from there into the buffer."""
-
-    def __init__(self, buffer: Resized, arriving: Transfer):
-        self._buffer = buffer
-        self._arriving = arriving
-        self._over = False
-
-    @property
-    def done(self) -> bool:
-        return self._over
-
-    def wait(self) -> None:
-        if not self._over:
-            self._arriving.wait()
-            self._over = True
-            self._buffer.bring()
+        Arrival(self.rest, self._own).wait()
 
 
 def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str) -> Elastic:
