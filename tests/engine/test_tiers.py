@@ -200,7 +200,8 @@ def harmed(folder: str, harm: str) -> tuple[str, str]:
     return str(raised.value), str(file)
 
 
-@pytest.mark.parametrize(("harm", "said"), [("truncated", "truncated"), ("changed", "changed on disk"), ("deleted", "deleted")])
+@pytest.mark.parametrize(("harm", "said"), [("truncated", "truncated"), ("changed", "changed on disk"),
+                                            ("deleted", "deleted")])
 def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(harm: str, said: str, tmp_path: Path) -> None:
     message, file = run_ranks(1, harmed, str(tmp_path), harm)[0]
     assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message

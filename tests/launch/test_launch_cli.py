@@ -33,7 +33,8 @@ def test_the_version_is_the_packages(capsys):
 
 
 def test_a_mistyped_command_gets_the_nearest_one(capsys):
-    assert "there is no command 'rnu'; choose run, config, checkpoint, disk; did you mean `shoal run`?" in refusal(capsys, "rnu")
+    message = refusal(capsys, "rnu")
+    assert "there is no command 'rnu'; choose run, config, checkpoint, disk; did you mean `shoal run`?" in message
 
 
 def test_a_script_without_run_is_told_how_scripts_are_started(capsys):

@@ -59,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
                           "rows": [_plain(row) for row in rows], **aio}))
         return 0
     console = Console()
-    console.print(_table(rows, chosen, f"{args.folder}, a file of {_short(args.size)}"))
+    console.print(f"{args.folder}, a file of {_short(args.size)}", highlight=False, soft_wrap=True)
+    console.print(_table(rows, chosen))
     if reason is not None:
         console.print(f"note: {args.folder} {reason}", highlight=False, soft_wrap=True)
     console.print("*: as fast as any within 5 %, with the fewest bytes under way; for the configuration:", highlight=False,
@@ -68,11 +69,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(rows: Sequence[Row], chosen: Row, title: str) -> Table:
+def _table(rows: Sequence[Row], chosen: Row) -> Table:
     from rich.bar import Bar
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in ("block", "requests", "read GB/s", "write GB/s"):
         table.add_column(column, justify="right")
     table.add_column("read and write")

@@ -5,8 +5,8 @@
 // the weights rest so. A byte moves once; what is computed is computed in registers and in a block that stays in the L1
 // cache.
 //
-// Every element steps by itself and no sum runs over elements, and a multiplication is never fused with an addition
-// (-ffp-contract=off), so that the result has the same bits however the slice is cut: into threads, vectors or calls.
+// Every element steps by itself and no sum runs over elements, and no multiplication is fused with an addition but where
+// it says so (-ffp-contract=off), so that the result has the same bits however the slice is cut: into threads, vectors or calls.
 
 #include <cmath>
 #include <cstdint>
@@ -126,18 +126,21 @@ void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict
     }
 }
 
+// These two round where torch's do, which adds a multiple in one rounding: SGD's bits are torch's, and nearly all of
+// Adagrad's.
+
 // c: lr, momentum, 1 - dampening (1 at the first step, when the momentum is the gradient), decay
 void sgd(int64_t n, float* __restrict w, float* __restrict m, const float* __restrict g, const float* c, bool nesterov) {
     const float lr = c[0], momentum = c[1], into = c[2], decay = c[3];
     if (m == nullptr) {
-        for (int64_t i = 0; i < n; ++i) w[i] -= lr * (g[i] + decay * w[i]);
+        for (int64_t i = 0; i < n; ++i) w[i] = __builtin_fmaf(__builtin_fmaf(w[i], decay, g[i]), -lr, w[i]);
         return;
     }
     for (int64_t i = 0; i < n; ++i) {
-        float gradient = g[i] + decay * w[i];
-        float mean = momentum * m[i] + into * gradient;
+        float gradient = __builtin_fmaf(w[i], decay, g[i]);
+        float mean = __builtin_fmaf(gradient, into, momentum * m[i]);
         m[i] = mean;
-        w[i] -= lr * (nesterov ? gradient + momentum * mean : mean);
+        w[i] = __builtin_fmaf(nesterov ? __builtin_fmaf(mean, momentum, gradient) : mean, -lr, w[i]);
     }
 }
 
@@ -145,10 +148,10 @@ void sgd(int64_t n, float* __restrict w, float* __restrict m, const float* __res
 void adagrad(int64_t n, float* __restrict w, float* __restrict sum, const float* __restrict g, const float* c) {
     const float lr = c[0], eps = c[1], decay = c[2];
     for (int64_t i = 0; i < n; ++i) {
-        float gradient = g[i] + decay * w[i];
-        float total = sum[i] + gradient * gradient;
+        float gradient = __builtin_fmaf(w[i], decay, g[i]);
+        float total = __builtin_fmaf(gradient, gradient, sum[i]);
         sum[i] = total;
-        w[i] -= lr * gradient / (std::sqrt(total) + eps);
+        w[i] = w[i] + -lr * gradient / (std::sqrt(total) + eps);
     }
 }
 

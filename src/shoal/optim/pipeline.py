@@ -46,12 +46,12 @@ class Pipeline:
         self._ahead = ahead
         self._behind = behind
         self._lanes = lanes
+        self._leaving: deque[Transfer] = deque()  # the last of a step are still on their way when the next forward begins
 
     def run(self, touched: Mapping[Unit, int], views: Sequence[View], factor: float) -> None:
         """Step `views`, those of the units of `touched` that received a gradient on some rank, and publish these units."""
         pieces = deque(self._pieces([unit for unit, mask in touched.items() if mask], views))
         fetched: deque[_Piece] = deque()
-        leaving: deque[Transfer] = deque()
         while pieces or fetched:
             while pieces and len(fetched) <= self._ahead:
                 fetched.append(_fetch(pieces.popleft()))
@@ -61,17 +61,12 @@ class Pipeline:
             if piece.views:
                 with self._lanes.during("step", piece.name):
                     self._step(piece.views, factor)
-            leaving.append(_commit(piece))
+            self._leaving.append(_commit(piece))
             for unit in piece.units:
                 unit.publish()
-            self._wait(leaving, self._behind)
-        self._wait(leaving, 0)
-
-    def _wait(self, leaving: deque[Transfer], most: int) -> None:
-        """Wait until at most so many pieces are on their way back."""
-        while len(leaving) > most:
-            with self._lanes.during("wait", "commit"):
-                leaving.popleft().wait()
+            while len(self._leaving) > self._behind:
+                with self._lanes.during("wait", "commit"):
+                    self._leaving.popleft().wait()
 
     def _pieces(self, units: Sequence[Unit], views: Sequence[View]) -> Iterator[_Piece]:
         of_unit: dict[Unit, list[View]] = {unit: [] for unit in units}

@@ -126,10 +126,10 @@ def _check_values(params: Mapping[str, object]) -> None:
 
 
 def prefers_native(type: str | None, params: Mapping[str, object]) -> bool:
-    """Whether the optimizer called `type` steps by native code where it can: Adam, AdamW and Lion, unless `params` name a
+    """Whether the optimizer called `type` steps by native code where it can: the published ones, unless `params` name a
     kernel of torch (`torch_adam`, `fused`, `foreach`)."""
     kernels = ("torch_adam", "fused", "foreach")
-    return (type or "").lower() in ("adam", "adamw", "lion") and not any(params.get(name) for name in kernels)
+    return (type or "").lower() in _PUBLISHED and not any(params.get(name) for name in kernels)
 
 
 def _always_true(keyword: str, value: bool) -> None:

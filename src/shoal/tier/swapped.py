@@ -148,14 +148,13 @@ class Swapped:
             else:
                 chunk.dirty |= job.error is not None
                 chunk.written |= job.error is None
-            unneeded = not (chunk.pins or chunk.dirty)
-            if unneeded:
-                chunk.present = False  # a fetch from now on waits for the end of this job
-        if unneeded:
-            self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
-        with self._swap.lock:
-            chunk.job = None
             self._swap.count(job)
+            if chunk.pins or chunk.dirty:
+                chunk.job = None
+                return
+            chunk.present = False  # a fetch from now on waits for the end of this job
+        self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
+        chunk.job = None
 
     def discard(self) -> None:
         for chunk in self._chunks:

@@ -221,12 +221,14 @@ class Threads:
         return not any(thread.is_alive() for thread in others)
 
     def _start(self) -> None:
+        if self._file.checksums:
+            checksum(memoryview(bytearray()))  # native code is built now, and not by all threads at once
         lanes: tuple[Lane, Lane] = ("read", "write")
         for number in range(self._count):
             order = lanes if number % 2 == 0 else lanes[::-1]
             thread = threading.Thread(target=self._serve, args=(order,), name=f"shoal-disk-{number}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _serve(self, order: Sequence[Lane]) -> None:
         while self._tokens.get():

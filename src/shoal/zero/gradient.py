@@ -183,6 +183,9 @@ class Gradient:
             self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
             flight.handle = self._communicator.all_gather(self.reduced, self._replicate_label)
+        else:
+            self._flight = None
+            self.leave()
 
     def fold(self) -> None:
         """Wait until `reduced` holds the sum, and let it rest."""

@@ -11,14 +11,15 @@ from collections import deque
 from shoal.zero.gradient import Gradient
 
 IN_FLIGHT = 2
-"""Reductions under way before the oldest is summed: what they borrow is constant."""
+"""Reductions under way before the oldest is summed: what they borrow is constant. None are where nothing travels."""
 
 
 class Reducer:
     """The reductions of one backward pass, and those that a step still owes."""
 
-    def __init__(self, gradients: list[Gradient], *, overlap: bool):
+    def __init__(self, gradients: list[Gradient], *, overlap: bool, ranks: int = 1):
         self._order = gradients
+        self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
         self._flight: deque[Gradient] = deque()
         self._due: list[Gradient] = []
@@ -68,7 +69,7 @@ class Reducer:
     def _launch(self, gradient: Gradient) -> None:
         gradient.launch()
         self._flight.append(gradient)
-        if len(self._flight) > IN_FLIGHT:
+        if len(self._flight) > self._in_flight:
             self._flight.popleft().advance()
         if not self._overlap:
             gradient.fold()

@@ -75,7 +75,7 @@ class ShardedModel:
         self.window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
                              lanes=residence.lanes)
         self.reducer = Reducer([unit.gradient for unit in reversed(self.units) if unit.gradient is not None],
-                               overlap=plan.overlap)
+                               overlap=plan.overlap, ranks=communicator.ranks)
         self.hooks = Hooks(model, self.by_module, self.window, self.reducer, self.scope, boundary=boundary, sync=sync)
         self.hooks.install()
 

@@ -1,0 +1,155 @@
+"""State that rests on a disk, beside fio at the same block size and depth: bytes per second, and processor time per byte.
+
+    python benchmarks/disk.py FOLDER [--size 1024] [--rounds 7] [--block 1024] [--requests 8]
+
+A span of `size` MiB in a swap file of FOLDER is read, written, and both (fetched, changed, committed), chunk after chunk
+with a few fetched ahead, as a step of the optimizer does it; checksums, and the faults of the pages that come and go, are
+part of it, and so is filling or changing the memory where it is written. fio moves the same bytes from and to one warm
+buffer with libaio. Ways take turns; ratios are taken within a round. Without fio there are no ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from outcome import Outcome, Sheet, Target
+from torch import Tensor
+
+from shoal.tier.span import Transfer
+from shoal.tier.swap import Swap
+from shoal.tier.swapped import CHUNK, Swapped
+
+GIGA = 1e9
+AHEAD = 8
+"""Chunks that are fetched before the one in use is done."""
+WAYS = ("read", "write", "both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Bytes per second, and processor seconds per gigabyte."""
+
+    rate: float
+    processor: float
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    found: dict[str, list[Speed]] = {}
+    swap = Swap(options.folder, block_bytes=options.block << 10, requests=options.requests)
+    try:
+        span = Swapped(swap, (options.size << 20) // 4, torch.float32, "the span")
+        ways = _ways(span)
+        ways["write"]()  # the first writing of a file is slower than any later one
+        for number in range(options.rounds + 1):
+            for who, way in product(("fio", "shoal") if shutil.which("fio") else ("shoal",), WAYS):
+                size = span.tensor.nbytes * (2 if way == "both" else 1)
+                speed = _fio(way, options) if who == "fio" else _timed(ways[way], size)
+                if number:  # the first round makes fio's file
+                    found.setdefault(f"{who}, {way}", []).append(speed)
+    finally:
+        swap.close()
+        _fio_file(options).unlink(missing_ok=True)
+    _publish(found, options)
+
+
+def _publish(found: dict[str, list[Speed]], options: argparse.Namespace) -> None:
+    ratios = {way: [mine.rate / theirs.rate
+                    for mine, theirs in zip(found[f"shoal, {way}"], found[f"fio, {way}"], strict=True)]
+              for way in WAYS if f"fio, {way}" in found}
+    rows: list[tuple[str, ...]] = []
+    for way in WAYS:
+        for who in ("fio", "shoal"):
+            if (speeds := found.get(f"{who}, {way}")) is None:
+                continue
+            ratio = f"{statistics.median(ratios[way]):.2f}" if who == "shoal" and way in ratios else ""
+            rows.append((f"{who}, {way}", f"{statistics.median(speed.rate for speed in speeds) / GIGA:.2f}", ratio,
+                         f"{statistics.median(speed.processor for speed in speeds):.2f}"))
+    targets = tuple(Target(what=f"{way}: bytes per second over those of fio", measured=statistics.median(found), low=0.9,
+                           high=float("inf")) for way, found in ratios.items())
+    Outcome(benchmark="disk", command=" ".join(["python", *sys.argv]),
+            note=f"{options.size} MiB, blocks of {options.block} KiB, {options.requests} requests, {options.rounds} rounds.",
+            sheets=(Sheet(title="State on disk", rows=tuple(rows),
+                          columns=("way", "median GB/s", "x fio", "processor s/GB")),),
+            targets=targets, raw={name: [asdict(speed) for speed in speeds] for name, speeds in found.items()},
+            ).publish(options.out)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder on the disk")
+    parser.add_argument("--size", type=int, default=1024, help="MiB of the span (1024)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each way (7)")
+    parser.add_argument("--block", type=int, default=1024, help="KiB of a request (1024)")
+    parser.add_argument("--requests", type=int, default=8, help="requests under way (8)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/disk.json)")
+    return parser.parse_args()
+
+
+def _ways(span: Swapped) -> dict[str, Callable[[], None]]:
+    ones = torch.ones(CHUNK)
+    return {"read": lambda: _pass_over(span, None),
+            "write": lambda: _pass_over(span, lambda chunk: chunk.copy_(ones[:chunk.numel()]), fresh=True),
+            "both": lambda: _pass_over(span, lambda chunk: chunk.add_(1))}
+
+
+def _pass_over(span: Swapped, change: Callable[[Tensor], object] | None, *, fresh: bool = False) -> None:
+    """Fetch every chunk, change it if that is asked for, and commit it; end when all bytes have arrived."""
+    size = span.tensor.numel()
+    parts = [range(start, min(size, start + CHUNK)) for start in range(0, size, CHUNK)]
+    arriving = deque[Transfer]()
+    leaving: list[Transfer] = []
+    for number, part in enumerate(parts):
+        for ahead in parts[number if number == 0 else number + AHEAD:number + AHEAD + 1]:
+            arriving.append(span.fetch(ahead.start, ahead.stop, fresh=fresh))
+        arriving.popleft().wait()
+        if change is not None:
+            change(span.tensor[part.start:part.stop])
+        leaving.append(span.commit(part.start, part.stop, changed=change is not None))
+    for transfer in leaving:
+        transfer.wait()
+
+
+def _timed(way: Callable[[], None], size: int) -> Speed:
+    before, start = _processor(), time.perf_counter()
+    way()
+    seconds, used = time.perf_counter() - start, _processor() - before
+    return Speed(rate=size / seconds, processor=used / size * GIGA)
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _fio(way: str, options: argparse.Namespace) -> Speed:
+    """Let fio move the bytes that a way moves; reading and writing at once are half reads and half writes."""
+    size = options.size * (2 if way == "both" else 1)
+    command = ["fio", "--name=disk", f"--filename={_fio_file(options)}", f"--filesize={options.size}M", f"--io_size={size}M",
+               f"--rw={'rw' if way == 'both' else way}", f"--bs={options.block}k", f"--iodepth={options.requests}",
+               "--ioengine=libaio", "--direct=1", "--output-format=json"]
+    job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
+    rate = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
+    return Speed(rate=rate, processor=(job["usr_cpu"] + job["sys_cpu"]) / 100 / rate * GIGA)
+
+
+def _fio_file(options: argparse.Namespace) -> Path:
+    return options.folder / "shoal-benchmark-fio.tmp"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""State on the host and on disk: what an iteration costs beside one without, beside its own I/O, and what memory it takes.
+
+    python benchmarks/tiers.py [--path FOLDER] [--rounds 5] [--layers 12] [--dim 640] [--threads 1]
+
+One process, three engines and a replay take turns: no tier, offload to the host, everything on disk, and the bytes of an
+iteration on disk without its arithmetic. Each batch size is a row: small ones are bound by the disk, large ones by
+arithmetic. Before that processes by themselves train for a while, and their memory is held against the estimate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from outcome import Outcome, Sheet, Target
+from progress import progress
+from replay import Replay
+from workloads import _example
+
+import shoal
+
+MEBI, GIGA = 1 << 20, 1e9
+MEMORY = Path(__file__).with_name("tiers_memory.py")
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    options.path.mkdir(parents=True, exist_ok=True)
+    shoal.init_distributed()
+    with progress() as tell, tempfile.TemporaryDirectory(dir=options.path) as folder:
+        memory = _memory(folder, 60, options.dim, options.layers, tell)
+        growth = _memory(folder, options.steps, 256, 8, tell)
+        rows, raw = [], {}
+        for tokens in options.tokens:
+            found = _turns(options, folder, tokens, tell)
+            raw[str(tokens)] = found
+            rows.append(_row(tokens, found))
+    columns = ("tokens", "no tier ms", "host ms", "x none", "disk ms", "I/O apart ms", "x max(none, I/O)", "MiB read",
+               "MiB written")
+    _publish(options, Sheet(title="An iteration", columns=columns, rows=tuple(rows)), memory, growth, raw)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=Path("out/benchmarks/disk"), help="a folder of the disk")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (5)")
+    parser.add_argument("--layers", type=int, default=12, help="blocks of the GPT (12)")
+    parser.add_argument("--dim", type=int, default=640, help="its width (640)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(64, 256, 1024),
+                        help="tokens of an iteration (64 256 1024)")
+    parser.add_argument("--threads", type=int, default=1, help="threads that compute (1)")
+    parser.add_argument("--steps", type=int, default=500, help="steps over which memory must be flat (500)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/tiers.json)")
+    return parser.parse_args()
+
+
+def config(tier: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an engine: stage 3, AdamW, clipping."""
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, **tier},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
+
+
+def on_disk(folder: str) -> dict[str, Any]:
+    """Return the settings of everything on disk."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    return {"offload_param": {**disk, "buffer_count": 3}, "offload_optimizer": disk}
+
+
+def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
+    """Return the seconds of each way's iterations, and the bytes of one on disk."""
+    model = _example("gpt/model.py")
+    shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
+    host = {"device": "cpu"}
+    tiers = {"none": {}, "host": {"offload_param": host, "offload_optimizer": host}, "disk": on_disk(folder)}
+    ways: dict[str, Callable[[], object]] = {}
+    engines: dict[str, shoal.Engine] = {}
+    for name, tier in tiers.items():
+        torch.manual_seed(0)
+        engines[name] = shoal.initialize(model=shape.build(), config=config(tier))[0]
+        ways[name] = _iteration(engines[name], tokens)
+    assert engines["disk"].sharded is not None
+    swap = engines["disk"].sharded.residence.swaps[0]
+    replay = Replay(folder, [unit.layout.size for unit in engines["disk"].sharded.units], buffers=3)
+    ways["apart"] = replay.iteration
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    moved: list[tuple[int, int]] = []
+    for number in range(options.rounds + 2):
+        for name, way in ways.items():
+            tell(f"{tokens} tokens, round {number} of {options.rounds + 1}: {name}")
+            before, start = (swap.read_bytes, swap.written_bytes), time.perf_counter()
+            way()
+            if number > 1:  # the first iterations make the moments, and find cold pages
+                seconds[name].append(time.perf_counter() - start)
+                if name == "disk":
+                    moved.append((swap.read_bytes - before[0], swap.written_bytes - before[1]))
+    replay.close()
+    for engine in engines.values():
+        engine.destroy()
+    return {**seconds, "read": [float(read) for read, _ in moved], "written": [float(written) for _, written in moved]}
+
+
+def _iteration(engine: shoal.Engine, tokens: int) -> Callable[[], object]:
+    x = torch.randint(256, (max(1, tokens // 256), min(tokens, 256)), generator=torch.Generator().manual_seed(0))
+
+    def iteration() -> None:
+        engine.backward(engine(x, x))
+        engine.step()
+
+    return iteration
+
+
+def _row(tokens: int, found: dict[str, list[float]]) -> tuple[str, ...]:
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    return (str(tokens), *(f"{1e3 * middle[name]:.0f}" for name in ("none", "host")), f"{_ratio(found, 'host', 'none'):.2f}",
+            *(f"{1e3 * middle[name]:.0f}" for name in ("disk", "apart")), f"{_overlap(found):.2f}",
+            f"{middle['read'] / MEBI:.0f}", f"{middle['written'] / MEBI:.0f}")
+
+
+def _ratio(found: dict[str, list[float]], one: str, other: str) -> float:
+    return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+
+
+def _overlap(found: dict[str, list[float]]) -> float:
+    """Return the median over rounds of the iteration on disk over the longer of computing and I/O, each by itself."""
+    return statistics.median(disk / max(none, apart)
+                             for disk, none, apart in zip(found["disk"], found["none"], found["apart"], strict=True))
+
+
+def _memory(folder: str, steps: int, dim: int, layers: int, tell: Callable[[str], None]) -> dict[str, float]:
+    """Train a GPT by itself in a process, and return what it says of its memory."""
+    tell(f"memory over {steps} steps: {layers} blocks of width {dim}")
+    done = subprocess.run([sys.executable, str(MEMORY), folder, *map(str, (steps, dim, layers))], capture_output=True,
+                          text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _publish(options: argparse.Namespace, iteration: Sheet, memory: dict[str, float], growth: dict[str, float],
+             raw: dict[str, Any]) -> None:
+    rows = tuple((name, f"{value / MEBI:.1f}", f"{growth[name] / MEBI:.1f}") for name, value in memory.items())
+    held = Sheet(title="Resident memory, everything on disk", rows=rows,
+                 columns=("MiB", "the same GPT, 60 steps", f"8 blocks of width 256, {options.steps} steps"))
+    targets = [
+        *(Target(what=f"{tokens} tokens: iteration on disk over max(computing, I/O) apart", high=1.15,
+                 measured=_overlap(found)) for tokens, found in raw.items()),
+        *(Target(what=f"{tokens} tokens: iteration with offload to the host over one without", high=1.10,
+                 measured=_ratio(found, "host", "none")) for tokens, found in raw.items()),
+        Target(what="peak resident memory over the estimate", low=0.9, high=1.1,
+               measured=memory["peak"] / memory["estimate"]),
+        Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
+               measured=growth["after all steps"] / growth["after 50 steps"]),
+    ]
+    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping 1.0, "
+            f"{options.threads} thread(s), {options.rounds} rounds.")
+    Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, held),
+            targets=tuple(targets), raw=raw).publish(options.out)
+
+
+if __name__ == "__main__":
+    main()

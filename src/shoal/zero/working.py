@@ -1,0 +1,67 @@
+"""What training holds in memory for a while, beside what rests there: weights in use, gradients on their way, the step.
+
+    forward, backward   the units whose weights are in use or on their way, and of the last the gradient that is collected,
+                        travels, or is on its way to another tier
+    step                pieces of the optimizer's state
+
+The greater of the two is the peak, plus what is always kept: the pool of buffers that gradients are collected in.
+Activations come on top: they depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.zero.placement import PARTIAL, SHARD, STAGES, Stage, master_dtype
+from shoal.zero.reducer import IN_FLIGHT
+
+__all__ = ["Working", "working"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Bytes of one rank, at most."""
+
+    weights: int
+    """Of units whose weights come and go."""
+    gradients: int
+    """On their way to another tier."""
+    pool: int
+    """Of buffers in which gradients are collected and reduced."""
+    step: int
+    """Of pieces of the optimizer's state."""
+
+    @property
+    def total(self) -> int:
+        return self.pool + max(self.weights + self.gradients, self.step)
+
+
+def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtype, accumulate: torch.dtype, moments: int = 2,
+            weights_away: bool = False, state_away: bool = False, window: int = 2, pieces: int = 4,
+            piece: int = 1 << 20, write_ahead: int = 0) -> Working:
+    """Return the most that training needs in memory beside what rests there.
+
+    `units` are the elements of each unit in the order of their use; `window` of them have weights in memory at once where
+    they come and go. With the state away, `pieces` of at most `piece` elements are stepped, read and written at once, and at
+    most `write_ahead` bytes of gradients wait to be written.
+    """
+    row, largest = STAGES[stage], max(units, default=0)
+    comes = weights_away or (row.weight is SHARD and ranks > 1)
+    in_use = max((sum(units[start:start + window]) for start in range(len(units))), default=0) if comes else 0
+    lent = 0 if row.gradient is PARTIAL else largest * (1 + (IN_FLIGHT if ranks > 1 else 0))
+    travelling = largest * IN_FLIGHT if ranks > 1 else 0
+    step = 0
+    if state_away:
+        wide = master_dtype(compute)
+        each = moments * wide.itemsize + accumulate.itemsize + wide.itemsize + (0 if wide == compute else compute.itemsize)
+        step = min(pieces * min(piece, largest), sum(units)) * each
+    leaving = min(write_ahead, _own(row, sum(units), ranks) * accumulate.itemsize) if state_away else 0
+    return Working(weights=in_use * compute.itemsize, gradients=leaving, pool=(lent + travelling) * accumulate.itemsize,
+                   step=step)
+
+
+def _own(row: Stage, elements: int, ranks: int) -> int:
+    return elements if row.gradient is PARTIAL else elements // ranks
