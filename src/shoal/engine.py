@@ -148,6 +148,7 @@ class Engine(Controls):
     def before_backward(self) -> None:
         """Check that a backward pass was scaled as this engine needs it."""
         assert self.optimizer is not None
+        self.optimizer.settle()  # of units that this forward did not use
         scaled, self._scaled = self._scaled, False
         wanted = self.optimizer.loss_scale / self.gradient_accumulation_steps()
         if scaled or Engine.under_way == wanted:  # one loss may lead through several engines

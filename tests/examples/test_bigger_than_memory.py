@@ -23,6 +23,7 @@ from shoal.tier import Event
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "bigger_than_memory"))
 
 from cap import WATCH, Way, best_way, keep, parse
+from group import V1, V2, Group, Names
 from picture import fitting, picture, pieces
 from places import Places
 from proof import Comparison, Run, prove
@@ -72,6 +73,24 @@ def test_under_the_cap_the_exit_code_is_the_commands_own(capfd: pytest.CaptureFi
         assert capfd.readouterr().out.strip() == way.name
 
 
+@pytest.mark.parametrize(("names", "files", "swap"), [
+    (V1, {"memory.usage_in_bytes": "7", "memory.max_usage_in_bytes": "9", "memory.stat": "cache 2\ntotal_rss 5\n",
+          "memory.oom_control": "oom_kill_disable 0\noom_kill 1\n"}, "100"),
+    (V2, {"memory.current": "7", "memory.peak": "9", "memory.stat": "file 2\nanon 5\n",
+          "memory.events": "max 3\noom_kill 1\n"}, "0"),
+], ids=["v1", "v2"])
+def test_both_versions_of_control_groups_say_the_same(names: Names, files: dict[str, str], swap: str,
+                                                      tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    group = Group(folder=tmp_path, names=names)
+    assert (group.current, group.peak, group.own, group.killed) == (7, 9, 5, 1)
+    group.limit(100)
+    assert ((tmp_path / names.limit).read_text(), (tmp_path / names.swap).read_text()) == ("100", swap)
+    (tmp_path / names.peak).unlink()
+    assert group.peak == 0
+
+
 # Time
 
 Times = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: (float(min(pair)), float(max(pair)))))
@@ -117,6 +136,12 @@ def timeline() -> Timeline:
 def test_computing_is_what_did_not_wait() -> None:
     assert timeline().lanes["forward"] == [(0, 1), (2, 4)]
     assert length(timeline().computing) == 4 and timeline().share("forward", "backward", "step") == 0.4
+
+
+def test_a_step_within_a_wait_within_a_forward_is_a_step() -> None:
+    found = Timeline.of([event("forward", 0, 10), event("wait", 2, 8), event("step", 4, 6)], 0, 10)
+    assert found.lanes["forward"] == [(0, 2), (8, 10)]
+    assert (found.lanes["wait"], found.lanes["step"]) == ([(2, 4), (6, 8)], [(4, 6)])
 
 
 def test_overlap_is_the_disk_at_work_while_something_computes() -> None:

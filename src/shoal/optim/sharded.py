@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.gradients import Verdict, judge
 from shoal.optim.pipeline import Pipeline
-from shoal.optim.stepping import by_native, by_optimizer, settle
+from shoal.optim.stepping import by_native, by_optimizer, is_native, options_of, settle
 from shoal.optim.views import Views
 from shoal.precision.loss_scale import LossScale
 from shoal.zero.sharded import ShardedModel
@@ -81,6 +81,7 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        self.settle()
         return self.optimizer.state
 
     @property
@@ -96,7 +97,8 @@ class ShardedOptimizer:
     @property
     def pending(self) -> bool:
         """Whether a backward pass ran since the last step."""
-        return any(unit.gradient is not None and unit.gradient.pending for unit in self._model.trainable)
+        return any(unit.gradient is not None and unit.gradient.pending and unit.owed is None
+                   for unit in self._model.trainable)
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -117,17 +119,27 @@ class ShardedOptimizer:
             self.scaler.update(self.overflow)
             if not self.overflow:
                 views = self.views.touched(verdict.touched, self.optimizer)
-                self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale))
+                self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options_of(self.optimizer),
+                                   wait=self.rules.native and is_native(self.optimizer, views))
         finally:
-            self.zero_grad()
+            self._forget()
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated."""
+        self.settle()
+        self._forget()
+
+    def settle(self) -> None:
+        """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
+        with torch.no_grad():
+            self._stepping.settle()
+
+    def _forget(self) -> None:
         for unit in self._model.trainable:
-            if unit.gradient is not None:
+            if unit.gradient is not None and unit.owed is None:
                 unit.gradient.reset()
 
     def state_dict(self) -> dict[str, Any]:

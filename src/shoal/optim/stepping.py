@@ -6,10 +6,11 @@ lie in the spans of their unit's state where that rests away, so that they rest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.lion import Lion
 from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
+from shoal.zero.state import State
 
-__all__ = ["Stepping", "by_native", "by_optimizer", "settle"]
+__all__ = ["Options", "Stepping", "by_native", "by_optimizer", "is_native", "options_of", "settle"]
 
-Stepping = Callable[[Sequence[View], float], None]
+Options = list[dict[str, Any]]
+"""The options of each group when the step was decided on: a schedule may have changed them since."""
+Stepping = Callable[[Sequence[View], float, Options], None]
 """Steps views that are in memory by their reduced gradients times a factor, and rounds them to where the weights rest."""
 
 _State = dict[str, Any]
@@ -35,9 +39,10 @@ _Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
     """Return the way by the optimizer itself."""
-    def stepping(some: Sequence[View], factor: float) -> None:
+    def stepping(some: Sequence[View], factor: float, options: Options) -> None:
         views.lend(some, factor)
-        optimizer.step()
+        with _grouped(optimizer, options):
+            optimizer.step()
         views.take_back(some)
         for view in some:
             settle(view, optimizer)
@@ -57,15 +62,20 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
     if plan is None or not available():
         return otherwise
 
-    def stepping(some: Sequence[View], factor: float) -> None:
+    def stepping(some: Sequence[View], factor: float, options: Options) -> None:
         native = [view for view in some if _fits(view)] if _is_plain(optimizer) else []
         for view in native:
-            _step(view, plan, optimizer, factor)
+            _step(view, plan(options[view.group], optimizer.state[view.parameter], _moments_of(view)), factor)
         if others := [view for view in some if view not in native]:
-            otherwise(others, factor)
+            otherwise(others, factor, options)
         vars(optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
 
     return stepping
+
+
+def is_native(optimizer: Optimizer, views: Sequence[View]) -> bool:
+    """Whether `by_native` steps all `views` by itself, which any thread may do."""
+    return type(optimizer) in _PLANS and available() and _is_plain(optimizer) and all(_fits(view) for view in views)
 
 
 def settle(view: View, optimizer: Optimizer) -> None:
@@ -81,14 +91,34 @@ def settle(view: View, optimizer: Optimizer) -> None:
                 state[kind] = there.copy_(value)
 
 
-def _step(view: View, plan: _Planner, optimizer: Optimizer, factor: float) -> None:
+def options_of(optimizer: Optimizer) -> Options:
+    """Return the options of each group as they are now."""
+    return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups]
+
+
+@contextmanager
+def _grouped(optimizer: Optimizer, options: Options) -> Generator[None]:
+    """Give the optimizer's groups other options for a while."""
+    now = options_of(optimizer)
+    for group, then in zip(optimizer.param_groups, options, strict=True):
+        group.update(then)
+    try:
+        yield
+    finally:
+        for group, ours in zip(optimizer.param_groups, now, strict=True):
+            group.update(ours)
+
+
+def _moments_of(view: View) -> _Moment:
+    assert view.unit.state is not None
+    return lambda kind: cast("State", view.unit.state).moment(kind, torch.float32)[view.start:view.stop]
+
+
+def _step(view: View, plan: _Plan, factor: float) -> None:
     state, gradient = view.unit.state, view.unit.gradient
     assert state is not None and gradient is not None
-
-    def moment(kind: str) -> Tensor:
-        return state.moment(kind, torch.float32)[view.start:view.stop]
-
-    rule, moments, constants = plan(optimizer.param_groups[view.group], optimizer.state[view.parameter], moment)
+    rule, moments, constants = plan
     rounded = None if state.rounded is None else state.rounded.tensor[view.start:view.stop]
     way = None if rounded is None or rounded.device.type == "cpu" else upload(rounded.device)
     weight = rounded if way is None or rounded is None else way.borrow(rounded.numel(), rounded.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.tier.copied import Arrival
 from shoal.tier.memory import pageable
 from shoal.tier.pages import Pages
-from shoal.tier.part import Part
+from shoal.tier.part import Part, Together
 from shoal.tier.span import DONE, Kept, Span, Transfer
 from shoal.tier.store import Disk, Memory, Store
 from shoal.tier.streams import up
@@ -88,7 +88,7 @@ class Beneath:
         self.grow().wait()
 
     def grow(self) -> Transfer:
-        return self._memory.fetch(self._part.start, self._part.stop)
+        return Together([self._memory.fetch(self._part.start, self._part.stop), self._memory.edges()])
 
     def shrink(self) -> None:
         changed, self._changed = self._changed, False

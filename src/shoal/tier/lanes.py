@@ -1,8 +1,10 @@
 """The lanes of training: each part says what it does and for how long, while somebody listens.
 
-    forward, backward, step    what the processor or the device computes
-    wait                       what computing waited for
-    read, write                what the disk did meanwhile
+    forward, backward     what the processor or the device computes, the next two included
+    wait                  what they waited for
+    step                  the optimizer, beside them where its units can wait
+    fetch, commit         what the step waited for
+    read, write           what the disk did meanwhile
 """
 
 from __future__ import annotations

@@ -165,6 +165,13 @@ class Swapped:
             chunk.error = None
         self._pages.drop(self._hull.start, self._hull.stop)
 
+    def edges(self) -> Transfer:
+        """Return what must be over before somebody writes just outside `part`: pages at its edges travel whole."""
+        if len(self.part) == self.tensor.numel():
+            return DONE
+        jobs = [chunk.job for chunk in (*self._chunks[:1], *self._chunks[-1:])]
+        return Pending([job for job in jobs if job is not None])
+
     def drop_outside(self) -> None:
         """Give up the pages that hold nothing of `part`."""
         self._pages.drop(0, self._hull.start)

@@ -104,8 +104,10 @@ class ShardedModel:
         self.window.open("forward")
 
     def settle(self) -> None:
-        """Wait for everything under way."""
+        """Wait for everything under way, and take the steps that are owed."""
         for unit in self.units:
+            if unit.owed is not None:
+                unit.owed()
             if unit.phase in (Phase.ARRIVING, Phase.IN_FLIGHT):
                 unit.gather()
                 unit.release()

@@ -10,6 +10,7 @@ between its uses if its weights are sharded, or rest in another tier than the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -81,6 +82,8 @@ class Unit:
         """Used again soon: stays gathered until then."""
         self.written = False
         """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
+        self.owed: Callable[[], None] | None = None
+        """Takes the step that the optimizer has decided on, and not taken yet."""
         self.phase = Phase.GATHERED
         self.communicator = communicator
         self.dtypes = dtypes
@@ -116,6 +119,10 @@ class Unit:
         return self._memory is not None
 
     @property
+    def is_released(self) -> bool:
+        return self.phase is Phase.RELEASED
+
+    @property
     def resting(self) -> range:
         """The elements of the buffer whose weights rest on this rank."""
         return self.span if self.stage.weight is SHARD else range(self.layout.size)
@@ -144,8 +151,8 @@ class Unit:
         self.release()
 
     def fetch(self) -> None:
-        """Start bringing what rests on this rank, if the weights are released."""
-        if self.phase is Phase.RELEASED:
+        """Start bringing what rests on this rank, if the weights are released; what is owed comes by itself."""
+        if self.phase is Phase.RELEASED and self.owed is None:
             assert self._memory is not None
             with torch.no_grad():
                 self._arriving = self._memory.grow()
@@ -153,6 +160,8 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
+        if self.owed is not None and self._is_gathered_by_ranks:
+            self.owed()
         self.fetch()
         if self.phase is Phase.ARRIVING and self._is_gathered_by_ranks:
             with torch.no_grad():
@@ -164,6 +173,8 @@ class Unit:
         """Return when the parameters hold their values."""
         if self.phase is Phase.GATHERED:
             return
+        if self.owed is not None:
+            self.owed()
         self.prefetch()
         with torch.no_grad():
             self._arriving.wait()

@@ -1,8 +1,8 @@
 """What training holds in memory for a while, beside what rests there: weights in use, gradients on their way, the step.
 
-    forward, backward   the units whose weights are in use or on their way, and of the last the gradient that is collected,
-                        travels, or is on its way to another tier
-    step                pieces of the optimizer's state
+    forward    the units whose weights are in use or on their way, and pieces of the optimizer's state: a unit that comes
+               and goes is stepped when its weights are next asked for
+    backward   weights again, and gradients on their way to another tier
 
 The greater of the two is the peak, plus what is always kept: the pool of buffers that gradients are collected in.
 Activations come on top: they depend on the batch.
@@ -36,7 +36,7 @@ class Working:
 
     @property
     def total(self) -> int:
-        return self.pool + max(self.weights + self.gradients, self.step)
+        return self.pool + self.weights + max(self.gradients, self.step)
 
 
 def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtype, accumulate: torch.dtype, moments: int = 2,
