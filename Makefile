@@ -3,6 +3,7 @@
 STAGE ?= 2
 RANKS ?= 2
 MODEL ?= 3m
+DISK ?= out/benchmarks/disk
 TORCH := torch==2.13.0
 BIN := .venv/bin
 CANDIDATES := python3.11 python3.12 python3.13 python3 python
@@ -11,11 +12,11 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install train memory-lab test check bench peers clean
+.PHONY: help install train memory-lab bigger-than-memory test check bench bench-tiers peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: .venv/.installed  ## create .venv with pinned dependencies; the others do so by themselves
 
@@ -25,6 +26,10 @@ train: .venv/.installed  ## train a GPT; STAGE=0..3 RANKS=n STEPS=n MODEL=tiny|3
 
 memory-lab: .venv/.installed  ## measure the memory of stages 0 to 3 beside their formulas; RANKS=n MODEL=...
 	$(BIN)/python examples/memory_lab/lab.py --ranks $(RANKS)$(if $(filter command,$(origin MODEL)), --model $(MODEL))
+
+bigger-than-memory: .venv/.installed  ## train a GPT of four times the memory it may take; CAP=512M STEPS=n DTYPE=fp32|bf16
+	$(BIN)/python examples/bigger_than_memory/train.py$(if $(CAP), --cap $(CAP))$(if $(STEPS), --steps $(STEPS))$(if \
+		$(DTYPE), --dtype $(DTYPE))
 
 test: .venv/.installed  ## run every test
 	$(BIN)/pytest
@@ -36,6 +41,12 @@ check: .venv/.installed  ## lint, check types, import layers and file sizes
 
 bench: .venv/.installed  ## time a step, its bytes and memory beside DDP, FSDP2 and (after make peers) DeepSpeed
 	$(BIN)/python benchmarks/zero.py
+
+bench-tiers: .venv/.installed  ## time state on the host and on disk: steps, the disk beside fio, overlap, memory; DISK=folder
+	mkdir -p $(DISK)
+	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/disk.py $(DISK)
+	$(BIN)/python benchmarks/tiers.py --path $(DISK)
 
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh

@@ -12,13 +12,14 @@ from shoal.tier.opening import WRITE_AHEAD
 
 CHUNK = 1 << 20
 PIECES = 4
+REQUESTS = 16  # as an engine has by default: 8 each way
 
 
 class Replay:
     """Spans of weights, gradients and two moments in fp32 for units of so many elements."""
 
     def __init__(self, folder: str, units: list[int], *, buffers: int):
-        self._swap = Swap(folder, write_ahead=WRITE_AHEAD)
+        self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD)
         self._units = [[Swapped(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
 

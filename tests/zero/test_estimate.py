@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from shoal.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from shoal.zero.working import Working, working
 
 P, L = 1_000_003, 70_001
 
@@ -130,3 +133,29 @@ def test_the_stage_3_tables_of_a_live_and_a_cold_model_are_the_same(capsys: pyte
     assert live == capsys.readouterr().out
     assert live.count("zero_init=1") == 3
     assert live.count("zero_init=0") == 3
+
+
+def test_an_estimate_tells_what_rests_on_which_device() -> None:
+    (row,) = estimate(1000, 1, stages=[3], compute=torch.bfloat16, offload_param="cpu", offload_optimizer="nvme").rows
+    assert (row.on("none"), row.on("cpu"), row.on("nvme")) == (0, 2000, 14000)
+    (row,) = estimate(1000, 1, stages=[2], offload_optimizer="cpu").rows
+    assert (row.on("none"), row.on("cpu")) == (4000, 12000)
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="estimate: offload_param: got 'disk'; choose 'none', 'cpu' or 'nvme'"):
+        estimate(10, 1, offload_param="disk")
+
+
+def held(stage: int, ranks: int = 1, **more: Any) -> Working:
+    return working([100, 300, 200], stage, ranks, compute=torch.bfloat16, accumulate=torch.float32, **more)
+
+
+def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
+    assert held(0) == Working(weights=0, gradients=0, pool=0, step=0)
+    assert held(3).pool == 300 * 4, "one rank: the gradient that is collected"
+    assert held(3, weights_away=True, window=2).weights == 500 * 2, "the two largest that follow each other"
+    assert held(3, 2).weights == 500 * 2, "sharded weights are gathered"
+    away = held(3, state_away=True, pieces=2, piece=50, write_ahead=10**9)
+    assert away.step == 2 * 50 * (8 + 4 + 4 + 2), "moments, gradient, master and rounded weight"
+    assert away.gradients == 600 * 4, "all gradients wait to be written"

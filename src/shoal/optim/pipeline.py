@@ -49,7 +49,7 @@ class _Piece:
 
 
 class Pipeline:
-    """Takes steps, piece by piece; `ahead` of them are fetched while one is stepped, and `behind` may be on their way back."""
+    """Takes steps, piece by piece; `ahead` are fetched while one is stepped, and `behind` may be on their way back."""
 
     def __init__(self, step: Stepping, *, at_once: int, ahead: int, behind: int, lanes: Lanes):
         self._step = step
@@ -63,7 +63,8 @@ class Pipeline:
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
-    def run(self, touched: Mapping[Unit, int], views: Sequence[View], factor: float, options: Options, *, wait: bool) -> None:
+    def run(self, touched: Mapping[Unit, int], views: Sequence[View], factor: float, options: Options, *,
+            wait: bool) -> None:
         """Step `views`, those of the units of `touched` that received a gradient on some rank, and publish these units.
 
         With `wait`, units that can are stepped later, by the `options` that the optimizer's groups have now.

@@ -93,8 +93,8 @@ def settle(view: View, optimizer: Optimizer) -> None:
 
 def options_of(optimizer: Optimizer) -> Options:
     """Return the options of each group as they are now."""
-    return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups]
+    return [{name: value.clone() if isinstance(value, Tensor) else value
+             for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 @contextmanager

@@ -48,5 +48,5 @@ def _swap(folder: Path, aio: AioSettings, rank: int) -> Swap:
     if (reason := slow_reason(folder)) is not None:
         warn_once(f"nvme_path: {folder} {reason}; training waits for it. Give a folder of a fast local disk")
     swap = _open[key] = Swap(folder, rank=rank, block_bytes=aio.block_size, write_ahead=WRITE_AHEAD,
-                             requests=aio.queue_depth * aio.intra_op_parallelism)
+                             requests=2 * aio.queue_depth * aio.intra_op_parallelism)  # reading and writing each
     return swap

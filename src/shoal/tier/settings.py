@@ -97,10 +97,10 @@ class AioSettings(Section):
     """Bytes of one request."""
 
     queue_depth: Positive = 8
-    """Requests under way at once, for each of the following."""
+    """Requests under way at once, reading and writing each, times the following."""
 
     intra_op_parallelism: Positive = 1
-    """How many times `queue_depth` requests are under way; 64 in all at most."""
+    """How many times `queue_depth` requests are under way; 64 in all, both ways together, at most."""
 
     aliases: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
     published: ClassVar[Mapping[str, Published]] = {

@@ -55,10 +55,19 @@ class Estimate:
     gradient: int
     master: int
     moments: int
+    param_device: str = "none"
+    """Where weights rest: none (the compute device), cpu or nvme."""
+    optimizer_device: str = "none"
+    """Where gradients, masters and moments rest."""
 
     @property
     def total(self) -> int:
         return self.weight + self.gradient + self.master + self.moments
+
+    def on(self, device: str) -> int:
+        """Return the bytes that rest on `device`: none, cpu or nvme."""
+        state = self.gradient + self.master + self.moments
+        return self.weight * (self.param_device == device) + state * (self.optimizer_device == device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +84,15 @@ class Estimates:
 
         frozen = f" + {self.frozen:,} frozen" if self.frozen else ""
         table = Table(title=f"Model state per rank: {self.trainable:,} parameters{frozen}, {_name(self.compute)}")
-        for column in ("ranks", "stage", "weight", "gradient", "master", "moments", "total"):
+        away = any(row.on("none") < row.total for row in self.rows)
+        tiers = {"device": "none", "host": "cpu", "disk": "nvme"} if away else {}
+        for column in ("ranks", "stage", "weight", "gradient", "master", "moments", "total", *tiers):
             table.add_column(column, justify="right")
         for row in self.rows:
             if table.rows and row.stage == self.rows[0].stage:
                 table.add_section()
             parts = (row.weight, row.gradient, row.master, row.moments, row.total)
-            table.add_row(str(row.ranks), str(row.stage), *map(_size, parts))
+            table.add_row(str(row.ranks), str(row.stage), *map(_size, (*parts, *map(row.on, tiers.values()))))
         return table
 
     def __str__(self) -> str:
@@ -89,16 +100,18 @@ class Estimates:
 
 
 def estimate(model: nn.Module | int, ranks: int | Iterable[int], *, stages: Sequence[int] = range(len(STAGES)),
-             compute: torch.dtype = torch.float32, accumulate: torch.dtype | None = None,
-             moments: int = 2) -> Estimates:
+             compute: torch.dtype = torch.float32, accumulate: torch.dtype | None = None, moments: int = 2,
+             offload_param: str = "none", offload_optimizer: str = "none") -> Estimates:
     """Count the bytes of weights, gradients, master weights and optimizer moments that rest on each rank.
 
     `model` is a live module (on any device, `meta` included; tied parameters count once, frozen ones as weights alone)
     or a number of trainable parameters. `ranks` is one number of data-parallel ranks or several. `compute` is the dtype
     of the weights, `accumulate` the dtype in which gradients rest (by default `compute`), `moments` the tensors that the
-    optimizer keeps per parameter (2 for the Adam family). Formula: `shoal.zero.placement.state_bytes`.
+    optimizer keeps per parameter (2 for the Adam family). `offload_param` and `offload_optimizer` name the device where
+    weights and the rest rest, as in the configuration; what training holds in memory beside that, `working` estimates.
+    Formula: `shoal.zero.placement.state_bytes`.
 
-    Raises `UsageError` for a count or a stage that cannot be.
+    Raises `UsageError` for a count, a stage or a device that cannot be.
     """
     trainable, frozen = _count(model)
     every = (ranks,) if isinstance(ranks, int) else tuple(ranks)
@@ -107,13 +120,17 @@ def estimate(model: nn.Module | int, ranks: int | Iterable[int], *, stages: Sequ
     unknown = [stage for stage in stages if stage not in range(len(STAGES))]
     if unknown:
         raise UsageError(f"estimate: stages: got {unknown[0]!r}; choose from {', '.join(map(str, range(len(STAGES))))}")
+    for name, device in (("offload_param", offload_param), ("offload_optimizer", offload_optimizer)):
+        if device not in ("none", "cpu", "nvme"):
+            raise UsageError(f"estimate: {name}: got {device!r}; choose 'none', 'cpu' or 'nvme'")
     rows: list[Estimate] = []
     for number in every:
         for stage in stages:
             state = state_bytes(stage, trainable, number, compute=compute, accumulate=accumulate, moments=moments)
             still = state_bytes(stage, frozen, number, compute=compute).weight
             rows.append(Estimate(stage=stage, ranks=number, weight=state.weight + still, gradient=state.gradient,
-                                 master=state.master, moments=state.moments))
+                                 master=state.master, moments=state.moments, param_device=offload_param,
+                                 optimizer_device=offload_optimizer))
     return Estimates(trainable=trainable, frozen=frozen, compute=compute, rows=tuple(rows))
 
 
