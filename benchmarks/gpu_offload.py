@@ -3,8 +3,8 @@
     python benchmarks/gpu_offload.py [--sizes 1 7 13] [--ways none optimizer all ratio disk fsdp2] [--path FOLDER]
 
 Each size (billions of parameters) and way runs in a process of its own, so that one that does not fit ends alone. bf16,
-AdamW, blocks recomputed in backward. Tokens per second and TFLOP/s are of the median step; the share is that of the matmul peak,
-measured in the same run. FSDP2 shards each block, with CPUOffloadPolicy. Without a CUDA device it says so and ends.
+AdamW, blocks recomputed in backward. Tokens per second and TFLOP/s are of the median step; the share is that of the matmul
+peak, measured in the same run. FSDP2 shards each block, with CPUOffloadPolicy. Without a CUDA device it says so and ends.
 """
 
 from __future__ import annotations

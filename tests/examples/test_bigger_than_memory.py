@@ -1,8 +1,5 @@
 """The example that trains under a cap: its parts, and one small run as a whole."""
 
-# The example's folder is put on the path below, where a type checker does not look.
-# pyright: reportMissingImports=false, reportUnknownParameterType=false
-
 import os
 import re
 import subprocess
@@ -138,10 +135,10 @@ def test_computing_is_what_did_not_wait() -> None:
     assert length(timeline().computing) == 4 and timeline().share("forward", "backward", "step") == 0.4
 
 
-def test_a_step_within_a_wait_within_a_forward_is_a_step() -> None:
-    found = Timeline.of([event("forward", 0, 10), event("wait", 2, 8), event("step", 4, 6)], 0, 10)
-    assert found.lanes["forward"] == [(0, 2), (8, 10)]
-    assert (found.lanes["wait"], found.lanes["step"]) == ([(2, 4), (6, 8)], [(4, 6)])
+def test_a_step_beside_a_forward_takes_nothing_from_it() -> None:
+    found = Timeline.of([event("forward", 0, 10), event("wait", 2, 5), event("step", 1, 4), event("fetch", 4, 9)], 0, 10)
+    assert (found.lanes["forward"], found.lanes["step"]) == ([(0, 2), (5, 10)], [(1, 4)])
+    assert length(found.computing) == 9
 
 
 def test_overlap_is_the_disk_at_work_while_something_computes() -> None:

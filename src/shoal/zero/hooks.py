@@ -78,9 +78,11 @@ class Hooks:
                         self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
 
     def remove(self) -> None:
-        """Detach from everything."""
+        """Detach from everything, the engine included: it goes with its last reference."""
         while self._handles:
             self._handles.pop().remove()
+        self._boundary = self._sync = bool
+        self.before_backward = lambda: None
 
     def interrupt(self) -> None:
         """Take note that an exception has ended the present backward pass, whose end autograd will not announce."""
