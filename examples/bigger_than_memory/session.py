@@ -63,11 +63,12 @@ def training(console: Console, args: argparse.Namespace) -> bool:
     facts = Facts.of(engine, readings, cap=args.cap, way=args.under, peak=look.peak())
     if engine.global_rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
-        picture(args.out / "step.png", readings[-1].timeline, events, facts.title)
+        for kind in ("png", "svg"):
+            picture(args.out / f"step.{kind}", readings[-1].timeline, events, facts.title)
     if not console.is_terminal:
         console.print(chart(readings[-1].timeline, 80), soft_wrap=True)
     console.print()
     console.print(facts.title, style="bold", highlight=False, soft_wrap=True)
     console.print(facts.table())
-    console.print(f"The last step as a picture: {args.out / 'step.png'}", highlight=False, soft_wrap=True)
+    console.print(f"The last step as a picture: {args.out / 'step.png'}, and .svg", highlight=False, soft_wrap=True)
     return facts.peak <= args.cap
