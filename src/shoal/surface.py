@@ -131,7 +131,7 @@ class Surface(Configured):
     def model_state_bytes(self) -> StateBytes:
         """Measure the bytes of model state that rest on this rank."""
         assert self.sharded is not None
-        return self.sharded.state_bytes(self.optimizer.state if self.optimizer else {})
+        return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Let `to`, `half`, `cuda` and their like pass where they change nothing.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.gradients import Verdict, judge
+from shoal.optim.brought import Brought
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.stepping import by_native, by_optimizer, is_native, options_of, settle
 from shoal.optim.views import Views
@@ -81,8 +82,9 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """The inner optimizer's state; moments that rest on disk are read as they are looked at."""
         self.settle()
-        return self.optimizer.state
+        return Brought(self.views, self.optimizer)
 
     @property
     def loss_scale(self) -> float:
