@@ -204,7 +204,8 @@ def harmed(folder: str, harm: str) -> tuple[str, str]:
         case "truncated":
             os.truncate(file, 4096)
         case "changed":
-            file.write_bytes(b"\x55" * file.stat().st_size)
+            with file.open("r+b") as there:
+                there.write(b"\x55" * file.stat().st_size)
         case _:
             shutil.rmtree(file.parent)
     with pytest.raises(ShoalError) as raised:
@@ -212,8 +213,8 @@ def harmed(folder: str, harm: str) -> tuple[str, str]:
     return str(raised.value), str(file)
 
 
-@pytest.mark.parametrize(("harm", "said"), [("truncated", "Let nothing else touch the folder"), ("changed", "changed on disk"),
-                                            ("deleted", "deleted")])
+@pytest.mark.parametrize(("harm", "said"), [("truncated", "Let nothing else touch the folder"),
+                                            ("changed", "changed on disk"), ("deleted", "deleted")])
 def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(harm: str, said: str, tmp_path: Path) -> None:
     message, file = run_ranks(1, harmed, str(tmp_path), harm)[0]
     assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
