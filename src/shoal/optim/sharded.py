@@ -124,25 +124,21 @@ class ShardedOptimizer:
                 self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options_of(self.optimizer),
                                    wait=self.rules.native and is_native(self.optimizer, views))
         finally:
-            self._forget()
+            self.zero_grad()
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that were accumulated."""
-        self.settle()
-        self._forget()
+        """Forget the gradients that were accumulated, but for those of a step that is owed."""
+        for unit in self._model.trainable:
+            if unit.gradient is not None and unit.owed is None:
+                unit.gradient.reset()
 
     def settle(self) -> None:
         """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
         with torch.no_grad():
             self._stepping.settle()
-
-    def _forget(self) -> None:
-        for unit in self._model.trainable:
-            if unit.gradient is not None and unit.owed is None:
-                unit.gradient.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Raise `UsageError`: this rank's slices alone say nothing; the engine saves and loads all of them."""

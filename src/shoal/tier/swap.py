@@ -45,6 +45,7 @@ class Swap:
         """Bytes on their way to the disk, or about to be."""
         self._write_ahead = write_ahead
         self._extents = Extents()
+        self._allocating = threading.Lock()
         self._file = SwapFile(path=made.path, descriptor=made.descriptor, rank=rank, direct=made.direct, checksums=checksums)
         self._threads = Threads(self._file, min(requests, _MOST_THREADS))
         self._owner = os.getpid()
@@ -71,11 +72,12 @@ class Swap:
 
     def allocate(self, bytes: int, name: str) -> Extent:
         """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full."""
-        shortage = self._extents.shortage(bytes)
-        if shortage > 0:
-            self._reserve(shortage, name)
-            self._extents.grow(shortage)
-        return self._extents.allocate(bytes)
+        with self._allocating:
+            shortage = self._extents.shortage(bytes)
+            if shortage > 0:
+                self._reserve(shortage, name)
+                self._extents.grow(shortage)
+            return self._extents.allocate(bytes)
 
     def _reserve(self, bytes: int, name: str) -> None:
         size = self._extents.size
@@ -87,7 +89,8 @@ class Swap:
 
     def free(self, extent: Extent) -> None:
         """Take an extent back."""
-        self._extents.free(extent)
+        with self._allocating:
+            self._extents.free(extent)
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Let `jobs` travel; those of a file that somebody deleted fail at once."""
