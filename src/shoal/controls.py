@@ -121,8 +121,8 @@ class Controls(Saving):
     def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True,
                        non_blocking: bool = False) -> None:
         """Raise `NotSupportedYet`."""
-        raise NotSupportedYet("offload_states: not supported yet: model state stays on its device; save a checkpoint and "
-                              "call engine.destroy() to free the memory")
+        raise NotSupportedYet("offload_states: not supported yet: state rests where the configuration says; save a "
+                              "checkpoint and call engine.destroy() to free the memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Raise `NotSupportedYet`."""

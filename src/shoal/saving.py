@@ -54,6 +54,8 @@ class Saving(Surface):
             warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are not "
                       "in the checkpoint")
         tag = self._agree_on_tag(tag)
+        if self.optimizer is not None:
+            self.optimizer.settle()
         self.sharded.settle()
         settings = self.settings.checkpoint
         pieces = list(weights_to_save(self.sharded))

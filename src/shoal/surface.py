@@ -131,6 +131,8 @@ class Surface(Configured):
     def model_state_bytes(self) -> StateBytes:
         """Measure the bytes of model state that rest on this rank."""
         assert self.sharded is not None
+        if self.optimizer is not None:
+            self.optimizer.settle()
         return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -15,6 +15,7 @@ import shoal
 from shoal import offload
 from shoal.errors import ConfigError, ShoalError, TierError
 from shoal.testing import run_ranks
+from shoal.training_state import weights_to_save
 
 NOTHING: dict[str, Any] = {}
 STATE: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}}
@@ -129,6 +130,28 @@ def test_what_is_written_into_weights_on_disk_stays(stage: int, tmp_path: Path) 
         assert [tensor.unique().tolist() for tensor in found] == [[0.5], [0.25], [0.25]]
 
 
+class Clamped(nn.Linear):
+    """A layer that keeps its weights positive, in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(min=0)
+        return super().forward(x)
+
+
+def clamped(folder: str, tier: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Clamped(40, 40) for _ in range(3)))
+    engine = shoal.initialize(model=model, config=config(folder, tier, 1))[0]
+    losses = train(engine, range(3))
+    engine.destroy()
+    return losses
+
+
+def test_weights_on_disk_keep_what_a_forward_writes_into_them(tmp_path: Path) -> None:
+    assert run_ranks(2, clamped, str(tmp_path), ALL) == run_ranks(2, clamped, str(tmp_path), NOTHING)
+
+
 def read_outside(folder: str) -> tuple[float, float]:
     engine = engine_of(folder, WEIGHTS, 0)
     weight = engine.module[0][0].weight  # type: ignore[index]
@@ -156,6 +179,47 @@ def moments(folder: str, tier: dict[str, Any]) -> list[float]:
 def test_moments_on_disk_can_be_looked_at(tmp_path: Path) -> None:
     there, here = run_ranks(1, moments, str(tmp_path), ALL)[0], run_ranks(1, moments, str(tmp_path), NOTHING)[0]
     assert sum(there) == pytest.approx(sum(here), rel=1e-5) and min(there) > 0
+
+
+def began_again(folder: str, tier: dict[str, Any]) -> tuple[list[float], list[float]]:
+    engine = engine_of(folder, tier)
+    engine.save_checkpoint(f"{folder}/saved", tag="new")
+    first = train(engine, range(3))
+    engine.load_checkpoint(f"{folder}/saved", tag="new")
+    again = train(engine, range(3))
+    engine.destroy()
+    return first, again
+
+
+@pytest.mark.parametrize("tier", [NOTHING, ALL], ids=["memory", "disk"])
+def test_a_checkpoint_without_moments_forgets_those_that_are_there(tier: dict[str, Any], tmp_path: Path) -> None:
+    first, again = run_ranks(1, began_again, str(tmp_path), tier)[0]
+    assert first == again
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its steps in its groups, and steps less far each time."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] /= 2
+        super().step(closure)
+
+
+def counted(folder: str) -> tuple[list[float], int, list[bool]]:
+    model = build()
+    given = config(folder, NOTHING, 2)
+    del given["optimizer"], given["zero_optimization"]["sub_group_size"]
+    engine = shoal.initialize(model=model, config=given, optimizer=Counting(model.parameters(), lr=1.0))[0]
+    train(engine, range(3))
+    assert engine.sharded is not None and engine.optimizer is not None
+    held = [piece.hold is None for piece in weights_to_save(engine.sharded)]
+    return engine.get_lr(), len(engine.optimizer.views.views) - len(engine.sharded.trainable), held
+
+
+def test_state_in_memory_is_one_view_a_unit_and_an_optimizer_may_count_in_its_groups(tmp_path: Path) -> None:
+    rates, more, held = run_ranks(2, counted, str(tmp_path))[0]
+    assert (rates, more) == ([0.125], 0) and all(held)
 
 
 # What goes wrong before the first step
@@ -196,8 +260,8 @@ def test_nvme_without_a_folder_is_refused() -> None:
 # What goes wrong while training
 
 
-def harmed(folder: str, harm: str) -> tuple[str, str]:
-    engine = engine_of(folder, ALL)
+def harmed(folder: str, harm: str, tier: dict[str, Any]) -> tuple[str, str]:
+    engine = engine_of(folder, tier)
     train(engine, range(1))
     file = next(Path(folder).glob(f"shoal-swap-*/rank{engine.global_rank}.swap"))
     match harm:
@@ -210,14 +274,20 @@ def harmed(folder: str, harm: str) -> tuple[str, str]:
             shutil.rmtree(file.parent)
     with pytest.raises(ShoalError) as raised:
         train(engine, range(1, 3))
+    if engine.optimizer is not None and engine.optimizer.failed:
+        with pytest.raises(TierError, match="a step was taken in part"):
+            engine.save_checkpoint(f"{folder}/saved")
     return str(raised.value), str(file)
 
 
 @pytest.mark.parametrize(("harm", "said"), [("truncated", "Let nothing else touch the folder"),
                                             ("changed", "changed on disk"), ("deleted", "deleted")])
 def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(harm: str, said: str, tmp_path: Path) -> None:
-    message, file = run_ranks(1, harmed, str(tmp_path), harm)[0]
-    assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
+    for tier in (ALL, STATE):
+        folder = tmp_path / str(len(tier))
+        folder.mkdir()
+        message, file = run_ranks(1, harmed, str(folder), harm, tier)[0]
+        assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
 
 
 def two_engines(folder: str) -> tuple[list[float], list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,14 +17,20 @@ __all__ = ["Brought"]
 class Brought(Mapping[Tensor, dict[str, Any]]):
     """The state of each of the optimizer's parameters; what is written into a moment that rests on disk is lost."""
 
-    def __init__(self, views: Views, optimizer: Optimizer):
-        self._views = {view.parameter: view for view in views.views}
+    def __init__(self, views: Views, optimizer: Optimizer, settle: Callable[[], None]):
+        self._views = views
         self._state = optimizer.state
+        self._settle = settle
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        state = self._state[parameter]
-        view = self._views.get(parameter)  # type: ignore[arg-type]  every parameter of ours is one
-        return state if view is None else {kind: _brought(view, kind, value) for kind, value in state.items()}
+        self._settle()
+        if parameter not in self._state:
+            raise KeyError(parameter)
+        state: dict[str, Any] = self._state[parameter]
+        view = next((view for view in self._views.views if view.parameter is parameter), None)
+        if view is None or view.unit.state is None or view.unit.state.store.granule is None:
+            return state
+        return {kind: _brought(view, kind, value) for kind, value in state.items()}
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._state)

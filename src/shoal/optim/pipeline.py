@@ -14,6 +14,7 @@ Nobody sees the weights of a released unit before it is gathered. So units whose
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from functools import partial
 
 import torch
 
+from shoal.errors import TierError
 from shoal.optim.stepping import Options, Stepping
 from shoal.optim.views import View
 from shoal.tier import Lanes, Together, Transfer
 from shoal.tier.span import DONE
+from shoal.zero.placement import SHARD
 from shoal.zero.unit import Unit
 
 __all__ = ["Pipeline"]
@@ -61,6 +64,8 @@ class Pipeline:
         self._owed: deque[Unit] = deque()
         self._stepped = 0  # how many of these the thread has stepped
         self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
         self._changed = threading.Condition()
 
     def run(self, touched: Mapping[Unit, int], views: Sequence[View], factor: float, options: Options, *,
@@ -70,28 +75,47 @@ class Pipeline:
         With `wait`, units that can are stepped later, by the `options` that the optimizer's groups have now.
         """
         self.settle()
+        if self._thread is not None:
+            self._thread.join()
         units = [unit for unit, mask in touched.items() if mask]
         later = [unit for unit in units if wait and _can_wait(unit)]
-        for unit in self._stream([unit for unit in units if unit not in later], views, factor, options):
-            _finish(unit)
+        try:
+            for unit in self._stream([unit for unit in units if unit not in later], views, factor, options):
+                _finish(unit)
+        except BaseException as error:
+            self._failure = error
+            raise
         if later:
             self._owed.extend(later)
             self._stepped = 0
             for unit in later:
                 unit.owed = partial(self.settle, unit)
             stream = self._stream(later, views, factor, options)
-            threading.Thread(target=self._serve, args=(stream,), name="shoal-step", daemon=True).start()
+            self._thread = threading.Thread(target=self._serve, args=(stream,), name="shoal-step")
+            self._thread.start()
 
     def settle(self, unit: Unit | None = None) -> None:
-        """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it."""
+        """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it, from then on always."""
+        if self._owed and os.getpid() != self._owner:
+            raise TierError(f"unit '{self._owed[0].name}' is stepped by process {self._owner}, from which this one was "
+                            f"forked; read weights in the process that trains")
         while self._owed and (unit is None or unit.owed is not None):
             with self._changed, self._lanes.during("wait", self._owed[0].name):
                 self._changed.wait_for(lambda: self._stepped or self._failure is not None)
-                if not self._stepped:
-                    assert self._failure is not None
-                    raise self._failure
+            if not self._stepped:
+                break
+            _finish(self._owed[0])
+            self._owed.popleft()
+            with self._changed:
                 self._stepped -= 1
-            _finish(self._owed.popleft())
+        if self._failure is not None and (unit is None or unit.owed is not None):
+            raise TierError(f"a step was taken in part, and its weights are of no use: load a checkpoint into a new engine. "
+                            f"What went wrong: {self._failure}") from self._failure
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step was taken in part."""
+        return self._failure is not None
 
     def _serve(self, stream: Iterable[Unit]) -> None:
         """Take the steps that are owed; the thread's body."""
@@ -147,14 +171,15 @@ class Pipeline:
 
 def _can_wait(unit: Unit) -> bool:
     """Whether nobody sees the unit's weights or state before asking for them."""
-    return unit.is_released and unit.away and unit.state is not None and unit.state.granule is not None
+    alone = unit.stage.weight is SHARD or unit.stage.master is not SHARD or unit.communicator.ranks == 1  # to publish it
+    return alone and unit.is_released and unit.away and unit.state is not None and unit.state.granule is not None
 
 
 def _finish(unit: Unit) -> None:
     """Forget the gradient that the step has consumed, and let the others see the weights."""
-    unit.owed = None
     if unit.gradient is not None:
         unit.gradient.reset()
+    unit.owed = None
     unit.publish()
 
 

@@ -83,8 +83,7 @@ class ShardedOptimizer:
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """The inner optimizer's state; moments that rest on disk are read as they are looked at."""
-        self.settle()
-        return Brought(self.views, self.optimizer)
+        return Brought(self.views, self.optimizer, self.settle)
 
     @property
     def loss_scale(self) -> float:
@@ -101,6 +100,11 @@ class ShardedOptimizer:
         """Whether a backward pass ran since the last step."""
         return any(unit.gradient is not None and unit.gradient.pending and unit.owed is None
                    for unit in self._model.trainable)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step was taken in part, so that the weights are of no use."""
+        return self._stepping.failed
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -123,8 +127,10 @@ class ShardedOptimizer:
                 views = self.views.touched(verdict.touched, self.optimizer)
                 self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options_of(self.optimizer),
                                    wait=self.rules.native and is_native(self.optimizer, views))
+                vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
         finally:
-            self.zero_grad()
+            if not self.failed:
+                self.zero_grad()
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow

@@ -6,8 +6,7 @@ lie in the spans of their unit's state where that rests away, so that they rest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any, cast
@@ -38,11 +37,10 @@ _Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 
 def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
-    """Return the way by the optimizer itself."""
+    """Return the way by the optimizer itself, whose groups must hold the options of the step."""
     def stepping(some: Sequence[View], factor: float, options: Options) -> None:
         views.lend(some, factor)
-        with _grouped(optimizer, options):
-            optimizer.step()
+        optimizer.step()
         views.take_back(some)
         for view in some:
             settle(view, optimizer)
@@ -68,8 +66,6 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
             _step(view, plan(options[view.group], optimizer.state[view.parameter], _moments_of(view)), factor)
         if others := [view for view in some if view not in native]:
             otherwise(others, factor, options)
-        vars(optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
-
     return stepping
 
 
@@ -97,22 +93,9 @@ def options_of(optimizer: Optimizer) -> Options:
              for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-@contextmanager
-def _grouped(optimizer: Optimizer, options: Options) -> Generator[None]:
-    """Give the optimizer's groups other options for a while."""
-    now = options_of(optimizer)
-    for group, then in zip(optimizer.param_groups, options, strict=True):
-        group.update(then)
-    try:
-        yield
-    finally:
-        for group, ours in zip(optimizer.param_groups, now, strict=True):
-            group.update(ours)
-
-
 def _moments_of(view: View) -> _Moment:
     assert view.unit.state is not None
-    return lambda kind: cast("State", view.unit.state).moment(kind, torch.float32)[view.start:view.stop]
+    return lambda kind: cast("State", view.unit.state).moment(kind, torch.float32)[view.start:view.stop].zero_()
 
 
 def _step(view: View, plan: _Plan, factor: float) -> None:

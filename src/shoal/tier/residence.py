@@ -52,7 +52,7 @@ class Residence:
         weight, state = self.weight, self.state
         if weight.granule is not None and self._kept + weights <= self.near:
             self._kept += weights
-            weight = Memory(device=torch.device("cpu"))
+            weight = Memory(device=torch.device("cpu"), pinned=self.device.type != "cpu")
         self._seen += states
         if self._away + states <= self.ratio * self._seen:
             self._away += states

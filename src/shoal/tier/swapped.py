@@ -124,12 +124,12 @@ class Swapped:
             chunk.dirty |= changed and chunk.present
             if chunk.pins or chunk.job is not None:  # the job drops the chunk when it ends
                 return chunk.job if chunk.job is not None and chunk.job.lane == "write" else None
-            chunk.present = chunk.dirty
-        if not chunk.dirty:
-            self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
-            return None
+            if not chunk.dirty:
+                chunk.present = False
+                self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
+                return None
+            job = self._job("write", chunk)  # from here on a fetch knows that it leaves
         self._swap.admit(chunk.stretch.stop - chunk.stretch.start)
-        job = self._job("write", chunk)
         self._swap.submit([job])
         return job
 

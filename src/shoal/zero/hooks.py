@@ -183,8 +183,9 @@ class Hooks:
         if self._in_backward:
             return
         if self._storages and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
-            raise UsageError("backward with create_graph=True through a model at stage 3 is not supported: a second "
-                             "derivative needs the weights of the first pass; use zero_optimization.stage 0, 1 or 2")
+            raise UsageError("backward with create_graph=True through a model at stage 3 is not supported, nor through one "
+                             "whose weights rest in another tier: a second derivative needs the weights of the first pass; "
+                             "use zero_optimization.stage 0, 1 or 2 without offload_param")
         self._in_backward = self._scope.open = True
         self._task = _task()
         Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way

@@ -22,6 +22,7 @@ class Reducer:
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
         self._flight: deque[Gradient] = deque()
+        self._replicating: deque[Gradient] = deque()
         self._due: list[Gradient] = []
         self._next = 0
 
@@ -70,7 +71,10 @@ class Reducer:
         gradient.launch()
         self._flight.append(gradient)
         if len(self._flight) > self._in_flight:
-            self._flight.popleft().advance()
+            self._replicating.append(self._flight.popleft())
+            self._replicating[-1].advance()
+        if len(self._replicating) > self._in_flight:
+            self._replicating.popleft().fold()
         if not self._overlap:
             gradient.fold()
 
@@ -80,5 +84,6 @@ class Reducer:
         for gradient in self._order:
             gradient.fold()
         self._flight.clear()
+        self._replicating.clear()
 
 

@@ -95,7 +95,7 @@ class ZeroSettings(Section):
             "all-gather after the step in place of broadcasts", True, reason="an all-gather moves the fewest bytes"
         ),
         "round_robin_gradients": inert(
-            "interleave gradient copies to the CPU", False, reason="gradients are not copied to the CPU"
+            "interleave gradient copies to the CPU", False, reason="each unit's gradient is copied once, as a whole"
         ),
         "elastic_checkpoint": inert(
             "load on another number of ranks", False, True, reason="every checkpoint loads on any number of ranks"

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
-from shoal.errors import RanksDisagree, UsageError
+from shoal.errors import RanksDisagree, TierError, UsageError
 from shoal.precision.policy import Policy
-from shoal.tier import Residence, trim
+from shoal.tier import Memory, Residence, trim
 from shoal.zero.buffer import Pool
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import disclaim, owner_of
@@ -67,10 +67,14 @@ class ShardedModel:
         shares = partition(model, groups, persistent_below=plan.persistent_below if row.weight is SHARD else 0,
                            persistent_at_most=plan.persistent_at_most)
         check_agreement(communicator, shares)
-        for share in shares:
-            unit = self._unit(share, STAGES[2] if share.persistent else row, policy)
-            self.units.append(unit)
-            self.by_module.setdefault(share.module, []).append(unit)
+        try:
+            for share in shares:
+                unit = self._unit(share, STAGES[2] if share.persistent else row, policy)
+                self.units.append(unit)
+                self.by_module.setdefault(share.module, []).append(unit)
+        except TierError:
+            self._give_back()
+            raise
         trim()  # the parameters' own memory is free now
         self.window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
                              lanes=residence.lanes)
@@ -114,7 +118,12 @@ class ShardedModel:
 
     def destroy(self) -> None:
         """Detach from the model and leave it whole, as plain parameters."""
+        self.settle()
         self.hooks.remove()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Leave the parameters of all units whole and plain."""
         for unit in self.units:
             unit.gather()
             unit.pins += 1
@@ -130,8 +139,11 @@ class ShardedModel:
             accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute))
         values = self._values(share)
         elements = sum(member.parameter.numel() for member in share.members)
-        unit = Unit(share.name, share.members, stage, self.communicator, dtypes, self.pool, self.scope,
-                    self.residence.tiers(elements, elements if share.trainable else 0), trainable=share.trainable)
+        tiers = self.residence.tiers(elements, elements if share.trainable else 0)
+        if share.persistent:
+            tiers = replace(tiers, weight=Memory(device=self.residence.device))
+        unit = Unit(share.name, share.members, stage, self.communicator, dtypes, self.pool, self.scope, tiers,
+                    trainable=share.trainable)
         self.communicator.broadcast(flat := _flatten(unit, values, self.pool.device), 0, f"unit '{share.name}'")
         unit.adopt(flat)
         return unit

@@ -82,6 +82,7 @@ class Unit:
         """Used again soon: stays gathered until then."""
         self.written = False
         """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
+        self._version = 0
         self.owed: Callable[[], None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet."""
         self.phase = Phase.GATHERED
@@ -184,17 +185,18 @@ class Unit:
         self.phase = Phase.GATHERED
         for parameter in self._parameters:
             unguard(parameter)
+        self._version = self._versions()
 
     def release(self) -> None:
         """Give up the memory that the resting weights do not need, unless somebody holds it."""
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
-        for parameter in self._parameters:
-            guard(parameter)
-        if self.written:
+        if self.written or (self.stage.weight is not SHARD and self._versions() != self._version):
             self._memory.keep()
             self.written = False
+        for parameter in self._parameters:
+            guard(parameter)
         self._memory.shrink()
         self.phase = Phase.RELEASED
 
@@ -271,6 +273,10 @@ class Unit:
                 f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write). "
                 f"For all weights at once: engine.consolidated_state_dict()")
 
+    def _versions(self) -> int:
+        """Return a number that grows with every write into a parameter that autograd can see."""
+        return sum(parameter._version for parameter in self._parameters)
+
     @property
     def _is_gathered_by_ranks(self) -> bool:
         """Whether gathering takes the other ranks; else what rests here is the whole."""
@@ -289,7 +295,9 @@ class Unit:
         """Return the state that the optimizer steps, its master of its own, or the resting weights."""
         assert self.gradient is not None
         span, wide = self.master_span, master_dtype(self.full.dtype)
-        stepped = Part(self.rest, range(span.start - self.resting.start, span.stop - self.resting.start))
+        part = range(span.start - self.resting.start, span.stop - self.resting.start)
+        kept = isinstance(self.rest, Kept)
+        stepped = Kept(self.weight[part.start:part.stop]) if kept else Part(self.rest, part)
         if wide == self.full.dtype and self.weight.device == store.device:
             return State(self.name, len(span), store, stepped, None, self.gradient)
         master = store.place(len(span), wide, f"master of unit '{self.name}'")
