@@ -44,7 +44,7 @@ def residence(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter
                           near=zero.offload_param.max_in_cpu)
         needed = _needed(settings, model, set(trained), moments, policy, communicator.ranks, weight, state)
     except TierError as error:
-        problem = str(error)
+        problem = str(error).removeprefix(f"rank {communicator.rank}: ")
     _agree(problem, needed, communicator)
     assert found is not None
     return found

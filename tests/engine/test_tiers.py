@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -150,6 +151,17 @@ def clamped(folder: str, tier: dict[str, Any]) -> list[float]:
 
 def test_weights_on_disk_keep_what_a_forward_writes_into_them(tmp_path: Path) -> None:
     assert run_ranks(2, clamped, str(tmp_path), ALL) == run_ranks(2, clamped, str(tmp_path), NOTHING)
+
+
+def copied(folder: str) -> bool:
+    engine = engine_of(folder, ALL, 0)
+    train(engine, range(1))
+    twin, x = copy.deepcopy(engine.module).eval(), torch.randn(3, 40)
+    return torch.equal(twin(x), engine(x))
+
+
+def test_a_model_whose_whole_weights_rest_on_disk_can_be_copied(tmp_path: Path) -> None:
+    assert run_ranks(2, copied, str(tmp_path)) == [True, True]
 
 
 def read_outside(folder: str) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shoal.tier.claim as claim_module
 from shoal.errors import TierError
 from shoal.log import _warned  # pyright: ignore[reportPrivateUsage]
 from shoal.tier.claim import _sweep  # pyright: ignore[reportPrivateUsage]
@@ -107,16 +108,20 @@ def test_a_span_nobody_holds_any_more_takes_the_file_with_it(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_dead_folders_of_this_host_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("network", [False, True])
+def test_only_dead_folders_are_swept_and_of_other_hosts_only_on_a_local_disk(
+        network: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_module, "is_network", lambda path: network)
     host = os.uname().nodename
     dead = [f"shoal-swap-{host}-12-0123abcd", f"shoal-swap-{host}-13-0123abcd"]
-    others = [f"shoal-swap-{host}-more-12-0123abcd", f"shoal-swap-{host}-12", "shoal-swap-elsewhere.-12-0123abcd", "mine"]
-    for name in (*dead, *others):
+    elsewhere = [f"shoal-swap-{host}-more-12-0123abcd", "shoal-swap-elsewhere.-12-0123abcd"]
+    others = [f"shoal-swap-{host}-12", "mine"]
+    for name in (*dead, *elsewhere, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank0.swap").touch()
     (tmp_path / dead[1] / "rank0.swap").unlink()
     _sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, *(elsewhere if network else [])}
 
 
 @pytest.mark.parametrize("refused_at", ["open", "write"])

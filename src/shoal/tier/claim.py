@@ -23,7 +23,7 @@ from pathlib import Path
 from shoal.errors import TierError
 from shoal.log import warn_once
 from shoal.tier.extents import ALIGNMENT
-from shoal.tier.place import check_folder
+from shoal.tier.place import check_folder, is_network
 
 __all__ = ["Claim", "claim"]
 
@@ -112,8 +112,12 @@ def _alone(place: Path) -> Generator[bool]:
 
 
 def _sweep(place: Path) -> None:
-    """Remove the folders of this host in `place` whose files nobody has locked."""
-    pattern = re.compile(re.escape(_prefix()) + r"\d+-[0-9a-f]{8}")
+    """Remove the folders in `place` whose files nobody has locked; of other hosts only on a disk of this one.
+
+    A container may have another host's name each time. On a network file system a lock may be its own host's alone.
+    """
+    local = not is_network(place)
+    pattern = re.compile((r"shoal-swap-.+-" if local else re.escape(_prefix())) + r"\d+-[0-9a-f]{8}")
     for folder in place.iterdir():
         if pattern.fullmatch(folder.name) and not any(map(_is_locked, _inside(folder))):
             shutil.rmtree(folder, ignore_errors=True)

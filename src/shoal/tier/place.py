@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import TierError
 
-__all__ = ["check_folder", "free_bytes", "slow_reason"]
+__all__ = ["check_folder", "free_bytes", "is_network", "slow_reason"]
 
 _NETWORK = frozenset({"9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs",
                       "nfs", "nfs4", "smb2", "smb3", "smbfs", "virtiofs"})
@@ -46,6 +46,12 @@ def free_bytes(path: str | Path) -> int:
     """Return the bytes that this user can still write on the file system of `path`."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
+
+
+def is_network(path: str | Path) -> bool:
+    """Whether `path` is on a network file system."""
+    mount = _mount_of(Path(path).resolve(), Path("/proc/self/mountinfo"))
+    return mount is not None and mount.type in _NETWORK
 
 
 def slow_reason(path: str | Path) -> str | None:

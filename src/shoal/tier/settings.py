@@ -48,7 +48,7 @@ class OffloadParam(Section):
     """Page-locked host memory, from which a GPU copies faster. Without a GPU it has no meaning."""
 
     def conflicts(self) -> Iterable[Conflict]:
-        if self.device == "nvme" and self.nvme_path is None:
+        if self.device == "nvme" and not self.nvme_path:
             yield Conflict(keys=("device", "nvme_path"), message=_NEEDS_PATH)
 
 
@@ -86,7 +86,7 @@ class OffloadOptimizer(Section):
     }
 
     def conflicts(self) -> Iterable[Conflict]:
-        if self.device == "nvme" and self.nvme_path is None:
+        if self.device == "nvme" and not self.nvme_path:
             yield Conflict(keys=("device", "nvme_path"), message=_NEEDS_PATH)
 
 

@@ -80,6 +80,16 @@ def _describe(parameter: nn.Parameter, **_: object) -> str:
     return f"Parameter(released, shape={tuple(parameter.shape)}, dtype={parameter.dtype})"
 
 
+def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Copy what the owner brings, as a parameter of its own."""
+    owner = owner_of(parameter)
+    if owner is not None:
+        owner.read(parameter, "deepcopy")
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        plain = type(parameter).__mro__[1] if is_guarded(parameter) else type(parameter)
+        return cast("nn.Parameter", plain.__deepcopy__(parameter, memo))
+
+
 def is_guarded(tensor: torch.Tensor) -> bool:
     """Whether the data of `tensor` is guarded at present."""
     return type(tensor) in _guarded.values()
@@ -110,7 +120,8 @@ def guard(parameter: nn.Parameter) -> None:
         return
     if plain not in _guarded:
         _guarded[plain] = type("Released" + plain.__name__, (plain,), {
-            "__torch_function__": classmethod(_torch_function), "__repr__": _describe, "__module__": __name__})
+            "__torch_function__": classmethod(_torch_function), "__repr__": _describe, "__deepcopy__": _deepcopy,
+            "__module__": __name__})
     parameter.__class__ = _guarded[plain]
 
 

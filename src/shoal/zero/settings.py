@@ -18,7 +18,8 @@ __all__ = ["ZeroSettings"]
 
 _SAME = "every setting of it gives the same training, and what moves is the same bytes"
 
-_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
+                "cpu_offload_params": "offload_param"}
 
 
 class ZeroSettings(Section):
