@@ -5,6 +5,7 @@ Memory is counted from the moment before the model is built, so that it is the m
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import shoal
 from meter import memory, peak_memory
 from model import PRESETS, VOCABULARY
 from shoal.distributed import device
+from shoal.tier import trim
 from shoal.zero.placement import StateBytes
 
 
@@ -52,6 +54,8 @@ class Finding:
 def probe(case: Case) -> Finding:
     """Train `case` for a few steps on this rank and return what it took."""
     rehearse(case)
+    gc.collect()  # what the rehearsal held is not to go in the middle of the measurement
+    trim()
     before = memory(device())
     torch.manual_seed(0)
     engine, *_ = shoal.initialize(model=PRESETS[case.model].build(), config=case.config())
