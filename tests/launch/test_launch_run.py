@@ -21,7 +21,7 @@ FAMILY = """
 import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"],
                          start_new_session=True)
-print("rank", os.environ["RANK"], os.getpid(), flush=True)
+os.write(1, f"rank {os.environ['RANK']} {os.getpid()}\\n".encode())  # one write: the ranks share the terminal
 signal.pause()
 """
 """Each rank has a child in another session."""
