@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from shoal.engine import Engine
     from shoal.entry import add_config_arguments, initialize
     from shoal.errors import ShoalError
+    from shoal.mesh import Mesh
     from shoal.optim import register_optimizer
+    from shoal.pipeline.module import PipelineModule
+    from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
     from shoal.schedule import register_schedule
     from shoal.zero.gathered import gathered
 
 __all__ = [
     "Engine",
+    "LayerSpec",
+    "Mesh",
+    "PipelineModule",
     "RepeatingLoader",
     "ShoalError",
+    "TiedLayerSpec",
+    "Unpacked",
     "__version__",
     "add_config_arguments",
     "gathered",
@@ -35,8 +43,13 @@ __all__ = [
 # Names are imported at their first use: the command line and `import shoal` pay for nothing that they do not need.
 _HOMES = {
     "Engine": "shoal.engine",
+    "LayerSpec": "shoal.pipeline.spec",
+    "Mesh": "shoal.mesh",
+    "PipelineModule": "shoal.pipeline.module",
     "RepeatingLoader": "shoal.data",
     "ShoalError": "shoal.errors",
+    "TiedLayerSpec": "shoal.pipeline.spec",
+    "Unpacked": "shoal.pipeline.spec",
     "add_config_arguments": "shoal.entry",
     "gathered": "shoal.zero.gathered",
     "init_distributed": "shoal.distributed",

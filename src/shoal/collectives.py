@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import ClassVar, TypeVar
@@ -30,20 +30,21 @@ from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.neighbours import Loan, Neighbours, neighbours_of
 from shoal.reduction import Handle, Reduction, pieces
 
-__all__ = ["Communicator", "Handle", "Label", "Traffic", "traffic"]
+__all__ = ["Communicator", "Handle", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
 
 T = TypeVar("T")
 
 # Newer torch calls the two native collectives `*_single` and deprecates the names that torch 2.11 has.
-_gather_native: Callable[..., dist.Work | None] = vars(dist).get("all_gather_single") or vars(dist)["all_gather_into_tensor"]
-_scatter_native: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
-                                                     or vars(dist)["reduce_scatter_tensor"])
+native_all_gather: Callable[..., dist.Work | None] = (vars(dist).get("all_gather_single")
+                                                      or vars(dist)["all_gather_into_tensor"])
+native_reduce_scatter: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
+                                                          or vars(dist)["reduce_scatter_tensor"])
 
 PIECE_BYTES = 4 << 20
 """Bytes of one point-to-point message: large ones ran half-duplex on a limited link."""
 
 _TAG_BASE = 1 << 20  # out of the way of tags that a training script may use on the same group
-_WORDS, _SIZE, _OBJECT = (_TAG_BASE - offset for offset in (1, 2, 3))
+_WORDS, _SIZE, _OBJECT, _COLLECT = (_TAG_BASE - offset for offset in (1, 2, 3, 4))
 
 
 _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -136,7 +137,7 @@ class Communicator:
         traffic.count(label.kind, span * full.element_size() * (self.ranks - 1))
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span]
-            work = _gather_native(full, own, self.group, async_op=True)
+            work = native_all_gather(full, own, self.group, async_op=True)
             return _Native(self, label, work)
         spans = full.view(self.ranks, span)
         return _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
@@ -155,7 +156,7 @@ class Communicator:
         spans = source.view(self.ranks, span)
         if self.native:
             total = staging[:span]
-            work = _scatter_native(total, source, group=self.group, async_op=True)
+            work = native_reduce_scatter(total, source, group=self.group, async_op=True)
             return Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
@@ -200,6 +201,27 @@ class Communicator:
         rows = self._gather_whole(padded, what, _OBJECT).cpu()
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
+    def collect(self, tensor: Tensor | None, having: Mapping[int, tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Bring the CPU tensors of the ranks `having` one, of known shape and dtype, to rank 0; elsewhere return nothing."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
+        parts: list[Tensor] = []
+        try:
+            if self.rank == 0:
+                for peer, (shape, dtype) in having.items():
+                    if peer == 0:
+                        assert tensor is not None
+                        parts.append(tensor)
+                    else:
+                        part = torch.empty(shape, dtype=dtype, device=device)
+                        self.group.recv([part], peer, _COLLECT).wait(self.timeout)
+                        parts.append(part.cpu())
+            elif self.rank in having and tensor is not None:
+                traffic.count("collect", tensor.numel() * tensor.element_size())
+                self.group.send([tensor.contiguous().to(device)], 0, _COLLECT).wait(self.timeout)
+        except RuntimeError as error:
+            raise self.failure("collecting the state dict", error) from error
+        return parts
+
     def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
         """Say which collective of which rank failed, and why it may have."""
         where = f"rank {self.rank} of {self.ranks}, step {self.step}: {what}"
@@ -215,7 +237,7 @@ class Communicator:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
         out = tensor.new_empty((self.ranks, tensor.numel()))
         if self.native:
-            _Native(self, what, _gather_native(out.view(-1), tensor, self.group, async_op=True)).wait()
+            _Native(self, what, native_all_gather(out.view(-1), tensor, self.group, async_op=True)).wait()
         else:
             out[self.rank] = tensor
             _Pairwise(self, what, tag, receive={peer: out[peer] for peer in self._peers()},

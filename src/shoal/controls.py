@@ -89,7 +89,7 @@ class Controls(Saving):
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduce now what backward passes left unreduced; every rank calls it. `bucket_size` changes nothing here."""
         if self.sharded is not None:
-            self.sharded.reducer.flush()
+            self.sharded.flush()
 
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
         """Do the same as `allreduce_gradients`; raises `UsageError` for `grads` of the caller's."""

@@ -13,9 +13,10 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,14 @@ from shoal.log import logger, set_rank, warn_once
 
 __all__ = ["device", "init_distributed"]
 
+T = TypeVar("T")
+
 LOOPBACK = "127.0.0.1"
 _origin = "the process group that was there already"
 MINUTES = 10.0
+
+GRACE = 0.1
+"""Seconds at exit in which gloo's threads let go of tensors; it takes them microseconds once they run."""
 
 
 def init_distributed(
@@ -79,6 +85,31 @@ def init_distributed(
 def origin() -> str:
     """Return in words who said how many ranks there are."""
     return _origin
+
+
+def group_of(lines: Sequence[tuple[int, ...]], *, alone: bool = False) -> dist.ProcessGroup | None:
+    """Return the process group of that one of `lines` that this rank is in; every rank of the job calls it with the same.
+
+    The group of all ranks is the job's own, unless it is to be `alone`, which nobody else uses.
+
+    Every rank takes part in making every group: torch's groups that only members make are named by how many groups a
+    member has made before, and hang where that differs.
+    """
+    mine: dist.ProcessGroup | None = None
+    for ranks in lines:
+        if len(ranks) == dist.get_world_size() and not alone:
+            return dist.group.WORLD
+        group = dist.new_group(list(ranks))
+        if isinstance(group, dist.ProcessGroup):
+            mine = group
+    return mine
+
+
+def exchange(value: T) -> list[T]:
+    """Return the picklable `value` of every rank of the job, by rank."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, value)
+    return said
 
 
 def _remember(origin: str) -> None:
@@ -137,9 +168,14 @@ def _join(place: Place, backend: str, wait: timedelta) -> None:
 
 
 def _leave() -> None:
-    """Leave gloo's process group at exit: without that its threads now and then abort the process instead."""
+    """Leave gloo's process groups at exit: without that their threads now and then abort the process instead.
+
+    Groups that the script still holds keep their threads, which need the interpreter to let go of the last tensor that
+    travelled, and abort when it is gone: they get time for that.
+    """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+        time.sleep(GRACE)
 
 
 def _check_devices(place: Place, backend: str) -> None:

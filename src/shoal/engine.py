@@ -6,18 +6,20 @@ rests where, and when it travels, is decided in `zero`; how a step is taken in `
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.collectives import Communicator
 from shoal.controls import Controls
 from shoal.errors import UsageError
+from shoal.holders import Census
 from shoal.log import logger, warn_once
+from shoal.mesh import Mesh
+from shoal.nested import mapped
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.schedule.registry import AnySchedule
 from shoal.schema import Config
@@ -30,12 +32,15 @@ class Engine(Controls):
     under_way: ClassVar[float | None] = None
     """The factor of the loss whose backward some engine of this process is running."""
 
-    def __init__(self, model: nn.Module, config: Config, communicator: Communicator, device: torch.device):
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, device: torch.device):
         super().__init__()
         self.module = model
         self.settings = config
         self.batch = config.batch
-        self.communicator = communicator
+        self.mesh = mesh
+        self.census = census
+        self.communicator = census.data
+        """The data ranks."""
         self.device = device
         self.optimizer: ShardedOptimizer | None = None
         self.client_optimizer: object = None
@@ -54,7 +59,7 @@ class Engine(Controls):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
-            args, kwargs = _half(args), _half(kwargs)
+            args, kwargs = half(args), half(kwargs)
         with self.during("forward"):
             return self.module(*args, **kwargs)
 
@@ -73,21 +78,32 @@ class Engine(Controls):
             raise UsageError(f"backward: got a tensor of shape {tuple(loss.shape)} "
                              f"{'with' if loss.requires_grad else 'without'} a graph; pass the scalar loss that the "
                              f"engine's forward led to, with gradients enabled")
+        self.optimizer.refuse_begun("backward")
         share = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor = share * self.optimizer.loss_scale
         self._scaled = True
         sync, self._sync = self._sync, self._sync and allreduce_gradients
         outer, Engine.under_way = Engine.under_way, factor
         try:
-            with self.during("backward"):
+            with self.during("backward"), self._steps_within(retain_graph):
                 _times(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
             if self.sharded is not None:
-                self.sharded.hooks.interrupt()
+                self.sharded.interrupt()
             raise
         finally:
             self._sync, Engine.under_way = sync, outer
         return _times(loss.detach(), share)
+
+    def _steps_within(self, retain_graph: bool) -> AbstractContextManager[None]:
+        """Return the context in which the next backward pass steps what it has finished, if it is to."""
+        assert self.optimizer is not None
+        if not (self.optimizer.rules.in_backward and self.synchronising() and self.is_gradient_accumulation_boundary()):
+            return nullcontext()
+        if retain_graph:
+            raise UsageError("backward: retain_graph=True keeps a graph whose weights this pass is to step; add the losses "
+                             "up and call backward once, or set offload_optimizer.step_in_backward to false")
+        return self.optimizer.within_backward()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what to call `.backward()` on instead of `engine.backward(loss)`."""
@@ -105,6 +121,8 @@ class Engine(Controls):
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs or {})
+        elif self.optimizer is not None:
+            self.optimizer.refuse_begun("step within an accumulation")
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -145,9 +163,20 @@ class Engine(Controls):
         if self.sharded is not None:
             self.sharded.destroy()
 
+    @property
+    def roots(self) -> Mapping[nn.Module, str]:
+        """The modules whose forwards are passes of their own, by name: the model."""
+        return {self.module: ""}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The names of parameters in the whole model, where they are others than in the module."""
+        return {}
+
     def before_backward(self) -> None:
         """Check that a backward pass was scaled as this engine needs it."""
         assert self.optimizer is not None
+        self.optimizer.refuse_begun("backward")
         self.optimizer.settle()  # of units that this forward did not use
         scaled, self._scaled = self._scaled, False
         wanted = self.optimizer.loss_scale / self.gradient_accumulation_steps()
@@ -173,7 +202,8 @@ class Engine(Controls):
             raise UsageError("step: the engine has no optimizer; give initialize one, or name one in the configuration")
         if not self._sync:
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
-        self.communicator.step = self.global_steps
+        for communicator in self.census.communicators:
+            communicator.step = self.global_steps
         self._applied = self.optimizer.step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -184,7 +214,7 @@ class Engine(Controls):
         elif self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         every = self.settings.steps_per_print
-        if every and self.global_steps % every == 0 and self.communicator.rank == 0:
+        if every and self.global_steps % every == 0 and self.census.everyone.rank == 0:
             logger.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(),
                         self.get_mom())
 
@@ -193,14 +223,6 @@ def _times(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
 
-def _half(value: Any) -> Any:
-    """Cast the floating-point tensors in nested tuples, lists and dicts to fp16."""
-    if isinstance(value, Tensor):
-        return value.half() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _half(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its items one by one
-        return type(value)(*(_half(item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_half(item) for item in value)
-    return value
+def half(value: Any) -> Any:
+    """Cast the floating-point tensors within `value` to fp16."""
+    return mapped(lambda tensor: tensor.half() if tensor.is_floating_point() else tensor, value)

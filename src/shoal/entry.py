@@ -9,31 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from logging import INFO, NOTSET
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import distributed
+from shoal.arrange import census_of, mesh_of
 from shoal.collectives import Communicator
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine import Engine
-from shoal.errors import CollectiveFailed, ConfigError, TierError, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
 from shoal.log import logger, warn_once
+from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.elementwise import ADAM_MOMENTS, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
 from shoal.optim.views import Views
+from shoal.pipeline.module import PipelineModule
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.schema import Config
+from shoal.staged import PipelineEngine
 from shoal.zero.sharded import Plan, ShardedModel
 
 if TYPE_CHECKING:  # slow to import with older torch
@@ -63,29 +67,27 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     """
     if model is None:
         raise UsageError("initialize: model is missing; pass the torch module to train")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise UsageError(f"initialize: {name} is not supported yet; leave it out: every rank is a data rank")
     source = _source(args, config, config_params)
     distributed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
                                  timeout=_timeout(source))
-    group = dist.group.WORLD
-    assert group is not None
-    settings = Config.resolve(source, data_ranks=dist.get_world_size(),
-                              data_ranks_origin=f"the world size of torch.distributed, from {distributed.origin()}")
+    mesh = mesh_of(source, model, mpu, mesh_param)
+    settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
     elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state):
         logger.setLevel(INFO)  # who asks for lines is to see them
     zero = settings.zero_optimization
-    communicator = Communicator(group, timeout=settings.timeout, debug=settings.debug,
-                                direct_bytes=settings.direct_bytes,
-                                gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size)
+    census = census_of(mesh, model, zero.stage, partial(
+        Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
+        gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
     device = distributed.device()
-    engine = Engine(model, settings, communicator, device)
+    if zero.offload_optimizer.step_in_backward and device.type != "cpu":
+        raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
+                              f"backward steps on the host alone so far: set it to false")
+    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, device)
     engine.client_optimizer = optimizer
     moments = _check_objects(settings, model, optimizer)
-    _move_buffers(model, communicator, device)
+    _move_buffers(model, census.data, device)
     with _untouched_by_failure(engine, optimizer):
         _build(engine, optimizer, model_parameters, moments)
         engine.lr_scheduler = _schedule(engine, lr_scheduler)
@@ -95,7 +97,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
         warn_once("initialize: model_parameters has no effect beside an optimizer instance, whose own groups count")
-    if settings.dump_state and communicator.rank == 0:
+    if settings.dump_state and census.everyone.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -123,6 +125,13 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     return next(iter(given.values()))
 
 
+def _counted(mesh: Mesh) -> str:
+    """Say who counted the data ranks."""
+    world = f"the world size of torch.distributed, from {distributed.origin()}"
+    others = mesh.ranks.numel() // mesh.size("data")
+    return world if others == 1 else f"{world}, divided by the {others} ranks of one copy of the model in {mesh}"
+
+
 def _timeout(source: Source) -> timedelta | None:
     """Return the configured timeout, if there is one; what is wrong with `source` is said once the ranks are counted."""
     try:
@@ -141,12 +150,14 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     engine.policy = dtypes = _policy(settings, model)
     zero = settings.zero_optimization
     trained = groups.of if optimizer is not None or named else {}
-    place = residence(settings, model, trained, moments, dtypes, engine.communicator, engine.device)
-    engine.sharded = ShardedModel(model, trained, _plan(settings), engine.communicator, dtypes, place,
-                                  boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
-    engine.sharded.hooks.before_backward = engine.before_backward
-    if not trained:
-        return
+    place = residence(settings, model, trained, moments, dtypes, engine.census, engine.device)
+    engine.sharded = ShardedModel(model, trained, _plan(settings), engine.census, dtypes, place,
+                                  boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
+                                  roots=engine.roots, aliases=engine.aliases)
+    for each in engine.sharded.passes:
+        each.before_backward = engine.before_backward
+    if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
+        return  # a stage may have nothing to train, and steps with the others all the same
     views = Views(engine.sharded.trainable, len(groups.options))
     if isinstance(optimizer, Optimizer):
         inner = groups.rebind(optimizer, views)
@@ -167,7 +178,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                       or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
                       unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
                       native=optimizer is None and prefers_native(settings.optimizer.type, settings.optimizer.params),
-                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0)
+                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
+                      in_backward=offload.step_in_backward)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
 
 
@@ -177,7 +189,8 @@ def _plan(settings: Config) -> Plan:
     return Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
-                reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size)
+                reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
+                in_backward=zero.offload_optimizer.step_in_backward)
 
 
 def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSource | None) -> int:
@@ -212,7 +225,8 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
             for group, params in zip(optimizer.param_groups, groups, strict=False):
                 group["params"] = params
         if engine.sharded is not None:
-            engine.communicator.timeout = min(engine.communicator.timeout, _PATIENCE)  # ranks that did not fail do not help
+            for communicator in engine.census.communicators:  # ranks that did not fail do not help
+                communicator.timeout = min(communicator.timeout, _PATIENCE)
             with suppress(CollectiveFailed, TierError):
                 engine.sharded.destroy()
         raise

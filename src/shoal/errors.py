@@ -5,10 +5,13 @@
     │   └── NotSupportedYet    a published key that a later version will honour
     ├── UsageError             a call in the wrong place or with the wrong object
     │   ├── ReleasedError      the data of a sharded parameter was read outside a gather
-    │   └── OptimizerError     an optimizer that cannot step on slices
+    │   ├── OptimizerError     an optimizer that cannot step on slices
+    │   └── ScheduleError      a pipeline schedule that no ranks can carry out
     ├── RanksDisagree          ranks built or did different things
     ├── CollectiveFailed       a collective broke: rank, unit, collective, and what the transport said
     │   └── CollectiveTimeout  a collective did not finish in time
+    ├── PipelineError          a step of a pipeline cannot go on, or a call that a pipeline has no place for
+    │   └── StageFailed        another stage failed, and said why
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
     ├── TierError              state on disk could not be read or written
@@ -44,6 +47,10 @@ class OptimizerError(UsageError):
     """An optimizer that cannot step on slices of parameters."""
 
 
+class ScheduleError(UsageError):
+    """A pipeline schedule that is not whole, or whose ranks wait for each other."""
+
+
 class RanksDisagree(ShoalError, RuntimeError):
     """Ranks built different models, or took different paths."""
 
@@ -54,6 +61,14 @@ class CollectiveFailed(ShoalError, RuntimeError):
 
 class CollectiveTimeout(CollectiveFailed):
     """A collective did not finish in time."""
+
+
+class PipelineError(ShoalError, RuntimeError):
+    """A step of a pipeline cannot go on, or a call that a pipeline has no place for."""
+
+
+class StageFailed(PipelineError):
+    """Another stage of the pipeline failed; its own message is this one's."""
 
 
 class LossScaleError(ShoalError, RuntimeError):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import reduce
 from math import isfinite, sqrt
+from operator import or_
 
 import torch
 
-from shoal.collectives import Communicator
+from shoal.holders import Census
 from shoal.zero.unit import Unit
 
 _WORD_BITS = 62
@@ -32,30 +34,43 @@ class Verdict:
         return self.norm is not None and not isfinite(self.norm)
 
 
-def judge(units: list[Unit], communicator: Communicator, *, norm: bool) -> Verdict:
-    """Agree over the ranks on the norm of the reduced gradients (if asked for) and on who received one."""
-    squares = _squares(units) if norm else 0.0
-    masks = [unit.gradient.touched for unit in units if unit.gradient is not None]
-    words = [_to_word(squares), *(word for unit, mask in zip(units, masks, strict=True)
-                                                     for word in _to_words(mask, len(unit.members)))]
-    device = units[0].full.device if units else torch.device("cpu")
-    rows: list[list[int]] = communicator.gather_words(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
-    total = sum(_from_word(row[0]) for row in rows)
-    merged = [0] * len(words)
-    for row in rows:
-        merged = [word | other for word, other in zip(merged, row, strict=True)]
+def judge(units: list[Unit], census: Census, *, norm: bool) -> Verdict:
+    """Agree over all ranks on the norm of the reduced gradients (if asked for), and with the other holders of each unit on
+    which of its parameters received one.
+    """
+    total = 0.0
     touched: dict[Unit, int] = {}
-    position = 1
+    device = units[0].full.device if units else torch.device("cpu")
+    for communicator in census.communicators:
+        held = [unit for unit in units if communicator in (unit.communicator, unit.holders.replicas)]
+        masks = [touched.get(unit, unit.gradient.touched) for unit in held if unit.gradient is not None]
+        words = [word for unit, mask in zip(held, masks, strict=True) for word in _to_words(mask, len(unit.members))]
+        if communicator is census.everyone:
+            words.append(_to_word(_squares(units) if norm else 0.0))
+        if not words:
+            continue
+        rows: list[list[int]] = communicator.gather_words(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
+        if communicator is census.everyone:
+            total = sum(_from_word(row.pop()) for row in rows)
+        touched |= _masks(held, rows)
+    return Verdict(norm=(sqrt(total) if isfinite(total) else total) if norm else None,
+                   touched={unit: touched[unit] for unit in units})
+
+
+def _masks(units: list[Unit], rows: list[list[int]]) -> dict[Unit, int]:
+    """Return for each unit the bits that any rank has set in its words."""
+    merged = [reduce(or_, column) for column in zip(*rows, strict=True)]
+    masks: dict[Unit, int] = {}
     for unit in units:
         count = len(_to_words(0, len(unit.members)))
-        touched[unit] = sum(word << i * _WORD_BITS for i, word in enumerate(merged[position:position + count]))
-        position += count
-    return Verdict(norm=(sqrt(total) if isfinite(total) else total) if norm else None, touched=touched)
+        mine, merged = merged[:count], merged[count:]
+        masks[unit] = sum(word << i * _WORD_BITS for i, word in enumerate(mine))
+    return masks
 
 
 def _squares(units: list[Unit]) -> float:
-    """Return the sum of squares of the gradients that this rank owns."""
-    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None]
+    """Return the sum of squares of the gradients that this rank owns, in the first copy of them."""
+    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None and unit.holders.first]
     return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
 
 

@@ -25,13 +25,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.process_memory import allow_siblings, read_memory
+from shoal.process_memory import allow_siblings, place, read_memory
 
 _Everyone = Callable[[Any], list[Any]]
 """Returns what each rank of the group said; a collective."""
@@ -238,13 +237,12 @@ def _meet(rank: int, everyone: _Everyone) -> tuple[dict[int, int], dict[int, soc
     with ExitStack() as stack:
         door: socket.socket | None = None
         with suppress(OSError, AttributeError):  # no Linux: no neighbours
-            place = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net"),
-                     os.readlink("/proc/self/ns/pid"))
+            here = place()
             allow_siblings()
             door = stack.enter_context(_socket())
             door.bind(mine.name)
             door.listen(1024)
-            mine = replace(mine, place=place)
+            mine = replace(mine, place=here)
         doors: list[_Door] = everyone(mine)
         readable: list[set[int]] = everyone({other for other, it in enumerate(doors) if other != rank and _try(mine, it)})
         neighbours = {other for other in readable[rank] if rank in readable[other]}

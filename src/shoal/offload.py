@@ -8,14 +8,15 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.collectives import Communicator
 from shoal.errors import TierError
+from shoal.holders import Census
 from shoal.precision.policy import Policy
 from shoal.schema import Config
 from shoal.tier import Disk, Residence, Store
@@ -26,8 +27,19 @@ from shoal.zero.placement import state_bytes
 __all__ = ["residence"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """The bytes that a rank is to put into a folder, on which disk of which machine that is, and what is free there."""
+
+    host: str
+    disk: int
+    folder: str
+    bytes: int
+    free: int
+
+
 def residence(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter], moments: int, policy: Policy,
-              communicator: Communicator, device: torch.device) -> Residence:
+              census: Census, device: torch.device) -> Residence:
     """Return the stores of weights and of optimizer's state for `model`, of which `trained` is stepped with `moments`.
 
     Raises `TierError` on every rank, naming the ranks and folders, for a folder that is missing, not writable or has too
@@ -38,14 +50,15 @@ def residence(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter
     problem: str | None = None
     needed: dict[Path, int] = {}
     try:
-        weight = open_store(zero.offload_param, settings.aio, device, rank=communicator.rank)
-        state = open_store(zero.offload_optimizer, settings.aio, device, rank=communicator.rank, at_once=zero.sub_group_size)
+        weight = open_store(zero.offload_param, settings.aio, device, rank=census.everyone.rank)
+        state = open_store(zero.offload_optimizer, settings.aio, device, rank=census.everyone.rank,
+                           at_once=zero.sub_group_size)
         found = Residence(device=device, weight=weight, state=state, ratio=zero.offload_optimizer.ratio,
                           near=zero.offload_param.max_in_cpu)
-        needed = _needed(settings, model, set(trained), moments, policy, communicator.ranks, weight, state)
+        needed = _needed(settings, model, set(trained), moments, policy, census.slices, weight, state)
     except TierError as error:
-        problem = str(error).removeprefix(f"rank {communicator.rank}: ")
-    _agree(problem, needed, communicator)
+        problem = str(error).removeprefix(f"rank {census.everyone.rank}: ")
+    _agree(problem, needed, census.everyone)
     assert found is not None
     return found
 
@@ -70,20 +83,18 @@ def _needed(settings: Config, model: nn.Module, trained: set[nn.Parameter], mome
 
 def _agree(problem: str | None, needed: dict[Path, int], communicator: Communicator) -> None:
     """Raise on every rank what any of them found, or when the ranks of a machine need more than its disk has."""
-    mine = {f"{socket.gethostname()}:{folder.stat().st_dev}": (str(folder), size, free_bytes(folder))
-            for folder, size in needed.items()}
-    said: list[tuple[str | None, dict[str, Any]]] = communicator.gather_objects((problem, mine))
+    mine = [_Wish(host=socket.gethostname(), disk=folder.stat().st_dev, folder=str(folder), bytes=size,
+                  free=free_bytes(folder)) for folder, size in needed.items()]
+    said: list[tuple[str | None, list[_Wish]]] = communicator.gather_objects((problem, mine))
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
-    totals = Counter[str]()
-    places: dict[str, tuple[str, int]] = {}
-    for _, disks in said:
-        for disk, (folder, size, free) in disks.items():
-            totals[disk] += size
-            places[disk] = (folder, free)
-    for disk, size in totals.items():
-        folder, free = places[disk]
+    disks: dict[tuple[str, int], list[_Wish]] = {}
+    for wish in (wish for _, wishes in said for wish in wishes):
+        disks.setdefault((wish.host, wish.disk), []).append(wish)
+    for (host, _), wishes in disks.items():
+        size, free = sum(wish.bytes for wish in wishes), wishes[-1].free
         if size > free:
-            problems.append(f"nvme_path {folder} on {disk.partition(':')[0]}: {size:,} bytes of state are to rest there, "
+            folders = " and ".join(dict.fromkeys(wish.folder for wish in wishes))
+            problems.append(f"nvme_path {folders} on {host}: {size:,} bytes of state are to rest there, "
                             f"and {free:,} are free; make room, give another folder, or shard over more ranks")
     if problems:
         raise TierError("initialize: " + "; ".join(problems))

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from shoal import state_dict
 from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger, warn_once
 from shoal.schedule.registry import AnySchedule
 from shoal.surface import Surface
 from shoal.training_state import moments_to_load, moments_to_save, parameter_shapes, weights_to_load, weights_to_save
-from shoal.zero.partition import tied_names
+
+T = TypeVar("T")
 
 AWAY_BYTES = 128 << 20
 """Bytes of a file, and of memory to stage it in, when the state does not rest in memory."""
@@ -50,6 +52,8 @@ class Saving(Surface):
         if not str(save_dir):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder that all ranks share")
         assert self.sharded is not None
+        if self.optimizer is not None:
+            self.optimizer.refuse_begun("save_checkpoint")
         if self.optimizer is not None and self.optimizer.pending:
             warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are not "
                       "in the checkpoint")
@@ -63,7 +67,7 @@ class Saving(Surface):
             frozen = {f"weight/{m.name}" for unit in self.sharded.units if not unit.trainable for m in unit.members}
             pieces = [piece for piece in pieces if piece.name not in frozen]
         if self.optimizer is not None:
-            pieces += moments_to_save(self.optimizer)
+            pieces += moments_to_save(self.sharded, self.optimizer)
         away = any(piece.hold is not None for piece in pieces)  # written straight from where it rests, bit by bit
         pending = self._writing().write(
             save_dir, tag, pieces, step=self.global_steps, latest=save_latest, file_bytes=AWAY_BYTES if away else FILE_BYTES,
@@ -92,7 +96,9 @@ class Saving(Surface):
             raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
                              "rename them in the checkpoint, or load with load_module_strict=False")
         assert self.sharded is not None
-        there = self.communicator.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
+        if self.optimizer is not None:
+            self.optimizer.refuse_begun("load_checkpoint")
+        there = self.census.everyone.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
         if not any(there):
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
@@ -116,22 +122,7 @@ class Saving(Surface):
                                 ) -> dict[str, Tensor] | None:
         """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it."""
         assert self.sharded is not None
-        first = self.communicator.rank == 0
-        sharded = set(tied_names(self.module)) | {m.name for unit in self.sharded.units for m in unit.members}
-        state: dict[str, Tensor] = {}
-        for unit in self.sharded.units:
-            if exclude_frozen and not unit.trainable:
-                continue
-            unit.gather()
-            for member in unit.members if first else ():
-                state[member.name] = member.parameter.detach().to("cpu", dtype or member.parameter.dtype, copy=True)
-            unit.release()
-        if not first:
-            return None
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            if name not in state and name not in sharded:
-                state[name] = tensor.detach().cpu().clone()
-        return state | {alias: state[name] for alias, name in tied_names(self.module).items() if name in state}
+        return state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
@@ -152,11 +143,11 @@ class Saving(Surface):
 
     def _writing(self) -> Writer:
         if self._writer is None:  # every rank comes here at its first save or load
-            self._writer = Writer(Ranks.join(self.communicator.group))
+            self._writer = Writer(Ranks.join(self.census.everyone.group))
         return self._writer
 
     def _agree_on_tag(self, tag: str | int | None) -> str:
-        tags = self.communicator.gather_objects(f"global_step{self.global_steps}" if tag is None else str(tag))
+        tags = self.census.everyone.gather_objects(f"global_step{self.global_steps}" if tag is None else str(tag))
         if len(set(tags)) > 1:
             said = "; ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(tags))
             match self.settings.checkpoint.tag_validation:
@@ -169,13 +160,16 @@ class Saving(Surface):
         return tags[0]
 
     def _shared(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, object]:
+        assert self.sharded is not None
         optimizer = self.optimizer
-        names = {name for name, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
+        kept = {name for name, p in self.sharded.named().items() if p.requires_grad or not exclude_frozen}
+        shapes = {name: shape for name, shape in parameter_shapes(self.sharded).items() if name in kept}
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
-            "parameters": {name: shape for name, shape in parameter_shapes(self.module).items() if name in names},
-            "tied": tied_names(self.module),
+            "parameters": self._of_all_stages(shapes),
+            "tied": self._of_all_stages(self.sharded.tied_names()),
             "stage": self.zero_optimization_stage(),
+            "mesh": self.mesh.ranks.tolist(),
             "optimizer": None if optimizer is None else type(optimizer.optimizer).__name__,
             "groups": [] if optimizer is None else [{key: value for key, value in group.items() if key != "params"}
                                                     for group in optimizer.param_groups],
@@ -185,11 +179,16 @@ class Saving(Surface):
             "client_state": dict(client_state),
         }
 
+    def _of_all_stages(self, facts: dict[str, T]) -> dict[str, T]:
+        """Return what the stages of the pipeline know together."""
+        said = self.census.communicator("pipeline").gather_objects(facts)
+        return {name: fact for each in said for name, fact in each.items()}
+
     def _load_tensors(self, snapshot: Snapshot, *, strict: bool, moments: bool) -> None:
         assert self.sharded is not None
         pieces = list(weights_to_load(self.sharded, snapshot, strict=strict))
         if moments and self.optimizer is not None:
-            pieces += moments_to_load(self.optimizer, snapshot)
+            pieces += moments_to_load(self.sharded, self.optimizer, snapshot)
         snapshot.fill(pieces)
         for unit in self.sharded.units:
             unit.round()
@@ -197,11 +196,12 @@ class Saving(Surface):
 
     def _read_values(self, snapshot: Snapshot) -> dict[str, object] | None:
         """Read what is no tensor of the model, so that damage there is told, on every rank, before anything changes."""
-        rank, ranks = self.communicator.rank, self._writing().ranks
+        rank, ranks, mesh = self.census.everyone.rank, self._writing().ranks, self.mesh.ranks.tolist()
 
         def values() -> dict[str, object] | None:
             _ = snapshot.shared
-            return snapshot.private(rank) if snapshot.ranks == self.communicator.ranks else None
+            same = snapshot.ranks == self.census.everyone.ranks and snapshot.shared.get("mesh", mesh) == mesh
+            return snapshot.private(rank) if same else None
 
         with ranks.turn:
             return ranks.together(f"could not load {snapshot.path}", values)
@@ -209,7 +209,8 @@ class Saving(Surface):
     def _check_fit(self, snapshot: Snapshot, *, strict: bool, optimizer: bool, data: bool) -> None:
         """Raise `CheckpointError` for what does not belong to this engine, before anything changes."""
         shared = snapshot.shared
-        known = parameter_shapes(self.module)
+        assert self.sharded is not None
+        known = self._of_all_stages(parameter_shapes(self.sharded))
         extra = [name for name in cast("dict[str, object]", shared["parameters"]) if name not in known]
         if strict and extra:
             raise CheckpointError(f"{snapshot.path} holds {len(extra)} parameters that this model has not, the first is "
@@ -243,8 +244,8 @@ class Saving(Surface):
         if private is not None:
             rng.restore(cast("dict[str, object]", private["random"]))
         else:
-            logger.info("%s was saved by %d ranks and is loaded by %d: random states are not restored",
-                        snapshot.path, snapshot.ranks, self.communicator.ranks)
+            logger.info("%s was saved by %d ranks and is loaded by %d, or on another mesh: random states are not restored",
+                        snapshot.path, snapshot.ranks, self.census.everyone.ranks)
 
     def _load_groups(self, saved: list[dict[str, Any]]) -> None:
         assert self.optimizer is not None

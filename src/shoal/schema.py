@@ -26,9 +26,12 @@ from shoal.config.resolve import DEFAULT, Findings, leaves, resolve
 from shoal.config.section import Conflict, Rewritten, Section
 from shoal.errors import ConfigError
 from shoal.log import warn_once
+from shoal.mesh import MeshSettings
 from shoal.optim.settings import OptimizerSettings
+from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
 from shoal.schedule.settings import ScheduleSettings
+from shoal.tensor_parallel.settings import TensorParallelSettings
 from shoal.tier.settings import AioSettings
 from shoal.zero.settings import ZeroSettings
 
@@ -70,6 +73,15 @@ class Config(Section):
 
     zero_optimization: ZeroSettings = ZeroSettings()
     """What is sharded over the data ranks."""
+
+    mesh: MeshSettings = MeshSettings()
+    """How many ranks each axis has. (Ours.)"""
+
+    pipeline: PipelineSettings = PipelineSettings()
+    """How a pipeline runs."""
+
+    tensor_parallel: TensorParallelSettings = TensorParallelSettings()
+    """Split layers over ranks."""
 
     fp16: Fp16Settings = Fp16Settings()
     """Half precision."""
@@ -185,6 +197,8 @@ class Config(Section):
     def conflicts(self) -> Iterable[Conflict]:
         if self.fp16.enabled and self.bf16.enabled:
             yield Conflict(keys=("fp16.enabled", "bf16.enabled"), message="got true beside bf16.enabled; choose one")
+        if self.zero_optimization.offload_optimizer.step_in_backward:
+            yield from self._against_step_in_backward()
         accumulate = self.data_types.grad_accum_dtype
         if accumulate not in (None, "fp32", self.compute_dtype):
             choices = "'fp32'" if self.compute_dtype == "fp32" else f"'fp32' or '{self.compute_dtype}'"
@@ -192,6 +206,20 @@ class Config(Section):
                 keys=("data_types.grad_accum_dtype", "fp16.enabled", "bf16.enabled"),
                 message=f"got '{accumulate}' beside {self.compute_dtype} gradients; choose {choices}",
             )
+
+    def _against_step_in_backward(self) -> Iterable[Conflict]:
+        """Yield what is decided for all gradients together, when backward would have stepped some."""
+        key = "zero_optimization.offload_optimizer.step_in_backward"
+        for asked, other, why, fix in (
+                (self.gradient_clipping > 0, "gradient_clipping", "the norm of all gradients is known", "set it to 0"),
+                (self.fp16.enabled, "fp16.enabled", "an overflow anywhere is known", "use bf16"),
+                (self.bf16.enabled and self.bf16.check_grad_overflow, "bf16.check_grad_overflow",
+                 "an overflow anywhere is known", "set it to false"),
+                (not self.zero_optimization.ignore_unused_parameters, "zero_optimization.ignore_unused_parameters",
+                 "an unused parameter is known", "set it to true")):
+            if asked:
+                yield Conflict(keys=(key, other), message=f"got true beside {other}: {why} only after backward; {fix}, or "
+                                                          f"leave the step to engine.step()")
 
     def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
         if any(findings.refused(key) for key in (TOTAL, MICRO, ACCUMULATION)):

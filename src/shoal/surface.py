@@ -17,6 +17,8 @@ from shoal.collectives import Communicator
 from shoal.configured import Configured
 from shoal.data.loader import Loader
 from shoal.errors import UsageError
+from shoal.holders import Census
+from shoal.mesh import Mesh
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.zero.placement import StateBytes
 from shoal.zero.sharded import ShardedModel
@@ -29,11 +31,11 @@ class Surface(Configured):
 
     module: nn.Module
     device: torch.device
+    mesh: Mesh
+    census: Census
     communicator: Communicator
     optimizer: ShardedOptimizer | None
     sharded: ShardedModel | None
-    mpu: None = None
-    """No model-parallel unit: every rank is a data rank."""
     has_moe_layers: bool = False
     monitor: None = None
     timers: None = None
@@ -86,7 +88,7 @@ class Surface(Configured):
 
     @property
     def global_rank(self) -> int:
-        return self.communicator.rank
+        return self.census.everyone.rank
 
     @property
     def local_rank(self) -> int:
@@ -95,17 +97,22 @@ class Surface(Configured):
 
     @property
     def world_size(self) -> int:
-        return self.communicator.ranks
+        return self.census.everyone.ranks
+
+    @property
+    def mpu(self) -> Mesh:
+        """The mesh, under the name of Megatron-style scripts."""
+        return self.mesh
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that see different samples: all."""
+        """Ranks that see different samples."""
         return self.communicator.ranks
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share one replica of the model: 1."""
-        return 1
+        """Ranks that share one replica of the model."""
+        return self.mesh.get_model_parallel_world_size()
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:

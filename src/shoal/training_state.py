@@ -11,25 +11,28 @@ cover everything; on loading it asks for whatever rests on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.checkpoint import Piece, Snapshot
+from shoal.cut import Cut
 from shoal.errors import CheckpointError
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import View
+from shoal.placing import placed
 from shoal.tier import Kept, Span, held
-from shoal.zero.layout import Part
+from shoal.zero.layout import Part, Slot
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
 
 WEIGHT, BUFFER = "weight", "buffer"
 SCALAR, NUMBER = "scalar.", "number."
 """Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
+Cuts = Mapping[str, Cut]
 AT_ONCE = 1 << 22
 """Elements of a piece that has to be brought into memory."""
 
@@ -37,9 +40,9 @@ AT_ONCE = 1 << 22
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield this rank's share of the parameters and buffers."""
     for unit in model.units:
-        for part in unit.layout.parts(unit.span):
-            yield from _weight(unit, part, unit.span)
-    if model.communicator.rank == 0:
+        for part in unit.layout.parts(unit.span) if unit.holders.first else ():
+            yield from _weight(model, unit, part, unit.span)
+    if model.census.first:
         yield from _whole(model)
 
 
@@ -50,18 +53,18 @@ def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, fr
         for part in unit.layout.parts(_resting_span(unit)):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
             if name in held or (strict and (unit.trainable or frozen)):
-                yield from _weight(unit, part, _resting_span(unit))
+                yield from _weight(model, unit, part, _resting_span(unit))
     yield from (piece for piece in _whole(model) if strict or piece.name in held)
 
 
-def moments_to_save(optimizer: ShardedOptimizer) -> Iterator[Piece]:
+def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[Piece]:
     """Yield this rank's share of the optimizer's state."""
     for view, kind, value in optimizer.views.states(optimizer.optimizer):
-        for part in view.parts:
-            yield from _moment(view, part, kind, value)
+        for part in view.parts if view.unit.holders.first else ():
+            yield from _moment(view, part, kind, value, model.cuts)
 
 
-def moments_to_load(optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator[Piece]:
+def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator[Piece]:
     """Allocate the optimizer's state as the checkpoint has it, and yield the tensors to fill.
 
     Slots whose saved scalars differ (one was stepped less often) end in views of their own.
@@ -83,7 +86,7 @@ def moments_to_load(optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator
                 assert view.unit.state is not None
                 whole = view.unit.state.moment(kind, _state_dtype(view, dtype))
                 state[kind] = whole[view.start:view.stop]
-                yield from _parts(view, kind)
+                yield from _parts(view, kind, model.cuts)
             elif kind.startswith(NUMBER):
                 state[kind.removeprefix(NUMBER)] = scalar
             else:
@@ -91,9 +94,10 @@ def moments_to_load(optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator
         optimizer.optimizer.state[view.parameter] = state
 
 
-def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shape of every parameter by its first name."""
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
+    """Return the global shape of every parameter of this rank by its first name."""
+    return {name: list(model.cuts[name].shape(shape) if name in model.cuts else shape)
+            for name, shape in ((name, tuple(parameter.shape)) for name, parameter in model.named().items())}
 
 
 def _resting_span(unit: Unit) -> range:
@@ -101,37 +105,40 @@ def _resting_span(unit: Unit) -> range:
     return unit.resting if unit.state is None else unit.master_span
 
 
-def _weight(unit: Unit, part: Part, span: range) -> Iterator[Piece]:
+def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
     at = span.start + part.offset - _resting_span(unit).start
-    yield from _of(unit.rest if unit.state is None else unit.state.master, at, f"{WEIGHT}/{slot.name}", slot.shape,
-                   range(part.start, part.stop))
+    yield from _of(unit.rest if unit.state is None else unit.state.master, at, WEIGHT, slot,
+                   range(part.start, part.stop), model.cuts)
 
 
-def _parts(view: View, kind: str) -> Iterator[Piece]:
+def _parts(view: View, kind: str, cuts: Cuts) -> Iterator[Piece]:
     """Yield the pieces of a moment of a view, slot by slot."""
     assert view.unit.state is not None
     for part in view.parts:
         slot = view.unit.layout.slots[part.slot]
-        yield from _of(view.unit.state.moments[kind], part.offset, f"{kind}/{slot.name}", slot.shape,
-                       range(part.start, part.stop))
+        yield from _of(view.unit.state.moments[kind], part.offset, kind, slot, range(part.start, part.stop), cuts)
 
 
-def _of(span: Span, at: int, name: str, shape: tuple[int, ...], elements: range) -> Iterator[Piece]:
-    """Yield `elements` of a tensor, which begin at `at` of a span: in small pieces where they have to be brought."""
+def _of(span: Span, at: int, kind: str, slot: Slot, elements: range, cuts: Cuts) -> Iterator[Piece]:
+    """Yield `elements` of a slot, which begin at `at` of a span: in small pieces where they have to be brought."""
     kept = isinstance(span, Kept)
-    for start in range(elements.start, elements.stop, max(1, len(elements)) if kept else AT_ONCE):
-        stop = elements.stop if kept else min(start + AT_ONCE, elements.stop)
-        here = range(at + start - elements.start, at + stop - elements.start)
-        yield Piece(name=name, shape=shape, start=start, stop=stop, data=span.tensor[here.start:here.stop],
-                    hold=None if kept else partial(_hold, span, here))
+    for found in placed(slot.shape, elements, cuts.get(slot.name)):
+        step = max(1, len(found.local)) if kept else AT_ONCE
+        for start in range(found.local.start, found.local.stop, step):
+            stop = min(start + step, found.local.stop)
+            here = range(at + start - elements.start, at + stop - elements.start)
+            first = found.start + start - found.local.start
+            yield Piece(name=f"{kind}/{slot.name}", shape=found.shape, start=first, stop=first + stop - start,
+                        data=span.tensor[here.start:here.stop], offset=found.offset, size=found.size,
+                        hold=None if kept else partial(_hold, span, here))
 
 
 def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tensor]:
     return held(span, part.start, part.stop, changed=changed)
 
 
-def _moment(view: View, part: Part, kind: str, value: Tensor | float) -> Iterator[Piece]:
+def _moment(view: View, part: Part, kind: str, value: Tensor | float, cuts: Cuts) -> Iterator[Piece]:
     """Yield the piece of one slot's state that lies in this rank's own span; a scalar goes with the first element."""
     unit = view.unit
     slot = unit.layout.slots[part.slot]
@@ -139,15 +146,14 @@ def _moment(view: View, part: Part, kind: str, value: Tensor | float) -> Iterato
     start, stop = max(slot.start + part.start, own.start), min(slot.start + part.stop, own.stop)
     if start >= stop:
         return
-    name = f"{kind}/{slot.name}"
     if isinstance(value, Tensor) and value.dim():
         assert unit.state is not None
         at = start - unit.master_span.start
         span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (Kept(value), at - view.start)
-        yield from _of(span, at, name, slot.shape, range(start - slot.start, stop - slot.start))
-    elif start == slot.start:
+        yield from _of(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
+    elif start == slot.start and (slot.name not in cuts or cuts[slot.name].rank == 0):
         prefix = SCALAR if isinstance(value, Tensor) else NUMBER
-        yield Piece(name=prefix + name, shape=(), start=0, stop=1, data=torch.as_tensor(value).reshape(1))
+        yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=torch.as_tensor(value).reshape(1))
 
 
 def _state_dtype(view: View, saved: torch.dtype) -> torch.dtype:
@@ -158,7 +164,7 @@ def _whole(model: ShardedModel) -> Iterator[Piece]:
     """Yield what every rank holds whole: buffers, and parameters that no unit holds."""
     in_units = {member.name for unit in model.units for member in unit.members}
     persistent = set(model.model.state_dict(keep_vars=True))
-    for name, parameter in model.model.named_parameters():
+    for name, parameter in model.named().items():
         if name not in in_units:
             yield _flat(f"{WEIGHT}/{name}", parameter.data)
     for name, buffer in model.model.named_buffers():

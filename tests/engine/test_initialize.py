@@ -73,9 +73,6 @@ def test_an_impossible_batch_says_the_arithmetic_and_who_counted_the_ranks() -> 
 def test_a_missing_model_and_a_missing_optimizer_are_told() -> None:
     with pytest.raises(UsageError, match="initialize: model is missing; pass the torch module to train"):
         shoal.initialize(config=configured())
-    for name in ("mpu", "mesh_param"):
-        with pytest.raises(UsageError, match=f"initialize: {name} is not supported yet; leave it out"):
-            shoal.initialize(model=model(), config=configured(), **{name: (1, 1)})
     engine, *rest = shoal.initialize(model=model(), config=without_optimizer(scheduler={"type": "WarmupLR"}))
     assert rest == [None, None, None]
     assert engine.get_lr() == engine.get_mom() == engine.get_type() == [] and engine.get_global_grad_norm() is None

@@ -57,7 +57,7 @@ def test_objects_and_ranks_are_found_under_their_published_names(engine: Engine)
     assert isinstance(engine.basic_optimizer, torch.optim.AdamW) and engine.client_optimizer is None
     assert engine.lr_scheduler is not None and engine.training_dataloader is None
     assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
-    assert (engine.dp_world_size, engine.mp_world_size, engine.mpu) == (1, 1, None)
+    assert (engine.dp_world_size, engine.mp_world_size, engine.mpu.get_data_parallel_world_size()) == (1, 1, 1)
     assert engine.param_names[engine.module.embed.weight] == "embed.weight"
     assert engine.enable_backward_allreduce and not engine.has_moe_layers
     assert engine.monitor is None and engine.timers is None and engine.flops_profiler is None

@@ -16,7 +16,10 @@ import shoal
 from shoal import offload
 from shoal.errors import ConfigError, ShoalError, TierError
 from shoal.testing import run_ranks
+from shoal.tier import opening
 from shoal.training_state import weights_to_save
+from shoal.zero.guard import owner_of
+from shoal.zero.unit import Unit
 
 NOTHING: dict[str, Any] = {}
 STATE: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}}
@@ -84,9 +87,10 @@ def test_a_checkpoint_of_one_tier_resumes_in_another(first: Any, second: Any, mo
 # Models built on disk
 
 
-def built(folder: str, tier: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+def built(folder: str, tier: dict[str, Any], remote: str | None = None) -> tuple[list[float], dict[str, Tensor], int]:
     given = config(folder, tier)
-    with shoal.zero.Init(config=given):
+    here = {"zero_optimization": {"offload_param": {"nvme_path": folder}}}
+    with shoal.zero.Init(config=given if remote is None else here, remote_device=remote):
         model = build()
     resting = len(list(Path(folder).glob("shoal-swap-*/*.swap")))
     engine = shoal.initialize(model=model, config=given)[0]
@@ -102,6 +106,37 @@ def test_a_model_built_on_disk_trains_as_one_built_in_memory(tmp_path: Path) -> 
     assert there[0] == here[0]
     assert all(torch.equal(there[1][name], weight) for name, weight in here[1].items())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_is_built_where_the_remote_device_says(tmp_path: Path) -> None:
+    there, here = run_ranks(1, built, str(tmp_path), NOTHING, "nvme")[0], run_ranks(1, built, str(tmp_path), NOTHING)[0]
+    assert (there[2], here[2]) == (1, 0)
+    assert there[0] == here[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def away(given: dict[str, Any], **more: Any) -> bool:
+    opening.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
+    with shoal.zero.Init(config=given, **more):
+        model = build()
+    owner = owner_of(next(iter(model.parameters())))
+    assert isinstance(owner, Unit)
+    return owner.away
+
+
+@pytest.mark.parametrize(("zero", "more", "expected"), [
+    ({"cpu_offload_param": True}, {}, True), ({"offload_param": {"device": "cpu"}}, {}, True), ({}, {}, False),
+    ({"cpu_offload_param": True}, {"remote_device": "cuda"}, False), ({}, {"remote_device": "cpu"}, True),
+])  # fmt: skip
+def test_a_model_is_built_where_the_configuration_says_in_any_spelling(zero: Any, more: Any, expected: bool) -> None:
+    assert run_ranks(1, away, {"zero_optimization": zero}, **more) == [expected]
+
+
+def test_what_zero_init_cannot_read_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.Init: zero_optimization\.offload_param\.device: got .nvm."):
+        shoal.zero.Init(config={"zero_optimization": {"offload_param": {"device": "nvm"}}})
+    with pytest.raises(ConfigError, match=r"zero\.Init: remote_device: device: got .nvme. without nvme_path"):
+        shoal.zero.Init(remote_device="nvme")
 
 
 # Weights that rest on disk are the user's all the same
@@ -264,6 +299,25 @@ def test_a_disk_with_too_little_space_is_refused_with_what_is_needed_and_what_is
         assert f"{parameters * 16:,} bytes of state are to rest there, and 50,000 are free; make room" in message
 
 
+def too_full_for_both(folder: str) -> str:
+    offload.free_bytes = lambda path: 13 * sum(p.numel() for p in build().parameters())  # type: ignore[assignment]
+    tier = {key: {"device": "nvme", "nvme_path": f"{folder}/{key}"} for key in ALL}
+    given = config(folder, NOTHING)
+    given["zero_optimization"] |= tier
+    for key in ALL:
+        Path(folder, key).mkdir(exist_ok=True)
+    with pytest.raises(TierError) as raised:
+        shoal.initialize(model=build(), config=given)
+    return str(raised.value)
+
+
+def test_two_folders_of_one_disk_share_its_space(tmp_path: Path) -> None:
+    parameters = sum(p.numel() for p in build().parameters())
+    message = run_ranks(1, too_full_for_both, str(tmp_path))[0]
+    assert f"{parameters * 16:,} bytes of state are to rest there, and {parameters * 13:,} are free" in message
+    assert all(f"{tmp_path}/{key}" in message for key in ALL)
+
+
 def test_nvme_without_a_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match="nvme_path"):
         shoal.schema.Config.resolve({"zero_optimization": {"offload_param": {"device": "nvme"}}}, data_ranks=1)
@@ -316,6 +370,17 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
     first, second = run_ranks(1, two_engines, str(tmp_path))[0]
     assert second[:2] == first
     assert list(tmp_path.iterdir()) == []
+
+
+def requests(folder: str) -> tuple[set[int], int]:
+    first, second, third = (engine_of(folder, ALL, aio={"block_size": size}) for size in (8192, 16384, 8192))
+    swaps = [engine.sharded.residence.swaps for engine in (first, second, third) if engine.sharded is not None]
+    assert swaps[0] == swaps[2]
+    return {swap.block_bytes for found in swaps for swap in found}, len(list(Path(folder).glob("shoal-swap-*/*.swap")))
+
+
+def test_engines_that_read_in_other_requests_have_files_of_their_own(tmp_path: Path) -> None:
+    assert run_ranks(1, requests, str(tmp_path)) == [({8192, 16384}, 2)]
 
 
 def traced(folder: str) -> set[str]:

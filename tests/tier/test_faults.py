@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shoal.errors import TierError
+from shoal.tier import held
 from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
 from shoal.tier.swapped import Swapped
@@ -98,12 +99,12 @@ def test_what_is_queued_when_the_file_is_closed_fails(swap: Swap, writes: Gate, 
 
 def test_a_full_disk_says_what_is_needed_and_what_is_free(small_disk: Path) -> None:
     swap = Swap(small_disk, rank=3)
-    span = Swapped(swap, 8 * CHUNK, torch.float32, "layers.0.weight", chunk=CHUNK)
+    Swapped(swap, 8 * CHUNK, torch.float32, "layers.0.weight", chunk=CHUNK)
     with pytest.raises(TierError, match=r"rank 3: layers\.1\.weight could not be written to .*rank3\.swap at byte 32,768: "
                                         r"No space left on device: needed 65,536 bytes, 32,768 are free; make room, or give "
                                         r"another folder in nvme_path"):
         Swapped(swap, 16 * CHUNK, torch.float32, "layers.1.weight", chunk=CHUNK)
-    assert swap.path.stat().st_size == swap.disk_bytes == span.disk_bytes
+    assert swap.path.stat().st_size == swap.disk_bytes == 32_768
     Swapped(swap, 8 * CHUNK, torch.float32, "layers.2.weight", chunk=CHUNK)
     swap.close()
 
@@ -118,6 +119,20 @@ def test_a_disk_that_fills_up_while_it_is_written_is_reported(swap: Swap, writes
     writes.error = None
     span.fetch()
     span.commit().wait()
+
+
+def test_what_could_not_be_brought_is_not_held(swap: Swap, reads: Gate) -> None:
+    span = filled(swap)
+    reads.error = OSError(errno.EIO, os.strerror(errno.EIO))
+    with pytest.raises(TierError, match="could not be read"), held(span, changed=True):
+        raise AssertionError("there is nothing to work on")
+    span.discard()  # a pin that was left would be our own mistake
+
+
+def test_a_closed_file_gives_no_place(swap: Swap) -> None:
+    swap.close()
+    with pytest.raises(TierError, match=r"w could not be written to .* at byte 0: the file is closed"):
+        Swapped(swap, CHUNK, torch.float32, "w", chunk=CHUNK)
 
 
 def test_after_a_failed_read_the_next_fetch_tries_again(swap: Swap, reads: Gate) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.tier.pages import PAGE
-from shoal.tier.span import DONE, Kept, Span
+from shoal.tier.span import DONE, Kept, Span, Whole
 from shoal.tier.swap import Swap
 from shoal.tier.swapped import Swapped
 
@@ -88,7 +88,7 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
             span.commit(hold.start, hold.stop, changed=hold.changed)
         span.fetch().wait()
         assert torch.equal(span.tensor[part.start:part.stop], plain[part.start:part.stop])
-        span.commit(changed=False)
+        span.commit(changed=False).wait()  # what was written meanwhile goes when that has ended
         assert not any(resident(span)[part.start // CHUNK + 1:part.stop // CHUNK - 1])
         span.close()
         assert swap.disk_bytes == 0
@@ -273,7 +273,7 @@ def test_discarded_contents_are_zeros_and_cost_nothing(swap: Swap, writes: Gate)
 def test_pages_outside_the_part_come_and_go_without_the_disk(swap: Swap) -> None:
     part = range(CHUNK + 1, 3 * CHUNK - 1)
     span = Swapped(swap, 4 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK)
-    assert span.disk_bytes == swap.disk_bytes == 2 * PAGE
+    assert swap.disk_bytes == 2 * PAGE
     span.fetch().wait()
     span.tensor.fill_(2)
     span.drop_outside()
@@ -289,7 +289,7 @@ def test_closing_gives_the_place_to_the_next(swap: Swap) -> None:
     assert swap.disk_bytes == 6 * PAGE
     first.close()
     first.close()
-    assert swap.disk_bytes == 2 * PAGE and first.disk_bytes == 0
+    assert swap.disk_bytes == 2 * PAGE
     third = filled(swap)
     assert swap.disk_bytes == 6 * PAGE == swap.path.stat().st_size
     for span in (second, third):
@@ -312,9 +312,9 @@ def test_to_discard_what_is_fetched_is_our_own_mistake(swap: Swap) -> None:
 
 
 def test_a_kept_span_is_always_there() -> None:
-    span: Span = Kept(torch.ones(3))
+    span: Whole = Kept(torch.ones(3))
     assert span.fetch() is span.commit() is DONE
     DONE.wait()
     span.discard()
     span.close()
-    assert DONE.done and span.disk_bytes == 0 and torch.equal(span.tensor, torch.ones(3))
+    assert DONE.done and torch.equal(span.tensor, torch.ones(3))

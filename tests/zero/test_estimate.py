@@ -159,3 +159,14 @@ def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
     away = held(3, state_away=True, pieces=2, piece=50, write_ahead=10**9)
     assert away.step == 2 * 50 * (8 + 4 + 4 + 2), "moments, gradient, master and rounded weight"
     assert away.gradients == 600 * 4, "all gradients wait to be written"
+    assert away.total == away.pool + max(away.gradients, away.step)
+
+
+def test_where_backward_steps_gradients_wait_beside_the_pieces() -> None:
+    there = held(3, state_away=True, pieces=2, piece=50, write_ahead=800, in_backward=True)
+    assert there.gradients == 300 * 4 + 300 * 4, "one that may wait, as it is alone, and one that waits for room"
+    assert there.total == there.pool + there.gradients + there.step
+    units, wide = [100, 300, 200], torch.float32
+    own = working(units, 3, 2, compute=wide, accumulate=wide, weights_away=True, state_away=True, write_ahead=1,
+                  in_backward=True)
+    assert own.gradients == 2 * 150 * (4 + 4), "weights that are their own master wait with it"

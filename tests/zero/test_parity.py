@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import shoal
 from shoal.testing import run_ranks
 
 from .models import FEATURES, batch, loss_of
+from .trained import Result, build, precision, train
 
 RANKS, STEPS, LR, DECAY = 2, 5, 1e-2, 0.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,11 +24,6 @@ class Case:
     dtype: str
     accumulation: int
     clipping: float
-
-
-def build(case: Case) -> nn.Module:
-    torch.manual_seed(1)
-    return FEATURES[case.feature]()
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -44,42 +38,17 @@ def config(case: Case, stage: int) -> dict[str, Any]:
         "gradient_clipping": case.clipping, "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
         "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32", "timeout": 20,
-        **({case.dtype: {"enabled": True, **({"loss_scale": 128} if case.dtype == "fp16" else {})}}
-           if case.dtype != "fp32" else {}),
+        **precision(case.dtype),
     }
 
 
-@dataclass
-class Result:
-    losses: list[float]
-    norms: list[float | None]
-    weights: dict[str, Tensor]
-
-
 def sharded(cases: list[Case], stage: int) -> list[Result]:
-    return [train_sharded(case, stage) for case in cases]
-
-
-def train_sharded(case: Case, stage: int) -> Result:
-    model = build(case)
-    engine, *_ = shoal.initialize(model=model, model_parameters=groups(model), config=config(case, stage))
-    losses, norms = [], []
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            tokens, targets = batch(step, micro, dist.get_rank())
-            loss = loss_of(engine(tokens), targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm())
-    with shoal.gathered(model):
-        weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-    return Result(losses, norms, weights)
+    return [train(case.feature, config(case, stage), steps=STEPS, groups=groups) for case in cases]
 
 
 def reference(case: Case, stage: int) -> Result:
     """Train in one process: masters in fp32, gradients summed in the order in which the stage sums them."""
-    model = build(case)
+    model = build(case.feature)
     masters = {p: p.detach().clone().requires_grad_() for p in model.parameters() if p.requires_grad}
     model.to(DTYPES[case.dtype])
     optimizer = torch.optim.AdamW(

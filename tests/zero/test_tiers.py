@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-import shoal
 from shoal.testing import run_ranks
 from shoal.tier import opening
 
-from .models import FEATURES, batch, loss_of
+from .models import FEATURES
+from .trained import Result, precision, train
 
 RANKS, STEPS = 2, 3
 TIERS: dict[str, dict[str, Any]] = {
@@ -60,45 +58,22 @@ def config(case: Case, stage: int, folder: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": case.accumulation, "timeout": 20,
         "gradient_clipping": case.clipping, "zero_optimization": {"stage": stage, "sub_group_size": 700, **tier},
         "optimizer": case.optimizer,
-        **({case.dtype: {"enabled": True, **({"loss_scale": 128} if case.dtype == "fp16" else {})}}
-           if case.dtype != "fp32" else {}),
+        **precision(case.dtype),
     }
 
 
-@dataclass
-class Result:
-    losses: list[float]
-    norms: list[float | None]
-    weights: dict[str, Tensor]
-
-
-def train(case: Case, stage: int, folder: str) -> Result:
-    torch.manual_seed(1)
-    model = FEATURES[case.feature]()
-    engine, *_ = shoal.initialize(model=model, config=config(case, stage, folder))
-    losses, norms = [], []
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            tokens, targets = batch(step, micro, dist.get_rank())
-            loss = loss_of(engine(tokens), targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm())
-    with shoal.gathered(model):
-        weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-    engine.destroy()
-    return Result(losses, norms, weights)
+def run(case: Case, stage: int, folder: str) -> Result:
+    return train(case.feature, config(case, stage, folder), steps=STEPS)
 
 
 def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Result, Result]]:
     found: list[tuple[Case, str, Result, Result]] = []
     for case in cases(feature):
-        plain = train(case, stage, folder)
-        found += [(case, name, plain, train(replace(case, tier=tier), stage, folder))
+        plain = run(case, stage, folder)
+        found += [(case, name, plain, run(replace(case, tier=tier), stage, folder))
                   for name, tier in TIERS.items() if name != "nothing"]
         opening.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
-        found += [(case, name, plain, train(replace(case, tier=tier), stage, folder)) for name, tier in APART.items()]
+        found += [(case, name, plain, run(replace(case, tier=tier), stage, folder)) for name, tier in APART.items()]
         opening.HOST = torch.device("cpu")
     return found
 

@@ -48,7 +48,8 @@ class Ranks:
         if not dist.is_initialized():
             return cls()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        alone = len(members) < dist.get_world_size()  # named by how many groups a member has made: must be equal on all
+        own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=alone)
         assert isinstance(own, dist.ProcessGroup), "this rank is no member of the group that it asked to join"
         return cls(own)
 

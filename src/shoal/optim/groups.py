@@ -32,7 +32,7 @@ class Groups:
         """Divide `parameters` (tensors or group dicts; None or empty: all trainable ones of `model`) into groups."""
         given: list[Any] = list(parameters) if parameters is not None else []
         given = given or [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if given and not isinstance(given[0], Mapping):
+        if not given or not isinstance(given[0], Mapping):
             given = [{"params": given}]
         names = {parameter: name for name, parameter in model.named_parameters()}
         options: list[dict[str, Any]] = []

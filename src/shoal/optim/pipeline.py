@@ -10,6 +10,8 @@ whose state rests elsewhere goes alone. A unit is published as soon as its last 
 
 Nobody sees the weights of a released unit before it is gathered. So units whose weights and state both come and go are
 *owed*: a thread takes their step while the next forward computes, and whoever asks for the weights of one waits for it.
+Where nothing about a step is decided after backward, that thread takes a unit as soon as its gradient is there, and the
+gradient never rests: `take`. `run` then finishes the step, and publishes, for the order in which ranks do that is one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,8 +38,10 @@ __all__ = ["Pipeline"]
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """Views that are stepped together, and the units that are whole once they are."""
+    """Views that are stepped together by one factor, and the units that are whole once they are."""
 
+    factor: float
+    options: Options
     views: list[View] = field(default_factory=list[View])
     units: list[Unit] = field(default_factory=list[Unit])
     arriving: Transfer = DONE
@@ -48,23 +52,34 @@ class _Piece:
 
     @property
     def away(self) -> bool:
-        return any(view.unit.state is not None and view.unit.state.granule is not None for view in self.views)
+        return any(_is_away(view.unit) for view in self.views)
+
+
+_Source = Callable[[bool], _Piece | None]
+"""Gives the next piece, if there is one now; it is told whether nothing else is left to do."""
 
 
 class Pipeline:
-    """Takes steps, piece by piece; `ahead` are fetched while one is stepped, and `behind` may be on their way back."""
+    """Takes steps, piece by piece; `ahead` are fetched while one is stepped, and `behind` may be on their way back.
 
-    def __init__(self, step: Stepping, *, at_once: int, ahead: int, behind: int, lanes: Lanes):
+    Units that are taken in backward hold at most `waiting` bytes in memory together, or one does more.
+    """
+
+    def __init__(self, step: Stepping, *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
         self._step = step
         self._at_once = at_once
         self._ahead = ahead
         self._behind = behind
+        self._waiting = waiting
         self._lanes = lanes
         self._leaving: deque[Transfer] = deque()  # the last of a step are still on their way when the next forward begins
         self._owed: deque[Unit] = deque()
         self._stepped = 0  # how many of these the thread has stepped
+        self._queue: deque[_Piece] = deque()  # of these, for the thread
+        self._held: dict[Unit, int] = {}  # bytes
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._idle = True  # whether the thread has ended, or will without taking another piece
         self._owner = os.getpid()
         self._changed = threading.Condition()
 
@@ -72,27 +87,45 @@ class Pipeline:
             wait: bool) -> None:
         """Step `views`, those of the units of `touched` that received a gradient on some rank, and publish these units.
 
-        With `wait`, units that can are stepped later, by the `options` that the optimizer's groups have now.
+        With `wait`, units that can are stepped later, by the `options` that the optimizer's groups have now. Units that
+        backward has taken are only published.
         """
-        self.settle()
-        if self._thread is not None:
-            self._thread.join()
         units = [unit for unit, mask in touched.items() if mask]
-        later = [unit for unit in units if wait and _can_wait(unit)]
+        taken = any(unit.stepped for unit in units)
+        self.check() if taken else self.settle()
+        later = [unit for unit in units if wait and not unit.stepped and _can_wait(unit)]
+        now = [unit for unit in units if not unit.stepped and unit not in later]
+        if now or not taken:
+            self._join()
         try:
-            for unit in self._stream([unit for unit in units if unit not in later], views, factor, options):
+            for unit in self._stream(_given(self._pieces(now, views, factor, options))):
+                unit.stepped = taken
                 _finish(unit)
+            for unit in units:
+                self._conclude(unit)
         except BaseException as error:
             self._failure = error
             raise
-        if later:
-            self._owed.extend(later)
-            self._stepped = 0
-            for unit in later:
-                unit.owed = partial(self.settle, unit)
-            stream = self._stream(later, views, factor, options)
-            self._thread = threading.Thread(target=self._serve, args=(stream,), name="shoal-step")
-            self._thread.start()
+        self._owe(later, self._pieces(later, views, factor, options))
+
+    @torch.no_grad()
+    def take(self, unit: Unit, views: Sequence[View], factor: float, options: Options, *, beside: bool) -> None:
+        """Step the `views` of `unit`, all that it has, while backward goes on with others; at once unless `beside`."""
+        self.check()
+        unit.stepped = True
+        pieces = self._pieces([unit], views, factor, options)
+        if beside:
+            self._admit(unit)
+            self._owe([unit], pieces)
+        else:
+            self._join()
+            deque(self._stream(_given(pieces)), maxlen=0)
+
+    def fail(self, error: BaseException, units: Iterable[Unit]) -> None:
+        """Note that backward ended before it had taken all it could: nobody reads `units` any more."""
+        self._failure = self._failure or error
+        for unit in units:
+            unit.stepped, unit.owed = False, partial(self.settle, unit)
 
     def settle(self, unit: Unit | None = None) -> None:
         """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it, from then on always."""
@@ -108,7 +141,12 @@ class Pipeline:
             self._owed.popleft()
             with self._changed:
                 self._stepped -= 1
-        if self._failure is not None and (unit is None or unit.owed is not None):
+        if unit is None or unit.owed is not None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise `TierError` once a step was taken in part."""
+        if self._failure is not None:
             raise TierError(f"a step was taken in part, and its weights are of no use: load a checkpoint into a new engine. "
                             f"What went wrong: {self._failure}") from self._failure
 
@@ -117,51 +155,101 @@ class Pipeline:
         """Whether a step was taken in part."""
         return self._failure is not None
 
-    def _serve(self, stream: Iterable[Unit]) -> None:
+    def _conclude(self, unit: Unit) -> None:
+        """End the step of a unit that was taken in backward, or that waits for one to be published in its turn."""
+        if unit.stepped:
+            if not _can_wait(unit):
+                self.settle(unit)
+            unit.stepped = False
+            if unit.owed is None:
+                _finish(unit)
+
+    def _admit(self, unit: Unit) -> None:
+        """Wait until what `unit` holds in memory before its step is taken may be there too."""
+        assert unit.gradient is not None and unit.state is not None
+        size = unit.gradient.bytes * (2 if unit.state.rounded is None else 1) if _is_away(unit) else 0
+        with self._changed, self._lanes.during("wait", unit.name):
+            self._changed.wait_for(lambda: self.failed or not (held := sum(self._held.values()))
+                                   or held + size <= self._waiting)
+            self._held[unit] = size
+        self.check()
+
+    def _owe(self, units: list[Unit], pieces: Iterable[_Piece]) -> None:
+        """Let the thread step `units`."""
+        if not units:
+            return
+        for unit in units:
+            unit.owed = partial(self.settle, unit)
+        with self._changed:
+            self._owed.extend(units)
+            self._queue.extend(pieces)
+            idle, self._idle = self._idle, False
+        if idle:
+            self._join()
+            self._thread = threading.Thread(target=self._serve, name="shoal-step")
+            self._thread.start()
+
+    def _join(self) -> None:
+        """Wait until the thread has stepped all that it was given."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _serve(self) -> None:
         """Take the steps that are owed; the thread's body."""
         try:
             with torch.no_grad():
-                for _ in stream:
+                for unit in self._stream(self._next):
                     with self._changed:
                         self._stepped += 1
+                        self._held.pop(unit, None)
                         self._changed.notify_all()
         except BaseException as error:  # whoever waits raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _stream(self, units: Sequence[Unit], views: Sequence[View], factor: float, options: Options) -> Iterator[Unit]:
-        """Step `units`, and yield each when it is stepped."""
-        pieces = deque(self._pieces(units, views))
+    def _next(self, last: bool) -> _Piece | None:
+        """Return the thread's next piece; it ends if there is none and what it did was the `last`."""
+        with self._changed:
+            if self._queue:
+                return self._queue.popleft()
+            self._idle = last
+            return None
+
+    def _stream(self, source: _Source) -> Iterator[Unit]:
+        """Step what `source` gives, and yield each unit when it is stepped."""
         fetched: deque[_Piece] = deque()
-        while pieces or fetched:
-            while pieces and len(fetched) <= self._ahead:
-                fetched.append(_fetch(pieces.popleft()))
+        while True:
+            while len(fetched) <= self._ahead and (piece := source(not fetched)) is not None:
+                fetched.append(_fetch(piece))
+            if not fetched:
+                return
             piece = fetched.popleft()
             with self._lanes.during("fetch", piece.name):
                 piece.arriving.wait()
             if piece.views:
                 with self._lanes.during("step", piece.name):
-                    self._step(piece.views, factor, options)
+                    self._step(piece.views, piece.factor, piece.options)
             self._leaving.append(_commit(piece))
-            yield from piece.units
+            for unit in piece.units:
+                _let_go(unit)
+                yield unit
             while len(self._leaving) > self._behind:
                 with self._lanes.during("commit", piece.name):
                     self._leaving.popleft().wait()
 
-    def _pieces(self, units: Sequence[Unit], views: Sequence[View]) -> Iterator[_Piece]:
+    def _pieces(self, units: Sequence[Unit], views: Sequence[View], factor: float, options: Options) -> Iterator[_Piece]:
         of_unit: dict[Unit, list[View]] = {unit: [] for unit in units}
         for view in views:
             if view.unit in of_unit:
                 of_unit[view.unit].append(view)
-        piece, elements = _Piece(), 0
+        piece, elements = _Piece(factor=factor, options=options), 0
         for unit, some in of_unit.items():
             for view in some:
                 size = view.stop - view.start
-                alone = unit.state is not None and unit.state.granule is not None
-                if piece.views and (alone or piece.away or elements + size > self._at_once):
+                if piece.views and (_is_away(unit) or piece.away or elements + size > self._at_once):
                     yield piece
-                    piece, elements = _Piece(), 0
+                    piece, elements = _Piece(factor=factor, options=options), 0
                 piece.views.append(view)
                 elements += size
             piece.units.append(unit)
@@ -169,18 +257,35 @@ class Pipeline:
             yield piece
 
 
+def _given(pieces: Iterator[_Piece]) -> _Source:
+    return lambda last: next(pieces, None)
+
+
+def _is_away(unit: Unit) -> bool:
+    """Whether the step of `unit` brings what it needs."""
+    return unit.state is not None and unit.state.granule is not None
+
+
 def _can_wait(unit: Unit) -> bool:
     """Whether nobody sees the unit's weights or state before asking for them."""
     alone = unit.stage.weight is SHARD or unit.stage.master is not SHARD or unit.communicator.ranks == 1  # to publish it
-    return alone and unit.is_released and unit.away and unit.state is not None and unit.state.granule is not None
+    return alone and unit.is_released and unit.away and _is_away(unit)
+
+
+def _let_go(unit: Unit) -> None:
+    """Give up what was there for the step alone."""
+    if unit.gradient is not None and unit.state is not None:
+        unit.gradient.spend()
+        unit.state.let_go()
 
 
 def _finish(unit: Unit) -> None:
-    """Forget the gradient that the step has consumed, and let the others see the weights."""
-    if unit.gradient is not None:
-        unit.gradient.reset()
+    """Forget the gradient that the step has consumed, and let the others see the weights, unless `run` has yet to do so."""
     unit.owed = None
-    unit.publish()
+    if not unit.stepped:
+        if unit.gradient is not None:
+            unit.gradient.reset()
+        unit.publish()
 
 
 def _fetch(piece: _Piece) -> _Piece:

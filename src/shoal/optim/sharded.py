@@ -6,7 +6,8 @@ The optimizer is torch's own, or any that works element by element; it sees view
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,16 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.gradients import Verdict, judge
+from shoal.holders import Census
 from shoal.optim.brought import Brought
 from shoal.optim.pipeline import Pipeline
-from shoal.optim.stepping import by_native, by_optimizer, is_native, options_of, settle
-from shoal.optim.views import Views
+from shoal.optim.stepping import Options, by_native, by_optimizer, is_native, options_of, settle
+from shoal.optim.views import View, Views
 from shoal.precision.loss_scale import LossScale
+from shoal.tier.opening import WRITE_AHEAD
+from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
+from shoal.zero.unit import Unit
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value that torch.nn.utils.clip_grad_norm_ uses."""
@@ -48,6 +53,10 @@ class StepRules:
     """Pieces of state that are fetched while one is stepped."""
     behind: int = 2
     """Pieces that may still be on their way back meanwhile."""
+    in_backward: bool = False
+    """Step a unit while backward goes on with others, as soon as its gradient is there."""
+    waiting: int = WRITE_AHEAD
+    """Bytes of such units that may be in memory at once."""
 
 
 class ShardedOptimizer:
@@ -67,7 +76,10 @@ class ShardedOptimizer:
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         step = by_optimizer(optimizer, views)
         self._stepping = Pipeline(by_native(optimizer, step) if rules.native else step, at_once=rules.at_once,
-                                  ahead=rules.ahead, behind=rules.behind, lanes=model.residence.lanes)
+                                  ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
+                                  lanes=model.residence.lanes)
+        self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
+        self._options: Options = []
         for view in views.views:
             assert view.unit.gradient is not None and view.unit.state is not None
             view.unit.gradient.measured = self._norm_wanted
@@ -98,8 +110,13 @@ class ShardedOptimizer:
     @property
     def pending(self) -> bool:
         """Whether a backward pass ran since the last step."""
-        return any(unit.gradient is not None and unit.gradient.pending and unit.owed is None
-                   for unit in self._model.trainable)
+        return self.begun or any(unit.gradient is not None and unit.gradient.pending and unit.owed is None
+                                 for unit in self._model.trainable)
+
+    @property
+    def begun(self) -> bool:
+        """Whether backward has begun the next step."""
+        return any(unit.stepped for unit in self._model.trainable)
 
     @property
     def failed(self) -> bool:
@@ -109,23 +126,27 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> bool:
         """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
+        self._stepping.check()
         units = self._model.trainable
-        if not self.pending:
-            raise UsageError(f"rank {self._model.communicator.rank}: step() without gradients; call "
+        census = self._model.census
+        if units and not self.pending:
+            raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
+        begun = self.begun
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
-        self._model.reducer.flush()
-        verdict = judge(units, self._model.communicator, norm=self._norm_wanted)
+        self._model.flush()
+        verdict = judge(units, census, norm=self._norm_wanted)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
         self.norm = None if verdict.norm is None else verdict.norm / loss_scale
         try:
             if not self.rules.unused:
-                _refuse_unused(verdict)
+                _refuse_unused(verdict, census)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 views = self.views.touched(verdict.touched, self.optimizer)
-                self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options_of(self.optimizer),
+                options = self._options if begun else options_of(self.optimizer)
+                self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options,
                                    wait=self.rules.native and is_native(self.optimizer, views))
                 vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
         finally:
@@ -135,8 +156,37 @@ class ShardedOptimizer:
             self._model.run_ahead()
         return not self.overflow
 
+    @contextmanager
+    def within_backward(self) -> Generator[None]:
+        """Let the backward pass of the context step units whose gradient it has finished.
+
+        The pass ends an accumulation, reduces, and is the only one before `step`. An exception within it leaves a step that
+        was taken in part, if one had begun.
+        """
+        self._options = options_of(self.optimizer)
+        self._taking = {unit.gradient: (unit, []) for unit in self._model.trainable if unit.gradient is not None}
+        for view in self.views.views:
+            assert view.unit.gradient is not None
+            self._taking[view.unit.gradient][1].append(view)
+        self._model.offer(self._take)
+        try:
+            yield
+        except BaseException as error:
+            if self.begun:
+                self._stepping.fail(error, self._model.trainable)
+            raise
+        finally:
+            self._model.offer(None)
+
+    def refuse_begun(self, call: str) -> None:
+        """Raise `UsageError` from `call` while backward has begun a step that `step` has yet to finish."""
+        if self.begun:
+            raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
+                             f"engine.step() first, once after each backward that ends an accumulation")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated, but for those of a step that is owed."""
+        self.refuse_begun("zero_grad")
         for unit in self._model.trainable:
             if unit.gradient is not None and unit.owed is None:
                 unit.gradient.reset()
@@ -160,16 +210,35 @@ class ShardedOptimizer:
         """Run the backward of `loss` times the loss scale."""
         (loss * self.scaler.value).backward(retain_graph=retain_graph)
 
+    def _take(self, gradient: Gradient) -> bool:
+        """Step the unit of `gradient`, the sum over the ranks, if nothing in this backward can need its weights any more.
+
+        Its own nodes have run, as all of them lead to the gradients that are there. That the sum is there says as much of
+        the other ranks. What autograd cannot know of is left to `step`: recompute in passes of its own, and units that
+        others keep gathered; and gradients that another rank may have to add zeros to.
+        """
+        unit, views = self._taking[gradient]
+        assert unit.state is not None
+        whole = gradient.touched == (1 << len(unit.members)) - 1
+        copied = unit.holders.replicas is not None  # the sum over the other copies is missing
+        if gradient.again or not whole or copied or (unit.travels and not unit.is_released):
+            unit.state.let_go()
+            return False
+        beside = self.rules.native and is_native(self.optimizer, views)
+        self._stepping.take(unit, views, self._factor(None, self.scaler.value), self._options, beside=beside)
+        return True
+
     def _factor(self, norm: float | None, loss_scale: float) -> float:
         clip = self.rules.clipping
         coefficient = min(1.0, clip / (norm + CLIP_EPSILON)) if clip > 0 and norm is not None else 1.0
         return coefficient / loss_scale
 
 
-def _refuse_unused(verdict: Verdict) -> None:
-    """Raise unless every parameter received a gradient on some rank."""
+def _refuse_unused(verdict: Verdict, census: Census) -> None:
+    """Raise on every rank unless every parameter received a gradient on some rank."""
     unused = [slot.name for unit, touched in verdict.touched.items()
               for index, slot in enumerate(unit.layout.slots) if not touched >> index & 1]
+    unused = [name for stage in census.communicator("pipeline").gather_objects(unused) for name in stage]
     if unused:
         more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
         raise UsageError(f"step: on no rank did the loss depend on {', '.join(unused[:SHOWN])}{more}, and "

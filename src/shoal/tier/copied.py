@@ -5,10 +5,12 @@ On their way down they are not waited for: whoever reads them on the host waits.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
-from shoal.tier.span import DONE, Kept, Span, Transfer
+from shoal.tier.span import DONE, Kept, Span, Transfer, Whole
 from shoal.tier.store import Store
 from shoal.tier.streams import Mark, down, up
 
@@ -54,12 +56,13 @@ class Arrival:
 class Copied:
     """Memory of `device` above the span `below`, which comes and goes as a whole. It is there at first."""
 
-    def __init__(self, below: Span, device: torch.device):
+    def __init__(self, below: Whole, device: torch.device):
         self.tensor: Tensor = torch.empty_like(below.tensor, device=device)
         self._below = below
         self._device = device
         self._bytes = self.tensor.numel() * self.tensor.element_size()
         self._landing: Mark | None = None
+        self._one = threading.Lock()
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self.land()
@@ -79,11 +82,12 @@ class Copied:
         return DONE
 
     def land(self) -> None:
-        """Wait for bytes on their way down, and let them rest."""
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            landing.wait()
-            self._below.commit()
+        """Wait for bytes on their way down, and let them rest; a step in a thread of its own may ask for them too."""
+        with self._one:
+            landing, self._landing = self._landing, None
+            if landing is not None:
+                landing.wait()
+                self._below.commit()
 
     def discard(self) -> None:
         self.land()
@@ -92,10 +96,6 @@ class Copied:
     def close(self) -> None:
         self.land()
         self._below.close()
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._below.disk_bytes
 
 
 class _AtRest:
@@ -113,18 +113,11 @@ class _AtRest:
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
         return self._below.commit(start, stop, changed=changed)
 
-    def discard(self) -> None:
-        self._above.discard()
-
     def close(self) -> None:
         self._above.close()
 
-    @property
-    def disk_bytes(self) -> int:
-        return self._below.disk_bytes
 
-
-def above(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str) -> tuple[Span, Span]:
+def above(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str) -> tuple[Whole, Span]:
     """Return a span of `store` as it is used on `device`, and as it rests. They are one where the device is the store's."""
     rest = store.place(size, dtype, name)
     if device == store.device:

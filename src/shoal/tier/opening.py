@@ -1,4 +1,7 @@
-"""From settings to stores: `none` is the compute device, `cpu` its host, `nvme` a swap file for all users of a folder."""
+"""From settings to stores: `none` is the compute device, `cpu` its host, `nvme` a swap file for all users of a folder.
+
+Users that read and write in other requests have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ WRITE_AHEAD = 64 << 20
 
 HOST = torch.device("cpu")
 
-_open: WeakValueDictionary[tuple[Path, int], Swap] = WeakValueDictionary()
+_open: WeakValueDictionary[tuple[Path, int, int, int], Swap] = WeakValueDictionary()
+"""Files by folder, rank, bytes of a request, and requests under way: who asks for the same shares one."""
 
 
 def open_store(asked: OffloadParam | OffloadOptimizer, aio: AioSettings, device: torch.device, *, rank: int,
@@ -42,11 +46,11 @@ def open_store(asked: OffloadParam | OffloadOptimizer, aio: AioSettings, device:
 
 def _swap(folder: Path, aio: AioSettings, rank: int) -> Swap:
     check_folder(folder)
-    key = (folder.resolve(), rank)
+    requests = 2 * aio.queue_depth * aio.intra_op_parallelism  # reading and writing each
+    key = (folder.resolve(), rank, aio.block_size, requests)
     if (found := _open.get(key)) is not None and not found.closed:
         return found
     if (reason := slow_reason(folder)) is not None:
         warn_once(f"nvme_path: {folder} {reason}; training waits for it. Give a folder of a fast local disk")
-    swap = _open[key] = Swap(folder, rank=rank, block_bytes=aio.block_size, write_ahead=WRITE_AHEAD,
-                             requests=2 * aio.queue_depth * aio.intra_op_parallelism)  # reading and writing each
+    swap = _open[key] = Swap(folder, rank=rank, block_bytes=aio.block_size, write_ahead=WRITE_AHEAD, requests=requests)
     return swap

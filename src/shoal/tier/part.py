@@ -26,15 +26,8 @@ class Part:
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
         return self._span.commit(*self._shifted(start, stop), changed=changed)
 
-    def discard(self) -> None:
-        raise NotImplementedError("a part cannot be forgotten alone")
-
     def close(self) -> None:
         self._span.close()
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._span.disk_bytes
 
     def _shifted(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = self.tensor.numel() if stop is None else stop
@@ -59,8 +52,10 @@ class Together:
 @contextmanager
 def held(span: Span, start: int = 0, stop: int | None = None, *, changed: bool) -> Generator[Tensor]:
     """Have elements [start, stop) of a span in memory for a while; `changed` says that they are written."""
-    span.fetch(start, stop).wait()
+    arriving, written = span.fetch(start, stop), False
     try:
+        arriving.wait()
+        written = changed
         yield span.tensor[start:stop]
     finally:
-        span.commit(start, stop, changed=changed)
+        span.commit(start, stop, changed=written)

@@ -24,7 +24,6 @@ class Tiers:
     state: Store
 
 
-
 @dataclass(slots=True, kw_only=True)
 class Residence:
     """The stores of weights and of the optimizer's state, handed out to the units in their order."""
@@ -41,11 +40,6 @@ class Residence:
     _seen: int = field(default=0, init=False)
     _away: int = field(default=0, init=False)
     _kept: int = field(default=0, init=False)
-
-    @classmethod
-    def on(cls, device: torch.device) -> Residence:
-        """Return the residence on `device` alone."""
-        return cls(device=device, weight=Memory(device=device), state=Memory(device=device))
 
     def tiers(self, weights: int, states: int) -> Tiers:
         """Return the stores of the next unit, of so many elements of weights and of optimizer's state."""

@@ -14,7 +14,6 @@ from shoal.config.section import Conflict, Section
 __all__ = ["AioSettings", "OffloadOptimizer", "OffloadParam"]
 
 
-
 def _device(value: object) -> object:
     return "none" if value is None else any_case("none", "cpu", "nvme")(value)
 
@@ -77,6 +76,12 @@ class OffloadOptimizer(Section):
 
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """The share of the elements that rest there; the state of the other units stays on the compute device."""
+
+    step_in_backward: Switch = False
+    """Step each block as soon as backward has reduced its gradient, wherever its state rests; from a disk fewer bytes move
+    then. The weights change before `engine.step()`, which finishes the step, and the one backward of it is
+    `engine.backward(loss)`. Asks for fp32 or bf16 without overflow checks, `gradient_clipping` 0, and a model that computes
+    on the host. (Ours.)"""
 
     published: ClassVar[Mapping[str, Published]] = {
         "fast_init": inert("start the files faster", False, True, reason="new state is zeros, which are never written"),

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["DONE", "Kept", "Span", "Transfer"]
+__all__ = ["DONE", "Kept", "Span", "Transfer", "Whole"]
 
 
 class Transfer(Protocol):
@@ -42,17 +42,16 @@ class Span(Protocol):
         """Let elements [start, stop) go; without `changed` they are as they were fetched."""
         ...
 
-    def discard(self) -> None:
-        """Forget the contents, of which nothing may be fetched now: they are zeros from here on."""
-        ...
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes on disk that the span holds."""
-        ...
-
     def close(self) -> None:
         """Give back the place on disk."""
+        ...
+
+
+class Whole(Span, Protocol):
+    """A span that is all of what somebody placed, and no part or other side of it."""
+
+    def discard(self) -> None:
+        """Forget the contents, of which nothing may be fetched now: they are zeros from here on."""
         ...
 
 
@@ -71,8 +70,6 @@ DONE: Final[Transfer] = _Done()
 
 class Kept:
     """A span that stays in memory."""
-
-    disk_bytes = 0
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

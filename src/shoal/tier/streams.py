@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Mark", "Stream", "down", "up", "upload"]
+__all__ = ["Mark", "Stream", "down", "side", "up", "upload"]
 
 _LANDING = 2  # copies to the host that may be under way before the oldest is seen to its end
 
@@ -49,6 +49,9 @@ class Stream:
         """Empty the storage of `tensor` once this stream, or if `computed` the device's computing, is done with it."""
         tensor.untyped_storage().resize_(0)
 
+    def hand_over(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor`, which was made in this stream, until what the device computes now is done with it."""
+
     def land(self, landing: Callable[[], None]) -> None:
         """Have `landing` called when a few later ones were asked for: it waits for a copy, and goes on from there."""
         self._landing.append(landing)
@@ -74,6 +77,9 @@ class _CudaStream(Stream):
     def free(self, tensor: Tensor, *, computed: bool) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device) if computed else self._stream)
         tensor.untyped_storage().resize_(0)
+
+    def hand_over(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class _CudaMark:
@@ -108,6 +114,11 @@ def up(device: torch.device) -> Stream:
 @cache
 def down(device: torch.device) -> Stream:
     """Return the stream of copies from `device` to its host."""
+    return _CudaStream(device) if device.type == "cuda" else Stream()
+
+
+def side(device: torch.device) -> Stream:
+    """Return a stream of one's own, for what `device` does beside its computing."""
     return _CudaStream(device) if device.type == "cuda" else Stream()
 
 

@@ -71,8 +71,11 @@ class Swap:
         return not self._end.alive
 
     def allocate(self, bytes: int, name: str) -> Extent:
-        """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full."""
+        """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full, or
+        the file closed."""
         with self._allocating:
+            if self.closed:  # another file may have its number by now
+                raise self._file.error("write", name, self._extents.size, "the file is closed")
             shortage = self._extents.shortage(bytes)
             if shortage > 0:
                 self._reserve(shortage, name)

@@ -71,10 +71,6 @@ class Swapped:
         return _Chunk(sums=[0] * blocks, stretch=Stretch(pages=self._pages, start=start, stop=stop,
                                                          offset=self._extent.offset + start - self._hull.start))
 
-    @property
-    def disk_bytes(self) -> int:
-        return self._extent.bytes
-
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self._swap.check_owner(self._name)
         wanted = self._wanted(start, stop)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.collectives import Communicator, Handle, Label
+from shoal.collectives import Handle, Label
+from shoal.holders import Holders
 from shoal.tier import Kept, Store, Transfer, above
 from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
@@ -32,7 +33,12 @@ class GradientDtypes:
 class Gradient:
     """One unit's gradient between the backward passes that make it and the step that consumes it."""
 
-    def __init__(self, layout: Layout, stage: Stage, communicator: Communicator, dtypes: GradientDtypes, pool: Pool,
+    stays = False
+    """A step may take the sum as soon as it is there: it does not go to rest before."""
+    again = False
+    """Recompute within a backward pass may add to it when it seemed complete."""
+
+    def __init__(self, layout: Layout, stage: Stage, holders: Holders, dtypes: GradientDtypes, pool: Pool,
                  store: Store, *, unit: str, index: int):
         self.layout = layout
         self.stage = stage
@@ -42,12 +48,10 @@ class Gradient:
         """A backward pass ended without reducing this gradient."""
         self.launched = False
         """The present backward pass has reduced this gradient once."""
-        self._communicator = communicator
+        self._communicator = communicator = holders.communicator
+        self._replicas = holders.replicas
         self._dtypes, self._pool = dtypes, pool
-        mean = 1 / communicator.ranks
-        wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
-        # Division by the ranks costs nothing in the copy that collects; 16-bit addends are divided after their sum in fp32.
-        self._before, self._after = (mean, 1.0) if wide else (1.0, mean)
+        self._before, self._after = _division(1 / holders.addends, dtypes)
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
         self._slots = len(layout.slots)
@@ -119,8 +123,9 @@ class Gradient:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
         return sync and (boundary or self.stage.gradient is SHARD)
 
-    def begin(self) -> None:
-        """Start a backward pass."""
+    def begin(self, *, stays: bool) -> None:
+        """Start a backward pass, whose sum `stays` for a step that may take it at once."""
+        self.stays = stays
         self._seen = 0
         self.launched = self.complete = False
 
@@ -195,9 +200,26 @@ class Gradient:
             self._flight = None
             self.leave()
 
+    def join_replicas(self) -> None:
+        """Add what the other copies of this rank's span received: once, when a step begins."""
+        if self._replicas is None or not self._valid:
+            return
+        self.fold()
+        self._bring()
+        self._norm = None
+        size = self.own.numel() // self._replicas.ranks
+        part = self.own[self._replicas.rank * size:][:size]
+        staging = self._pool.borrow(self._replicas.staging_elements(self.own.numel()), self.own.dtype)
+        self._replicas.reduce_scatter(self.own, part, staging, self._reduce_label, scale=1.0, accumulate=False).wait()
+        self._pool.give_back(staging)
+        self._replicas.all_gather(self.own, self._replicate_label).wait()
+        self.leave()
+
     def leave(self) -> None:
         """Let what was collected or reduced rest in its tier."""
         if not self._here or self._flight is not None or isinstance(self._span, Kept):
+            return
+        if self.stays and self._span is self.rest:
             return
         if self.measured and self._valid and self._norm is None:
             self._norm = _norm(self.own)
@@ -211,15 +233,19 @@ class Gradient:
             self._pool.give_back(self._open)
         self._open = self._resting
         self._views = [] if self._resting is None else self._resting_views
-        if self._here:
-            self._here = False
-            self._span.commit(changed=False)
-        self._span.discard()
+        self.spend()
         self._norm = None
         self._seen = self.touched = 0  # the slots of the present backward pass, since it last was complete; of the step
         self._filled = 0  # the slots whose view of the open buffer holds a value
         self._valid = False  # whether `reduced` holds a sum
-        self.unsynced = self.launched = self.complete = False
+        self.unsynced = self.launched = self.complete = self.stays = self.again = False
+
+    def spend(self) -> None:
+        """Give up the sum, which a step has consumed, but not who received a gradient: the ranks may not have agreed yet."""
+        if self._here:
+            self._here = False
+            self._span.commit(changed=False)
+        self._span.discard()
 
     def _bring(self, *, fresh: bool = False) -> None:
         """Have what rests in memory; if `fresh`, its values do not matter."""
@@ -247,6 +273,14 @@ class Gradient:
         if source is not self._resting:
             self._pool.give_back(source)
         return wire
+
+
+def _division(mean: float, dtypes: GradientDtypes) -> tuple[float, float]:
+    """Return the factors before and after the sum: in the copy that collects division is free; 16-bit addends are divided
+    after their sum in fp32.
+    """
+    wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
+    return (mean, 1.0) if wide else (1.0, mean)
 
 
 def _norm(gradient: Tensor) -> Tensor:

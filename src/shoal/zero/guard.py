@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shoal.errors import ReleasedError
+from shoal.errors import ReleasedError, UsageError
 
 
 class Owner(Protocol):
@@ -129,6 +129,22 @@ def unguard(parameter: nn.Parameter) -> None:
     """Give the parameter its own class back."""
     if is_guarded(parameter):
         parameter.__class__ = type(parameter).__mro__[1]
+
+
+def released_error(what: str, rank: int, ranks: int) -> ReleasedError:
+    """Return what to raise when `what` happened to a sharded parameter."""
+    return ReleasedError(
+        f"rank {rank}: {what}, which is sharded over {ranks} ranks and released at present. Outside the engine's forward, "
+        f"gather it first, on every rank: `with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you "
+        f"write). For all weights at once: engine.consolidated_state_dict()")
+
+
+def stepped_error(unit: str, rank: int) -> UsageError:
+    """Return what to raise when somebody wants weights that backward has changed already."""
+    return UsageError(
+        f"rank {rank}: the weights of unit '{unit}' were asked for after backward stepped them, and before engine.step(), "
+        f"which comes first. If backward itself reads them again (detached weights, re-entrant recompute of a part of a "
+        f"block), set offload_optimizer.step_in_backward to false")
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:

@@ -15,10 +15,10 @@ its own begins and the graph holds no more gradients for it. During recompute th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UsageError
 from shoal.log import warn_once
+from shoal.nested import tensors_within
 from shoal.zero.reducer import Reducer
 from shoal.zero.unit import Phase, Scope, Unit
 from shoal.zero.window import Window
@@ -37,11 +38,13 @@ class Hooks:
     """The life of the units of one model, driven by its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool]):
+                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool], late: Sequence[Unit] = (),
+                 watched: bool = False):
         self._model = model
         self._units = units
         self._window = window
-        self._reducer = reducer
+        self.reducer = reducer
+        self._late = frozenset(late)
         self._scope = scope
         self._boundary = boundary
         self._sync = sync
@@ -49,10 +52,11 @@ class Hooks:
         self._in_backward = False
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
         self._inner = {module: frozenset(module.modules()) for module in units}
+        self._begun = 0  # passes
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
         self._storages = {_storage(unit.full): (module, unit)
-                          for module, found in units.items() for unit in found if unit.travels}
+                          for module, found in units.items() for unit in found if unit.travels or watched}
         self._saving: saved_tensors_hooks | None = None
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""
@@ -74,8 +78,23 @@ class Hooks:
             for unit in units:
                 for slot, member in enumerate(unit.members if training else ()):
                     if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
-                        collect = partial(self._collect, unit, slot) if unit.trainable else _drop
+                        collect = partial(self._collecting(unit), unit, slot) if unit.trainable else _drop
                         self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
+
+    def open(self) -> None:
+        """Start what the next forward uses first."""
+        self._window.open("forward")
+
+    @contextmanager
+    def ensure_pass(self) -> Generator[None]:
+        """A context that is one backward pass, even if nothing in it runs: what the others reduce, this rank does too."""
+        begun = self._begun
+        yield
+        if self._begun == begun:
+            self.before_backward()
+            self.reducer.begin(boundary=self._boundary(), sync=self._sync())
+            with torch.no_grad():
+                self.reducer.finish()
 
     def remove(self) -> None:
         """Detach from everything, the engine included: it goes with its last reference."""
@@ -89,6 +108,10 @@ class Hooks:
         self._in_backward = self._scope.open = False
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        for unit in self._units.get(module, ()):
+            unit.check()
+            if self._saving is not None and not torch.is_grad_enabled() and unit.gradient is not None:
+                unit.gradient.again = True  # a re-entrant pass will run this once more, and give it gradients
         if module is self._model and not self._recomputing():
             self._abandon()
             self._in_forward = self._scope.open = True
@@ -129,6 +152,7 @@ class Hooks:
     def _unpack(self, saved: Tensor | _Weight) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        saved.unit.check()
         if saved.unit.phase is not Phase.GATHERED:
             if self._recomputing():
                 self._begin_backward()
@@ -141,7 +165,7 @@ class Hooks:
         """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""
         if module is not self._model and module not in self._units:
             return True
-        watched = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
+        watched = [tensor for tensor in tensors_within(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in watched:
             tensor.register_hook(partial(self._before_backward, module))
         return bool(watched)
@@ -167,7 +191,7 @@ class Hooks:
             if unit.gradient is not None:
                 unit.gradient.conclude()
             unit.release()
-        self._reducer.advance()
+        self.reducer.advance()
 
     def _receives_more(self, unit: Unit) -> bool:
         """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
@@ -184,34 +208,38 @@ class Hooks:
             return
         if self._storages and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
             raise UsageError("backward with create_graph=True through a model at stage 3 is not supported, nor through one "
-                             "whose weights rest in another tier: a second derivative needs the weights of the first pass; "
-                             "use zero_optimization.stage 0, 1 or 2 without offload_param")
+                             "whose weights rest in another tier or are stepped in backward: a second derivative needs the "
+                             "weights of the first pass; use zero_optimization.stage 0, 1 or 2 without offload_param and "
+                             "step_in_backward")
         self._in_backward = self._scope.open = True
+        self._begun += 1
         self._task = _task()
         Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way
         self.before_backward()
         self._window.begin("backward")
-        self._reducer.begin(boundary=self._boundary(), sync=self._sync())
+        self.reducer.begin(boundary=self._boundary(), sync=self._sync())
+
+    def _collecting(self, unit: Unit) -> Callable[[Unit, int, nn.Parameter], None]:
+        """Return what takes a gradient of `unit`; of one that several stages hold it is no matter of this pass."""
+        return _collect_late if unit in self._late else self._collect
 
     def _collect(self, unit: Unit, slot: int, parameter: nn.Parameter) -> None:
         self._begin_backward()
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
-            gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None and unit.gradient is not None
-        with torch.no_grad():
-            last = unit.gradient.collect(slot, gradient)
-        if last:
-            del gradient
+        unit.check()
+        if _collect(unit, slot, parameter, again=_task() != self._task):
+            assert unit.gradient is not None
+            if unit.gradient.stays and unit.state is not None:
+                unit.state.hold()
             unit.release()
-            self._reducer.completed(unit.gradient)
-            self._reducer.advance()
+            self.reducer.completed(unit.gradient)
+            self.reducer.advance()
 
     def _end_backward(self) -> None:
         with torch.no_grad():
-            self._reducer.finish()
+            self.reducer.finish()
         self._window.end()
-        self._in_backward = self._scope.open = False
         self._release_all()
+        self._in_backward = self._scope.open = False
 
     def _release_all(self) -> None:
         self._entered = []
@@ -235,6 +263,22 @@ def _task() -> int:
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
 
 
+def _collect(unit: Unit, slot: int, parameter: nn.Parameter, *, again: bool = False) -> bool:
+    """Take the gradient of one slot, of a pass within the pass or not; return whether it was the last of the pass."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
+        gradient, parameter.grad = parameter.grad, None
+    if gradient is None:  # a node that leaves the weight's gradient for later leads here all the same
+        return False
+    assert unit.gradient is not None
+    unit.gradient.again |= again
+    with torch.no_grad():
+        return unit.gradient.collect(slot, gradient)
+
+
+def _collect_late(unit: Unit, slot: int, parameter: nn.Parameter) -> None:
+    _collect(unit, slot, parameter)
+
+
 def _drop(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
@@ -255,31 +299,3 @@ class _Weight:
 def _storage(tensor: Tensor) -> int:
     """Return the identity of the storage, which it keeps while its memory comes and goes."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    """Yield the tensors within `output`: containers, dataclasses and plain objects, to any depth."""
-    seen: set[int] = set()
-    stack: list[Any] = [output]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Tensor):
-            yield item
-        elif item is None or isinstance(item, str | bytes | int | float | bool | nn.Module) or id(item) in seen:
-            continue
-        else:
-            seen.add(id(item))
-            stack += _children(item)
-
-
-def _children(item: object) -> list[Any]:
-    if isinstance(item, Mapping):
-        return list(cast("Mapping[Any, Any]", item).values())
-    if isinstance(item, Sequence | set | frozenset):
-        return list(cast("Sequence[Any]", item))
-    if is_dataclass(item):
-        return [getattr(item, field.name) for field in fields(item)]
-    try:
-        return list(vars(item).values())
-    except TypeError:  # no attributes of its own: nothing to find
-        return []

@@ -8,7 +8,7 @@ operation and sharded again. `initialize` then takes the slices over into its un
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from shoal.collectives import Communicator
 from shoal.config.load import read
 from shoal.config.problem import raise_all
 from shoal.config.resolve import resolve
+from shoal.config.section import Section
 from shoal.errors import ConfigError, UsageError
+from shoal.holders import Holders
 from shoal.tier import Store, Tiers, trim
 from shoal.tier.opening import open_store
 from shoal.tier.settings import AioSettings, OffloadParam
@@ -29,6 +31,7 @@ from shoal.zero.buffer import Pool
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
+from shoal.zero.settings import ZeroSettings
 from shoal.zero.unit import Member, Scope, Unit, UnitDtypes
 
 DEFAULT_TIMEOUT = 600.0
@@ -36,6 +39,16 @@ DEFAULT_TIMEOUT = 600.0
 
 TRIM_EVERY = 16 << 20
 """Bytes of whole parameters after whose sharding the heap is trimmed."""
+
+
+_entered: list[Init] = []
+"""The contexts that are open, the innermost last."""
+
+
+def is_building_sharded() -> bool:
+    """Whether modules are built within an `Init` at present, where all ranks must build the same ones."""
+    return bool(_entered)
+
 
 class Init:
     """Context in which modules are built sharded; with `module=`, shard one that exists, at once.
@@ -77,11 +90,14 @@ class Init:
     def __enter__(self) -> Self:
         if self._enabled:
             self._start()
+            _entered.append(self)
             self._handles = [register_module_parameter_registration_hook(self._parameter_registered),
                              register_module_module_registration_hook(self._module_registered)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._enabled:
+            _entered.remove(self)
         while self._handles:
             self._handles.pop().remove()
         if kind is None and self._enabled:
@@ -134,7 +150,8 @@ class Init:
         assert self._communicator is not None and self._pool is not None and self._store is not None
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
-        unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3], self._communicator,
+        unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3],
+                       Holders(self._communicator, self._communicator.ranks),
                        UnitDtypes(compute=dtype, gradient=GradientDtypes(accumulate=dtype, wire=dtype)), self._pool,
                        self._scope, Tiers(weight=self._store, state=self._store), trainable=False)
         unit.session = self
@@ -165,17 +182,24 @@ def _timeout(config: Mapping[str, Any]) -> float:
     return float(found)
 
 
+class _Resting(Section):
+    """The part of the configuration that says where parameters rest until `initialize` takes them over."""
+
+    zero_optimization: ZeroSettings = ZeroSettings()
+    """Its `offload_param`."""
+
+    aio: AioSettings = AioSettings()
+    """How files are read and written."""
+
+
 def _offload(config: Mapping[str, Any], remote_device: str | None) -> tuple[OffloadParam, AioSettings]:
-    """Return where parameters rest until `initialize` takes them over: `remote_device`, or as `config` says for weights."""
-    zero = config.get("zero_optimization")
-    asked = zero.get("offload_param") if isinstance(zero, Mapping) else None
-    given = dict(cast("Mapping[str, object]", asked)) if isinstance(asked, Mapping) else {}
+    """Return where parameters rest: on `remote_device`, or as `config` says for weights."""
+    found = resolve(_Resting, {key: config[key] for key in _Resting.model_fields if isinstance(config.get(key), Mapping)})
+    raise_all(found.findings.problems, "zero.Init")
+    param = found.section.zero_optimization.offload_param
     if remote_device is not None:
-        given["device"] = "none" if remote_device == "cuda" else remote_device
-    aio = config.get("aio")
-    found = [resolve(kind, values) for kind, values in
-             ((OffloadParam, given), (AioSettings, cast("Mapping[str, object]", aio) if isinstance(aio, Mapping) else {}))]
-    raise_all([problem for each in found for problem in each.findings.problems], "zero.Init")
-    param, disk = (each.section for each in found)
-    assert isinstance(param, OffloadParam) and isinstance(disk, AioSettings)
-    return param, disk
+        device = "none" if remote_device == "cuda" else remote_device
+        asked = resolve(OffloadParam, {**param.model_dump(), "device": device})
+        raise_all(asked.findings.problems, "zero.Init: remote_device")
+        param = asked.section
+    return param, found.section.aio

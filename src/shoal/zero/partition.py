@@ -2,20 +2,22 @@
 
 A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once; a large layer, such as an
 embedding, has no children and `LARGE` elements or more. Every parameter belongs to the outermost of these around it; one
-that several share belongs to the root. A unit is of one dtype and is either
-trainable or frozen, so that a block may give several. Parameters that are neither floating point nor complex, and those
-of no elements, stay whole on every rank.
+that several share belongs to the root. A unit is of one dtype, is trainable or frozen, and rests over the same ranks, so
+that a block may give several. Parameters that are neither floating point nor complex, and those of no elements, stay whole
+on every rank.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from shoal.holders import Holders
 from shoal.zero.unit import Member
 
 LARGE = 1 << 18
@@ -32,6 +34,7 @@ class Share:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
+    holders: Holders
 
 
 def blocks(model: nn.Module) -> dict[nn.Module, str]:
@@ -58,51 +61,74 @@ def _is_large_layer(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and sum(p.numel() for p in module.parameters()) >= LARGE
 
 
-def partition(model: nn.Module, groups: dict[nn.Parameter, int], *, persistent_below: int = 0,
-              persistent_at_most: int = sys.maxsize) -> list[Share]:
-    """Divide the parameters of `model` into units, in order of definition, the root's first.
+def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callable[[str], Holders], *,
+              roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
+              persistent_below: int = 0, persistent_at_most: int = sys.maxsize) -> list[Share]:
+    """Divide the parameters of `model` into units, in order of definition, a root's first.
 
     `groups` gives the optimizer group of each trainable parameter; one that is in no group is never stepped and counts
-    as frozen. Parameters of at most `persistent_below` elements form units of their own, whose weights stay whole, until
-    they are `persistent_at_most` elements together.
+    as frozen. `holders` says which ranks hold a parameter. Parameters of at most `persistent_below` elements form units of
+    their own, whose weights stay whole, until they are `persistent_at_most` elements together.
+
+    `roots` are the modules whose forwards are passes of their own, by name (default: the model); `aliases` gives the name
+    of a parameter wherever that is another than in this model.
     """
-    owners = _owners(model, blocks(model))
-    shares: dict[tuple[nn.Module, bool, torch.dtype, bool], list[Member]] = {}
-    names: dict[nn.Module, str] = {}
+    roots = roots or {model: ""}
+    names = {parameter: (aliases or {}).get(name, name) for name, parameter in model.named_parameters()}
+    paths = {module: path for path, module in model.named_modules()} | dict(roots)
+    shares: dict[_Key, list[Member]] = {}
+    order: dict[nn.Module, int] = {}
+    seen: set[nn.Parameter] = set()
     kept = 0
-    for parameter, (name, module, path) in owners.items():
-        if not (parameter.is_floating_point() or parameter.is_complex()) or parameter.numel() == 0:
-            continue
-        trainable = parameter.requires_grad and parameter in groups
-        persistent = parameter.numel() <= persistent_below and kept + parameter.numel() <= persistent_at_most
-        kept += parameter.numel() if persistent else 0
-        names[module] = path
-        member = Member(name=name, parameter=parameter, group=groups.get(parameter, 0))
-        shares.setdefault((module, trainable, parameter.dtype, persistent), []).append(member)
-    order = {module: position for position, module in enumerate([model, *blocks(model)])}
-    return [
-        Share(name=_unit_name(names[module], trainable, persistent), module=module, trainable=trainable, dtype=dtype,
-              persistent=persistent, members=tuple(sorted(members, key=lambda member: member.group)))
-        for (module, trainable, dtype, persistent), members in sorted(shares.items(), key=lambda item: order[item[0][0]])
-    ]
+    for root in roots:
+        found = blocks(root)
+        for module in (root, *found):
+            order[module] = len(order)
+        for parameter, module in _owners(root, found).items():
+            if parameter in seen or not (parameter.is_floating_point() or parameter.is_complex()) or not parameter.numel():
+                continue
+            seen.add(parameter)
+            held = holders(names[parameter])
+            persistent = parameter.numel() <= persistent_below and kept + parameter.numel() <= persistent_at_most
+            kept += parameter.numel() if persistent else 0
+            key = _Key(module=root if held.late else module, trainable=parameter.requires_grad and parameter in groups,
+                       dtype=parameter.dtype, persistent=persistent or held.late, holders=held)
+            member = Member(name=names[parameter], parameter=parameter, group=groups.get(parameter, 0))
+            shares.setdefault(key, []).append(member)
+    several = len({key.holders for key in shares}) > 1
+    return [key.share(_unit_name(paths[key.module], key, several), members)
+            for key, members in sorted(shares.items(), key=lambda item: order[item[0].module])]
 
 
-def _owners(model: nn.Module, found: dict[nn.Module, str]) -> dict[nn.Parameter, tuple[str, nn.Module, str]]:
-    """Return for each parameter its first name, the module that owns it, and that module's name."""
-    owners: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Key:
+    """What the parameters of one unit have in common."""
 
-    def visit(module: nn.Module, owner: nn.Module, path: str, prefix: str) -> None:
-        if module in found:
-            owner, path = module, found[module]
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in owners:
-                owners[parameter] = (prefix + name, owner, path)
-            elif owners[parameter][1] is not owner:
-                owners[parameter] = (owners[parameter][0], model, "")
-        for name, child in module.named_children():
-            visit(child, owner, path, f"{prefix}{name}.")
+    module: nn.Module
+    trainable: bool
+    dtype: torch.dtype
+    persistent: bool
+    holders: Holders
 
-    visit(model, model, "", "")
+    def share(self, name: str, members: list[Member]) -> Share:
+        ordered = sorted(members, key=lambda member: (member.group, member.name if self.holders.late else ""))
+        return Share(name=name, module=self.module, trainable=self.trainable, dtype=self.dtype, persistent=self.persistent,
+                     holders=self.holders, members=tuple(ordered))
+
+
+def _owners(root: nn.Module, found: dict[nn.Module, str]) -> dict[nn.Parameter, nn.Module]:
+    """Return for each parameter the module that owns it: the root or one of those that were `found` in it."""
+    owners: dict[nn.Parameter, nn.Module] = {}
+
+    def visit(module: nn.Module, owner: nn.Module) -> None:
+        owner = module if module in found else owner
+        for parameter in module.parameters(recurse=False):
+            if owners.setdefault(parameter, owner) is not owner:
+                owners[parameter] = root
+        for child in module.children():
+            visit(child, owner)
+
+    visit(root, root)
     return owners
 
 
@@ -116,6 +142,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _unit_name(path: str, trainable: bool, persistent: bool) -> str:
-    marks = [mark for mark, on in (("frozen", not trainable), ("small", persistent)) if on]
+def _unit_name(path: str, key: _Key, several: bool) -> str:
+    if key.holders.late:
+        return "tied" if key.trainable else "tied frozen"
+    shared = several and key.holders.shared
+    marks = [mark for mark, on in (("frozen", not key.trainable), ("small", key.persistent), ("uncut", shared)) if on]
     return " ".join([path or "root", *marks])

@@ -7,6 +7,7 @@ for what is missing, so that a rank that skips a module does not hang the others
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from shoal.zero.gradient import Gradient
 
@@ -25,13 +26,16 @@ class Reducer:
         self._replicating: deque[Gradient] = deque()
         self._due: list[Gradient] = []
         self._next = 0
+        self.consume: Callable[[Gradient], bool] | None = None
+        """Offered each sum of a pass as soon as it is there; says whether a step has taken it, so that it need not rest."""
 
     def begin(self, *, boundary: bool, sync: bool) -> None:
         """Start a backward pass, which reduces at an accumulation `boundary` and not at all without `sync`."""
         self._due = [gradient for gradient in self._order if gradient.due(boundary=boundary, sync=sync)]
         self._next = 0
+        due = set(self._due) if self.consume is not None else set[Gradient]()
         for gradient in self._order:
-            gradient.begin()
+            gradient.begin(stays=gradient in due)
 
     def advance(self) -> None:
         """Launch what is complete, in order."""
@@ -74,16 +78,21 @@ class Reducer:
             self._replicating.append(self._flight.popleft())
             self._replicating[-1].advance()
         if len(self._replicating) > self._in_flight:
-            self._replicating.popleft().fold()
+            self._fold(self._replicating.popleft())
         if not self._overlap:
-            gradient.fold()
+            self._fold(gradient)
+
+    def _fold(self, gradient: Gradient) -> None:
+        gradient.fold()
+        if gradient.stays:
+            gradient.stays = False
+            if self.consume is None or not self.consume(gradient):
+                gradient.leave()
 
     def _drain(self) -> None:
         for gradient in self._order:
             gradient.advance()
         for gradient in self._order:
-            gradient.fold()
+            self._fold(gradient)
         self._flight.clear()
         self._replicating.clear()
-
-

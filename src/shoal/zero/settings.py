@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from shoal.config.kinds import Count, Positive, Switch, whole
 from shoal.config.problem import shown
@@ -64,6 +64,10 @@ class ZeroSettings(Section):
 
     stage3_gather_16bit_weights_on_model_save: Switch = False
     """Stage 3: let `save_16bit_model` gather the whole weights."""
+
+    mics_shard_size: Annotated[int, Field(ge=-1), BeforeValidator(whole)] = -1
+    """Ranks that share one copy of the sharded state; the data ranks hold as many copies as that leaves (MiCS, hybrid
+    sharding). -1: one copy over all data ranks. The same as `mesh.shard`."""
 
     offload_param: OffloadParam = OffloadParam()
     """Where weights rest between their uses."""
@@ -123,7 +127,6 @@ class ZeroSettings(Section):
         "zero_quantized_nontrainable_weights": later("quantised gathers of frozen weights (ZeRO++)", False),
         "zero_quantized_gradients": later("quantised gradient reduction (ZeRO++)", False),
         "zeropp_loco_param": later_block("quantised gradients with error feedback (ZeRO++)"),
-        "mics_shard_size": later("shard over groups of so many ranks (MiCS)", -1),
         "mics_hierarchical_params_gather": later("gather within nodes first (MiCS)", False),
         "save_muon_momentum_buffer_in_memory": later("keep Muon's momentum gathered", False),
         "leaf_module": later_block("modules gathered whole", {"classes": [], "names": [], "name_suffixes": []}),

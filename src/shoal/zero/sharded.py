@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from shoal.collectives import Communicator
 from shoal.errors import RanksDisagree, TierError, UsageError
+from shoal.holders import Census
 from shoal.precision.policy import Policy
 from shoal.tier import Memory, Residence, trim
 from shoal.zero.buffer import Pool
-from shoal.zero.gradient import GradientDtypes
+from shoal.zero.gradient import Gradient, GradientDtypes
 from shoal.zero.guard import disclaim, owner_of
 from shoal.zero.hooks import Hooks
-from shoal.zero.partition import Share, partition
+from shoal.zero.partition import Share, partition, tied_names
 from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes
 from shoal.zero.reducer import Reducer
 from shoal.zero.unit import Phase, Scope, Unit, UnitDtypes
@@ -49,47 +50,84 @@ class Plan:
     """Units whose weights are brought from another tier ahead of use."""
     read_elements: int = sys.maxsize
     """Elements of such units together."""
+    in_backward: bool = False
+    """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
 
 
 class ShardedModel:
     """The units of one model on one data axis."""
 
-    def __init__(self, model: nn.Module, groups: dict[nn.Parameter, int], plan: Plan, communicator: Communicator,
-                 policy: Policy, residence: Residence, *, boundary: Callable[[], bool], sync: Callable[[], bool]):
+    def __init__(self, model: nn.Module, groups: dict[nn.Parameter, int], plan: Plan, census: Census,
+                 policy: Policy, residence: Residence, *, boundary: Callable[[], bool], sync: Callable[[], bool],
+                 roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None):
         self.model = model
-        self.communicator = communicator
+        self.census = census
+        self.aliases = aliases or {}
+        """The first names, in the whole model, of parameters that have others here."""
+        self.cuts = census.cuts
         self.residence = residence
         self.pool = Pool(residence.device)
         self.scope = Scope()
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
         row = STAGES[plan.stage]
-        shares = partition(model, groups, persistent_below=plan.persistent_below if row.weight is SHARD else 0,
-                           persistent_at_most=plan.persistent_at_most)
-        check_agreement(communicator, shares)
+        shares = partition(model, groups, census.of, persistent_below=plan.persistent_below if row.weight is SHARD else 0,
+                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=aliases)
+        for communicator in census.communicators:
+            check_agreement(communicator, [share for share in shares
+                                           if communicator in (share.holders.communicator, share.holders.replicas)])
+        self.late: list[Unit] = []
+        """Units that several stages hold: reduced when a step begins."""
         try:
             for share in shares:
-                unit = self._unit(share, STAGES[2] if share.persistent else row, policy)
+                unit = self._unit(share, STAGES[2] if share.persistent and row.weight is SHARD else row, policy)
                 self.units.append(unit)
                 self.by_module.setdefault(share.module, []).append(unit)
+                if share.holders.late and share.trainable:
+                    self.late.append(unit)
         except TierError:
             self._give_back()
             raise
+        self.late.sort(key=lambda unit: census.communicators.index(unit.communicator))
         trim()  # the parameters' own memory is free now
-        self.window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
-                             lanes=residence.lanes)
-        self.reducer = Reducer([unit.gradient for unit in reversed(self.units) if unit.gradient is not None],
-                               overlap=plan.overlap, ranks=communicator.ranks)
-        self.hooks = Hooks(model, self.by_module, self.window, self.reducer, self.scope, boundary=boundary, sync=sync)
-        self.hooks.install()
+        self.passes = [self._pass(root, plan, boundary, sync) for root in roots or (model,)]
+        """What drives the units of each root, in the order of the roots."""
 
     @property
     def trainable(self) -> list[Unit]:
         return [unit for unit in self.units if unit.trainable]
 
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank by their first names in the whole model."""
+        return {self.aliases.get(name, name): parameter for name, parameter in self.model.named_parameters()}
+
+    def tied_names(self) -> dict[str, str]:
+        """Return the other names of shared parameters: {alias: first name in the whole model}."""
+        here = tied_names(self.model)
+        return {alias: self.aliases.get(first, first) for alias, first in here.items()} | dict(self.aliases)
+
     def unit_of(self, parameter: nn.Parameter) -> Unit | None:
         """Return the unit that `parameter` belongs to."""
         return next((unit for unit in self.units if any(m.parameter is parameter for m in unit.members)), None)
+
+    def offer(self, consume: Callable[[Gradient], bool] | None) -> None:
+        """Offer each sum of the next backward passes to `consume`, which says whether a step has taken it."""
+        for each in self.passes:
+            each.reducer.consume = consume
+
+    def flush(self) -> None:
+        """Reduce what backward passes left unreduced: a step needs it."""
+        for each in self.passes:
+            each.reducer.flush()
+        for unit in self.late:
+            assert unit.gradient is not None
+            unit.gradient.launch()
+        for unit in self.late:
+            assert unit.gradient is not None
+            unit.gradient.fold()
+        for unit in self.trainable:
+            assert unit.gradient is not None
+            unit.gradient.join_replicas()
 
     def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
@@ -105,12 +143,17 @@ class ShardedModel:
 
     def run_ahead(self) -> None:
         """Start what the next forward uses first."""
-        self.window.open("forward")
+        self.passes[0].open()
+
+    def interrupt(self) -> None:
+        """Take note that an exception has ended a backward pass."""
+        for each in self.passes:
+            each.interrupt()
 
     def settle(self) -> None:
-        """Wait for everything under way, and take the steps that are owed."""
+        """Wait for everything under way, and take the steps that are owed, but for those of a step that has only begun."""
         for unit in self.units:
-            if unit.owed is not None:
+            if unit.owed is not None and not unit.stepped:
                 unit.owed()
             if unit.phase in (Phase.ARRIVING, Phase.IN_FLIGHT):
                 unit.gather()
@@ -119,12 +162,14 @@ class ShardedModel:
     def destroy(self) -> None:
         """Detach from the model and leave it whole, as plain parameters."""
         self.settle()
-        self.hooks.remove()
+        for each in self.passes:
+            each.remove()
         self._give_back()
 
     def _give_back(self) -> None:
         """Leave the parameters of all units whole and plain."""
         for unit in self.units:
+            unit.stepped = False
             unit.gather()
             unit.pins += 1
             for member in unit.members:
@@ -142,11 +187,28 @@ class ShardedModel:
         tiers = self.residence.tiers(elements, elements if share.trainable else 0)
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
-        unit = Unit(share.name, share.members, stage, self.communicator, dtypes, self.pool, self.scope, tiers,
+        unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
                     trainable=share.trainable)
-        self.communicator.broadcast(flat := _flatten(unit, values, self.pool.device), 0, f"unit '{share.name}'")
+        flat = _flatten(unit, values, self.pool.device)
+        for communicator in (share.holders.replicas, share.holders.communicator):
+            if communicator is not None:
+                communicator.broadcast(flat, 0, f"unit '{share.name}'")
         unit.adopt(flat)
         return unit
+
+    def _pass(self, root: nn.Module, plan: Plan, boundary: Callable[[], bool], sync: Callable[[], bool]) -> Hooks:
+        """Return the hooks that drive the units within `root`."""
+        inside = set(root.modules())
+        units = {module: found for module, found in self.by_module.items() if module in inside}
+        window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
+                        lanes=self.residence.lanes)
+        reduced = [unit for found in units.values() for unit in found if unit.gradient is not None and unit not in self.late]
+        reducer = Reducer([unit.gradient for unit in reversed(reduced) if unit.gradient is not None], overlap=plan.overlap,
+                          ranks=max((unit.communicator.ranks for unit in reduced), default=1))
+        hooks = Hooks(root, units, window, reducer, self.scope, boundary=boundary, sync=sync, late=self.late,
+                      watched=plan.in_backward)
+        hooks.install()
+        return hooks
 
     def _values(self, share: Share) -> Iterator[Tensor]:
         """Yield the whole value of each parameter; one that was built sharded is gathered for the moment."""

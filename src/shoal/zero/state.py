@@ -31,6 +31,7 @@ class State:
         """The resting weights in the compute dtype; None where they are their own master."""
         self._gradient = gradient
         self._held: list[range] = []
+        self._kept = False  # whether the whole master is
 
     @property
     def granule(self) -> int | None:
@@ -48,6 +49,18 @@ class State:
                 span.fetch(part.start, part.stop).wait()
             self.moments[kind] = span
         return self.moments[kind].tensor
+
+    def hold(self) -> None:
+        """Keep the resting weights, which are in memory, from leaving before a step that is near has changed them."""
+        if self.rounded is None and not self._kept:
+            self._kept = True
+            self.master.fetch()
+
+    def let_go(self) -> None:
+        """Be done with what is held."""
+        if self._kept:
+            self._kept = False
+            self.master.commit(changed=False)
 
     def fetch(self, part: range) -> Transfer:
         """Bring what the step of `part` needs."""

@@ -17,13 +17,13 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives import Communicator, Handle, Label
-from shoal.errors import ReleasedError
+from shoal.collectives import Handle, Label
+from shoal.holders import Holders
 from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
 from shoal.zero.gradient import Gradient, GradientDtypes
-from shoal.zero.guard import claim, guard, unguard
+from shoal.zero.guard import claim, guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
 from shoal.zero.placement import SHARD, Stage, master_dtype
 from shoal.zero.state import State
@@ -67,8 +67,10 @@ class Unit:
 
     temporary = False
     """Whether an engine may take the parameters over."""
+    stepped = False
+    """Backward has begun its step already, which the engine's `step` will finish."""
 
-    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, communicator: Communicator,
+    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True):
         self.name = name
         self.stage = stage
@@ -86,17 +88,18 @@ class Unit:
         self.owed: Callable[[], None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet."""
         self.phase = Phase.GATHERED
-        self.communicator = communicator
+        self.holders, self.communicator = holders, holders.communicator
         self.dtypes = dtypes
-        self.layout = Layout.pack([(m.name, tuple(m.parameter.shape), m.group) for m in members], communicator.ranks)
+        self.layout = Layout.pack([(m.name, tuple(m.parameter.shape), m.group) for m in members],
+                                  self.communicator.ranks, holders.copies)
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
-        index = self.index = communicator.register()
+        index = self.index = self.communicator.register()
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
         self._publish_label = Label(kind="publish", unit=name, index=index)
-        self._memory, self.full, self.rest = _memory(self.layout, stage, communicator.rank, dtypes.compute, pool.device,
+        self._memory, self.full, self.rest = _memory(self.layout, stage, self.communicator.rank, dtypes.compute, pool.device,
                                                      tiers.weight, f"weights of unit '{name}'")
         self.weight = self.rest.tensor
         self.away = tiers.weight.granule is not None or tiers.weight.device != pool.device
@@ -105,7 +108,7 @@ class Unit:
         self.state: State | None = None
         self.gradient: Gradient | None = None
         if trainable:
-            self.gradient = Gradient(self.layout, stage, communicator, dtypes.gradient, pool, tiers.state, unit=name,
+            self.gradient = Gradient(self.layout, stage, holders, dtypes.gradient, pool, tiers.state, unit=name,
                                      index=index)
             self.state = self._new_state(tiers.state)
 
@@ -172,6 +175,8 @@ class Unit:
 
     def gather(self) -> None:
         """Return when the parameters hold their values."""
+        if not self._scope.open:
+            self.check()
         if self.phase is Phase.GATHERED:
             return
         if self.owed is not None:
@@ -250,6 +255,11 @@ class Unit:
         """Undo what was written into the resting weights since they were `rest`."""
         self.weight.copy_(rest)
 
+    def check(self) -> None:
+        """Raise `UsageError` while the weights are ahead of the others': nobody may read them."""
+        if self.stepped:
+            raise stepped_error(self.name, self.communicator.rank)
+
     def close(self) -> None:
         """Give back the places on disk of what rested there: nothing is fetched any more."""
         moments = [] if self.state is None else [self.state.master, *self.state.moments.values()]
@@ -258,6 +268,7 @@ class Unit:
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
+        self.check()
         if self.phase is Phase.IN_FLIGHT:
             self.gather()
         elif self._scope.open or self.stage.weight is not SHARD:
@@ -266,12 +277,8 @@ class Unit:
             self.written = not self._scope.open
         else:
             name = next(member.name for member in self.members if member.parameter is parameter)
-            raise ReleasedError(
-                f"rank {self.communicator.rank}: '{operation}' read the data of parameter '{name}' "
-                f"{tuple(parameter.shape)}, which is sharded over {self.communicator.ranks} ranks and released at present. "
-                f"Outside the engine's forward, gather it first, on every rank: "
-                f"`with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you write). "
-                f"For all weights at once: engine.consolidated_state_dict()")
+            what = f"'{operation}' read the data of parameter '{name}' {tuple(parameter.shape)}"
+            raise released_error(what, self.communicator.rank, self.communicator.ranks)
 
     def _versions(self) -> int:
         """Return a number that grows with every write into a parameter that autograd can see."""

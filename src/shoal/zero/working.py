@@ -4,8 +4,9 @@
                and goes is stepped when its weights are next asked for
     backward   weights again, and gradients on their way to another tier
 
-The greater of the two is the peak, plus what is always kept: the pool of buffers that gradients are collected in.
-Activations come on top: they depend on the batch.
+The greater of the two is the peak, plus what is always kept: the pool of buffers that gradients are collected in. Where
+backward steps, it holds what both do, and of the units that wait for their step the gradient, and the weights that are
+their own master. Activations come on top: they depend on the batch.
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ class Working:
     weights: int
     """Of units whose weights come and go."""
     gradients: int
-    """On their way to another tier."""
+    """On their way to another tier, or of units that wait for their step."""
     pool: int
     """Of buffers in which gradients are collected and reduced."""
     step: int
     """Of pieces of the optimizer's state."""
+    together: bool = False
+    """Whether gradients and pieces are there at the same time."""
 
     @property
     def total(self) -> int:
-        return self.pool + self.weights + max(self.gradients, self.step)
+        return self.pool + self.weights + (sum if self.together else max)((self.gradients, self.step))
 
 
 def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtype, accumulate: torch.dtype, moments: int = 2,
             weights_away: bool = False, state_away: bool = False, window: int = 2, pieces: int = 4,
-            piece: int = 1 << 20, write_ahead: int = 0) -> Working:
+            piece: int = 1 << 20, write_ahead: int = 0, in_backward: bool = False) -> Working:
     """Return the most that training needs in memory beside what rests there.
 
     `units` are the elements of each unit in the order of their use; `window` of them have weights in memory at once where
     they come and go. With the state away, `pieces` of at most `piece` elements are stepped, read and written at once, and at
-    most `write_ahead` bytes of gradients wait to be written.
+    most `write_ahead` bytes of gradients wait to be written; or `in_backward` (offload_optimizer.step_in_backward) for their
+    step.
     """
     row, largest = STAGES[stage], max(units, default=0)
     comes = weights_away or (row.weight is SHARD and ranks > 1)
@@ -58,9 +62,14 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
         wide = master_dtype(compute)
         each = moments * wide.itemsize + accumulate.itemsize + wide.itemsize + (0 if wide == compute else compute.itemsize)
         step = min(pieces * min(piece, largest), sum(units)) * each
-    leaving = min(write_ahead, _own(row, sum(units), ranks) * accumulate.itemsize) if state_away else 0
+    gradients = _own(row, sum(units), ranks) * accumulate.itemsize if state_away else 0
+    leaving = min(write_ahead, gradients)
+    if in_backward and state_away:
+        master = compute.itemsize if weights_away and compute == master_dtype(compute) else 0
+        each = _own(row, largest, ranks) * (accumulate.itemsize + master)  # one waits for room, beside those that have it
+        leaving = min(max(write_ahead, each) + each, _own(row, sum(units), ranks) * (accumulate.itemsize + master))
     return Working(weights=in_use * compute.itemsize, gradients=leaving, pool=(lent + travelling) * accumulate.itemsize,
-                   step=step)
+                   step=step, together=in_backward)
 
 
 def _own(row: Stage, elements: int, ranks: int) -> int:

@@ -1,0 +1,142 @@
+"""Backward in two halves: the gradient of the input at once, those of weights when there is time for them.
+
+The matrix products with weights are where the time of backward goes, half of it for either half. Within `deferring` a
+product of an activation and a weight remembers, in its backward, what the weight's gradient is made of, and computes only
+the input's; `Deferred.pay` does the rest, in a backward pass of its own. Everything else (norms, embeddings, biases added
+apart) gives its gradient in the first half, which is right too, and little.
+
+A function of one's own takes part by asking for `current()` in its forward, and owing a debt in its backward.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import Function
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Deferred", "current", "deferring"]
+
+Pay = Callable[[], Sequence[Tensor | None]]
+"""Computes the gradients that are owed."""
+
+
+class Deferred:
+    """What the weights of one stage are owed by one microbatch."""
+
+    def __init__(self) -> None:
+        self._owed: list[tuple[tuple[Tensor, ...], Pay]] = []
+
+    def __len__(self) -> int:
+        return len(self._owed)
+
+    def owe(self, weights: Sequence[Tensor], pay: Pay) -> None:
+        """Remember that `weights` will receive what `pay` returns, one gradient for each."""
+        self._owed.append((tuple(weights), pay))
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Run the first half of a backward pass.
+
+        torch's own entry would take the mode away before anything runs, and with it from activations that are computed
+        once more; its engine keeps it.
+        """
+        with deferring(self):
+            Variable._execution_engine.run_backward(  # pyright: ignore  no annotation, no other way
+                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def pay(self) -> None:
+        """Run the second half, a backward pass of its own; each debt is forgotten as it is paid."""
+        debts, self._owed = self._owed, []
+        ends = [cast(Tensor, _Payment.apply(pay, *weights)) for weights, pay in debts]
+        debts.clear()
+        if ends:
+            torch.autograd.backward(ends, ends)
+
+
+class deferring(TorchFunctionMode):
+    """Context of a forward whose products with weights are to owe their weights' gradients to `deferred`."""
+
+    def __init__(self, deferred: Deferred) -> None:
+        super().__init__()
+        self.deferred = deferred
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            if func is nn.functional.linear and not kwargs and _suits(*(*args, None)[:3], outputs=0):
+                return _Product.apply(self.deferred, False, *(*args, None)[:3])
+            if func is torch.addmm and len(args) == 3 and not kwargs and _suits(args[1], args[2], args[0], outputs=1):
+                return _Product.apply(self.deferred, True, args[1], args[2], args[0])
+        return func(*args, **kwargs)
+
+
+def current() -> Deferred | None:
+    """Return whom weights' gradients are to be owed to, if a schedule takes backward in two halves at present."""
+    for position in reversed(range(torch._C._len_torch_function_stack())):  # pyright: ignore[reportPrivateUsage]
+        mode = torch._C._get_function_stack_at(position)  # pyright: ignore[reportPrivateUsage]
+        if isinstance(mode, deferring):
+            return mode.deferred
+    return None
+
+
+class _Product(Function):
+    """activation @ weight.T + bias, or with `turned` activation @ weight + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, turned: bool, activation: Tensor, weight: Tensor,
+                bias: Tensor | None) -> Tensor:
+        ctx.deferred, ctx.turned, ctx.weights = deferred, turned, (weight,) if bias is None else (weight, bias)
+        ctx.save_for_backward(activation, weight)
+        if not turned:
+            return nn.functional.linear(activation, weight, bias)
+        return activation @ weight if bias is None else torch.addmm(bias, activation, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        activation, weight = ctx.saved_tensors
+        turned, biased = ctx.turned, len(ctx.weights) > 1
+
+        def pay() -> tuple[Tensor | None, ...]:
+            rows, columns = (each.reshape(-1, each.shape[-1]) for each in (gradient, activation))
+            found = columns.t() @ rows if turned else rows.t() @ columns
+            return (found, rows.sum(0)) if biased else (found,)
+
+        ctx.deferred.owe(ctx.weights, pay)
+        back = gradient @ (weight.t() if turned else weight) if ctx.needs_input_grad[2] else None
+        return None, None, back, None, None
+
+
+class _Payment(Function):
+    """Nothing forward; backward, what a debt owes."""
+
+    @staticmethod
+    def forward(ctx: Any, pay: Pay, *weights: Tensor) -> Tensor:
+        ctx.pay = pay
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  a released weight has a dtype
+            return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        pay, ctx.pay = ctx.pay, None
+        return None, *(found if needed else None for found, needed in zip(pay(), ctx.needs_input_grad[1:], strict=True))
+
+
+def _suits(activation: object, weight: object, bias: object, *, outputs: int) -> bool:
+    """Whether `weight` and `bias` are parameters that are trained, of which a product may be deferred.
+
+    `outputs` is the dim of the weight that counts outputs. Under autocast the product is not of these dtypes.
+    """
+    trained = (isinstance(weight, nn.Parameter) and isinstance(activation, Tensor) and weight.requires_grad
+               and weight.is_leaf and activation.dtype == weight.dtype
+               and not torch.is_autocast_enabled(activation.device.type))
+    plain = bias is None or (isinstance(bias, nn.Parameter) and bias.is_leaf and isinstance(weight, Tensor)
+                             and tuple(bias.shape) == (weight.shape[outputs],))
+    return trained and plain

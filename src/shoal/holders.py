@@ -1,0 +1,118 @@
+"""Every unit rests over the ranks that hold its parameters: one rule for all axes of the mesh.
+
+    an ordinary parameter                 the data ranks
+    one that tensor ranks do not cut      the data ranks x the tensor ranks
+    one that two pipeline stages share    the data ranks of both stages
+
+So the state of every parameter is cut over all its copies, each element has one owner, and copies cannot drift apart.
+What the gradients of the ranks are is a rule too: copies on data, sequence and tensor ranks see addends of a mean; uses at
+several stages are addends of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from shoal.collectives import Communicator
+from shoal.cut import Cut
+from shoal.mesh import AXES, Mesh
+
+_Kind = tuple[bool, tuple[int, ...]]
+"""Whether no tensor rank cuts a parameter, and the stages that share it."""
+CUT_COPIES = ("replica", "shard", "sequence")
+"""The axes along which a parameter that tensor ranks cut is the same."""
+COPIES = (*CUT_COPIES, "tensor")
+"""The axes along which any other is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """The ranks that hold the same parameters."""
+
+    communicator: Communicator
+    addends: int
+    """The gradient of the loss is the sum over the ranks divided by this."""
+    late: bool = False
+    """They are at several stages, which are never at one point of a pass together: reduced when a step begins."""
+    shared: bool = False
+    """They are on all tensor ranks."""
+    replicas: Communicator | None = None
+    """The ranks that hold the same slices of the state, in other copies of it (hybrid sharding); None: there is one copy."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank's slices are in the first copy of the state."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def copies(self) -> int:
+        """Copies of the state."""
+        return 1 if self.replicas is None else self.replicas.ranks
+
+
+class Census:
+    """For every parameter of a model, by name, the ranks that hold it."""
+
+    def __init__(self, mesh: Mesh, communicator_of: Callable[[dist.ProcessGroup], Communicator], *,
+                 cuts: Mapping[str, Cut] | None = None, stages: Mapping[str, Iterable[int]] | None = None,
+                 hybrid: bool = True):
+        """`cuts` says what tensor ranks cut, `stages` the pipeline ranks of what several of them hold. With `hybrid` each
+        replica has a copy of the sharded state; else it is cut over all data ranks, whatever the mesh.
+        """
+        self.mesh = mesh
+        self._communicator_of = communicator_of
+        self.cuts = dict(cuts or {})
+        """Which part of the global tensor the parameters are, of those that tensor ranks cut."""
+        self._stages = {name: tuple(sorted(set(found))) for name, found in (stages or {}).items()}
+        self._communicators: dict[dist.ProcessGroup, Communicator] = {}
+        self._holders: dict[_Kind, Holders] = {}
+        self.everyone = self.communicator(*AXES)
+        """All ranks of the job."""
+        self.data = self.communicator("data")
+        """The data ranks."""
+        self._replicas = self.communicator("replica") if hybrid and mesh.size("replica") > 1 else None
+        mine = {(name not in self.cuts and mesh.size("tensor") > 1, found) for name, found in self._stages.items()}
+        known = self.everyone.gather_objects(mine) if mesh.size("pipeline") > 1 else [mine]
+        for uncut, found in [(False, ()), (mesh.size("tensor") > 1, ()), *sorted(set[_Kind]().union(*known))]:
+            self._meet(uncut, found)
+
+    def _meet(self, uncut: bool, stages: tuple[int, ...]) -> None:
+        """Let the holders of one kind of parameter know each other; every rank of the job calls it."""
+        along = COPIES if uncut else CUT_COPIES
+        copied = ("replica",) if self._replicas is not None else ()
+        group = self.mesh.share(*(axis for axis in along if axis not in copied), stages=stages)
+        if group is not None:
+            self._holders[uncut, stages] = Holders(self._of(group), self.mesh.size(*along), late=bool(stages),
+                                                   shared=uncut and self.mesh.size("tensor") > 1, replicas=self._replicas)
+
+    def of(self, name: str) -> Holders:
+        """Return the holders of a parameter."""
+        uncut = name not in self.cuts and self.mesh.size("tensor") > 1
+        return self._holders[uncut, self._stages.get(name, ())]
+
+    @property
+    def slices(self) -> int:
+        """How many ranks share one copy of the state of what tensor ranks cut."""
+        return self._holders[False, ()].communicator.ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of those that hold what nobody cuts."""
+        return self.mesh.rank(*COPIES) == 0
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """All that there are; ranks that share several have them in the same order."""
+        return list(self._communicators.values())
+
+    def communicator(self, *axes: str) -> Communicator:
+        """Return the transport between the ranks that differ from this one in `axes` only; its first call is collective."""
+        return self._of(self.mesh.group(*axes))
+
+    def _of(self, group: dist.ProcessGroup) -> Communicator:
+        if group not in self._communicators:
+            self._communicators[group] = self._communicator_of(group)
+        return self._communicators[group]

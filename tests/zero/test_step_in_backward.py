@@ -1,0 +1,67 @@
+"""A step that begins within backward is the step that follows it, bit for bit, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.testing import run_ranks
+from shoal.tier import opening
+
+from .models import FEATURES
+from .trained import Result, precision, train
+
+RANKS, STEPS = 2, 4
+NVME = {"device": "nvme", "buffer_count": 2}
+TIERS: dict[str, dict[str, Any]] = {
+    "memory": {"offload_optimizer": {}},
+    "optimizer on disk": {"offload_optimizer": NVME},
+    "weights on disk": {"offload_optimizer": {}, "offload_param": NVME},
+    "all on disk": {"offload_optimizer": NVME, "offload_param": NVME},
+    "half of it": {"offload_optimizer": {**NVME, "ratio": 0.5}, "offload_param": {**NVME, "max_in_cpu": 2000}},
+}
+APART: dict[str, dict[str, Any]] = {
+    "optimizer apart": {"offload_optimizer": {"device": "cpu"}},
+    "all apart": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+"""Tiers of another memory than the compute device's, as a GPU's host is."""
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+TORCH = {"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9}}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2, "warmup_min_lr": 1e-3}}
+CASES: list[dict[str, Any]] = [
+    {"optimizer": ADAM, **precision("fp32"), "gradient_accumulation_steps": 2},
+    {"optimizer": ADAM, "bf16": {"enabled": True, "check_grad_overflow": False}, "scheduler": SCHEDULE},
+    {"optimizer": TORCH, **precision("fp32")},
+]
+
+
+def config(case: dict[str, Any], stage: int, tier: dict[str, Any], folder: str, *, within: bool) -> dict[str, Any]:
+    placed = {key: {**block, "nvme_path": folder} for key, block in tier.items()}
+    placed["offload_optimizer"]["step_in_backward"] = within
+    return {"train_micro_batch_size_per_gpu": 2, "timeout": 20, "gradient_clipping": 0.0, **case,
+            "zero_optimization": {"stage": stage, "sub_group_size": 700, **placed}}
+
+
+def train_all(feature: str, stage: int, folder: str) -> list[tuple[str, Result, Result]]:
+    found: list[tuple[str, Result, Result]] = []
+    for case in CASES:
+        plain = train(feature, config(case, stage, {"offload_optimizer": {}}, folder, within=False), steps=STEPS)
+        for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), APART)):  # torch takes them for two
+            opening.HOST = host
+            found += [(f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS))
+                      for name, tier in tiers.items()]
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_step_within_backward_trains_as_one_after_it(feature: str, stage: int, tmp_path: Path) -> None:
+    for case, plain, found in run_ranks(RANKS, train_all, feature, stage, str(tmp_path))[0]:
+        assert found.losses == plain.losses, case
+        for name, weight in plain.weights.items():
+            assert torch.equal(found.weights[name], weight), (case, name)
+    assert list(tmp_path.iterdir()) == [], "swap files are left"
