@@ -1,7 +1,8 @@
 """Draw the pictures of the README and of these pages: `python docs/draw.py` writes docs/images/*.svg.
 
 The bytes come from `shoal.zero.placement`, the table that the engine itself obeys; the timeline follows the rules of
-`zero/window.py` and `zero/reducer.py` with made-up durations. The same code gives the same files, and a test compares.
+`zero/window.py` and `zero/reducer.py` with made-up durations; pipelines are what `shoal pipeline show --svg` draws. The same
+code gives the same files, and a test compares.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+from shoal.pipeline.schedules import SCHEDULES, make_schedule
+from shoal.pipeline.simulate import Durations, simulate
+from shoal.pipeline.svg import svg
 from shoal.zero.placement import PARTIAL, STAGES, Placement, state_bytes
 
 IMAGES = Path(__file__).parent / "images"
@@ -30,7 +34,15 @@ def main() -> None:
 
 def pictures() -> dict[str, str]:
     """Return the text of each picture by file name."""
-    return {"stages.svg": page(960, 400, *stages()), "step.svg": page(960, 420, *step())}
+    return {"stages.svg": page(960, 400, *stages()), "step.svg": page(960, 420, *step())} | {
+        f"pipeline-{name}.svg": pipeline(name) for name in SCHEDULES}
+
+
+def pipeline(name: str) -> str:
+    """Draw 8 microbatches through 4 ranks: `shoal pipeline show --schedule NAME --stages 4 --microbatches 8 --svg FILE`."""
+    schedule = make_schedule(name, ranks=RANKS, microbatches=8)
+    each = 1 / schedule.stages_per_rank
+    return svg(simulate(schedule, Durations(forward=each, input=each, weight=each)))
 
 
 def page(width: int, height: int, *parts: str) -> str:

@@ -19,7 +19,7 @@ def refusal(capsys, *words):
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("run", "config", "checkpoint", "disk"))
+    assert all(f"\n  {name} " in shown for name in ("run", "config", "checkpoint", "disk", "pipeline"))
 
 
 def test_no_command_is_answered_with_the_help(capsys):
@@ -34,7 +34,7 @@ def test_the_version_is_the_packages(capsys):
 
 def test_a_mistyped_command_gets_the_nearest_one(capsys):
     message = refusal(capsys, "rnu")
-    assert "there is no command 'rnu'; choose run, config, checkpoint, disk; did you mean `shoal run`?" in message
+    assert "there is no command 'rnu'; choose run, config, checkpoint, disk, pipeline; did you mean `shoal run`?" in message
 
 
 def test_a_script_without_run_is_told_how_scripts_are_started(capsys):

@@ -17,6 +17,16 @@ said = (dist.get_rank(), dist.get_world_size(), total.item(), sys.argv[1:], os.e
 sys.stdout.write(" ".join(map(str, said)) + "\\n")  # one write: unbuffered ranks share the terminal
 """
 
+HOLDER = """
+import json, torch, torch.distributed as dist, shoal
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 4), config=config)
+json.groups = [dist.new_group([0, 1]) for _ in range(8)]  # a module that lives as long as the interpreter
+for group in json.groups:
+    dist.all_reduce(torch.ones(3), group=group)
+"""
+"""Ranks end right after their last collectives, with groups of their own."""
+
 FAMILY = """
 import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"],
@@ -92,6 +102,11 @@ def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
     code, _, err = launch.end()
     assert code == 7
     assert "rank 0 of 1 failed: sys.exit(7)" in err
+
+
+def test_ranks_that_hold_groups_to_the_end_end_well(run, script):
+    path = script(HOLDER)
+    assert [run("--ranks", "2", path).end()[0] for _ in range(3)] == [0] * 3
 
 
 def test_a_killed_rank_takes_the_run_down_and_leaves_no_process(run, script):

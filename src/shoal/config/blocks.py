@@ -73,18 +73,6 @@ BLOCKS: Mapping[str, Published] = {
         switch="mode",
         off=("dense",),
     ),
-    "pipeline": later_block(
-        "pipeline parallelism",
-        {
-            "stages": "auto",
-            "partition": "best",
-            "seed_layers": False,
-            "activation_checkpoint_interval": 0,
-            "pipe_partitioned": True,
-            "grad_partitioned": True,
-            "use_reentrant": True,
-        },
-    ),
     "progressive_layer_drop": later_block(
         "drop layers while training", {"enabled": False, "theta": 1.0, "gamma": 0.001}, switch="enabled"
     ),
@@ -186,20 +174,6 @@ BLOCKS: Mapping[str, Published] = {
             "model_info_path": None,
         },
         switch="enabled",
-    ),
-    "tensor_parallel": later_block(
-        "tensor parallelism",
-        {
-            "autotp_size": 0,
-            "dtype": None,
-            "tp_overlap_comm": False,
-            "tp": None,
-            "partition_config": None,
-            "preset_model": None,
-            "injection_policy_tuple": None,
-            "keep_module_on_host": False,
-            "kernel_inject": False,
-        },
     ),
     "expert_parallel": later_block("expert parallelism", switch="enabled"),
     "hybrid_engine": later_block(

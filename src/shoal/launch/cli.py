@@ -22,6 +22,7 @@ COMMANDS = {
     "config": "show what a configuration resolves to, and where each value comes from",
     "checkpoint": "inspect, verify or export a checkpoint",
     "disk": "measure a disk that training state may rest on",
+    "pipeline": "simulate and draw a pipeline's schedule",
 }
 
 

@@ -22,7 +22,7 @@ __all__ = ["Failure", "describe", "first", "read", "status_code"]
 
 ECHOES = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError", "torch.distributed.DistStoreError",
           "torch._C._distributed_c10d.DistBackendError", "builtins.ConnectionError",
-          "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout")
+          "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout", "shoal.errors.StageFailed")
 ECHO_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 WIDTH = 100
 

@@ -25,6 +25,9 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
+GRACE = 0.1
+"""Seconds at exit in which gloo's threads let go of tensors; it takes them microseconds once they run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -105,12 +108,17 @@ def execute(kind: str, target: str, args: list[str]) -> None:
 
 
 def leave() -> None:
-    """Leave gloo's process group, if the script has not: at exit its threads now and then abort the process instead."""
+    """Leave gloo's process groups, if the script has not: at exit their threads now and then abort the process instead.
+
+    Groups that the script still holds keep their threads, which need the interpreter to let go of the last tensor that
+    travelled, and abort when it is gone: they get time for that.
+    """
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
 
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
+            time.sleep(GRACE)
 
 
 def record(path: str, error: BaseException, text: str, summary: str = "") -> None:

@@ -1,0 +1,209 @@
+"""One rank of a pipeline: its instructions in their order, nothing else.
+
+    F   take the stage's input, run the stage, hand its output on; on the last stage take the loss
+    B   take the output's gradient, run backward, hand the input's gradient on
+    I   the same for the input's gradient only; what weights are owed is kept
+    W   give the weights what they are owed
+
+A microbatch's activations are held from its F to the end of its B or I, and what its weights are owed from I to W. A failure
+is told to the neighbours, who tell theirs, and raises with the grid of the schedule, the fault marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import PipelineError, UsageError
+from shoal.halves import Deferred, deferring
+from shoal.pipeline.border import tensors_in
+from shoal.pipeline.draw import fault
+from shoal.pipeline.instruction import Instruction, Kind
+from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
+from shoal.pipeline.schedules import Schedule
+
+__all__ = ["Batches", "Executor"]
+
+Passing = Callable[[int, bool, bool], AbstractContextManager[None]]
+"""(stage, last of the step, with communication) -> the context of a backward pass of a stage, which counts as one even if
+nothing in it ran: other ranks of the stage may have had something to run.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """What the microbatches of a step are: inputs on the first stage's rank, labels on the last one's.
+
+    Each is brought to the device when it is used, and forgotten then.
+    """
+
+    inputs: list[Any] = field(default_factory=list[Any])
+    labels: list[Any] = field(default_factory=list[Any])
+    here: Callable[[Any], Any] = lambda value: value
+
+    def take(self, values: list[Any], microbatch: int) -> Any:
+        """Return one of `values`, on the device."""
+        value, values[microbatch] = values[microbatch], None
+        return self.here(value)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """What a microbatch leaves at a stage between its forward and its backward."""
+
+    inputs: list[Tensor]
+    """Those of the stage's inputs that want a gradient."""
+    outputs: list[Tensor]
+    """Those of its outputs that have one, or its loss."""
+    deferred: Deferred
+
+
+class Executor:
+    """Runs this rank's row of a schedule over its stages, by their numbers."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
+                 passing: Passing, *, where: str):
+        self._stages = stages
+        self._last = last
+        self._links = links
+        self._loss_fn = loss_fn
+        self._passing = passing
+        self._where = where
+        self._failure: str | None = None
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._position = 0
+
+    def run(self, schedule: Schedule, rank: int, batches: Batches, factor: float) -> list[Tensor]:
+        """Run `rank`'s row for training, each loss times `factor`; return the losses, of the last stage, by microbatch.
+
+        Raises `PipelineError` when an instruction fails here or on another rank; no step may follow.
+        """
+        losses: list[Tensor] = []
+        row = schedule.rows[rank]
+        final = {instruction.stage: position for position, instruction in enumerate(row)
+                 if instruction.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+        split = {instruction.stage for instruction in row if instruction.kind is Kind.INPUT}
+        with self._telling(schedule, rank):
+            for position, instruction in enumerate(row):
+                self._position = position
+                last = final[instruction.stage] == position
+                match instruction.kind:
+                    case Kind.FORWARD:
+                        losses += self._forward(instruction, batches, split=instruction.stage in split)
+                    case Kind.BACKWARD | Kind.INPUT:
+                        self._backward(instruction, factor, last=last)
+                    case Kind.WEIGHT:
+                        with self._passing(instruction.stage, last, True):
+                            self._held.pop((instruction.stage, instruction.microbatch)).deferred.pay()
+        return losses
+
+    def evaluate(self, schedule: Schedule, rank: int, batches: Batches, *, losses: bool,
+                 outputs: bool) -> list[tuple[Any, Any]]:
+        """Run `rank`'s row of forwards; return (output, loss) of the last stage, each None unless asked for."""
+        found: list[tuple[Any, Any]] = []
+        with torch.no_grad(), self._telling(schedule, rank):
+            for position, instruction in enumerate(schedule.rows[rank]):
+                self._position = position
+                output = self._stages[instruction.stage](self._input(instruction, batches))
+                if instruction.stage < self._last:
+                    self._links.send(ACTIVATIONS, instruction.stage + 1, output)
+                else:
+                    loss = self._loss(output, instruction, batches) if losses else None
+                    found.append((output if outputs else None, loss))
+        return found
+
+    def refuse(self, message: str, error: Exception) -> NoReturn:
+        """Raise `PipelineError` here and, soon, on every other rank of the pipeline: this rank cannot begin."""
+        self._fail(f"{self._where}: {message}")
+        raise PipelineError(f"{self._where}: {message}") from error
+
+    def close(self) -> None:
+        """End the channels."""
+        self._links.close()
+
+    def _forward(self, instruction: Instruction, batches: Batches, *, split: bool) -> list[Tensor]:
+        """Run a stage; return its loss, if it is the last."""
+        value = self._input(instruction, batches)
+        deferred = Deferred()
+        with deferring(deferred) if split else nullcontext():
+            output = self._stages[instruction.stage](value)
+            if instruction.stage == self._last:
+                output = self._loss(output, instruction, batches)
+        if instruction.stage < self._last:
+            self._links.send(ACTIVATIONS, instruction.stage + 1, output)
+        stage = instruction.stage
+        self._held[stage, instruction.microbatch] = _Held(
+            inputs=_wanting(value, f"the input of stage {stage}") if stage > 0 else [],
+            outputs=_wanting(output, f"the output of stage {stage}"), deferred=deferred)
+        return [output.detach()] if instruction.stage == self._last else []
+
+    def _backward(self, instruction: Instruction, factor: float, *, last: bool) -> None:
+        stage, key = instruction.stage, (instruction.stage, instruction.microbatch)
+        whole = instruction.kind is Kind.BACKWARD
+        held = self._held.pop(key) if whole else self._held[key]
+        if stage == self._last:
+            gradients: list[Tensor | None] = [torch.full_like(output, factor) for output in held.outputs]
+        else:
+            gradients = cast("list[Tensor | None]", self._links.receive(GRADIENTS, stage))
+        outputs = [output for output, gradient in zip(held.outputs, gradients, strict=True) if gradient is not None]
+        given = [gradient for gradient in gradients if gradient is not None]
+        held.outputs = []
+        with self._passing(stage, last and whole, whole):
+            if outputs and whole:
+                torch.autograd.backward(outputs, given)
+            elif outputs:
+                held.deferred.backward(outputs, given)
+        del outputs, given, gradients
+        if stage > 0:
+            self._links.send(GRADIENTS, stage - 1, [tensor.grad for tensor in held.inputs])
+        held.inputs = []
+
+    def _input(self, instruction: Instruction, batches: Batches) -> Any:
+        if instruction.stage == 0:
+            return batches.take(batches.inputs, instruction.microbatch)
+        return self._links.receive(ACTIVATIONS, instruction.stage)
+
+    def _loss(self, output: Any, instruction: Instruction, batches: Batches) -> Any:
+        labels = batches.take(batches.labels, instruction.microbatch)
+        loss = output if self._loss_fn is None else self._loss_fn(output, labels)
+        if torch.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(f"the last stage gave {got} as loss; {'loss_fn' if self._loss_fn else 'the last layer'} must "
+                             f"return a scalar that depends on weights of the stage")
+        return loss
+
+    @contextmanager
+    def _telling(self, schedule: Schedule, rank: int) -> Generator[None]:
+        """Run a row; what goes wrong is told to everybody."""
+        if self._failure is not None:
+            raise PipelineError(f"{self._where}: an earlier step failed, and the stages are no longer at one point of "
+                                f"training: load a checkpoint into a new engine. What went wrong: {self._failure}")
+        self._held.clear()
+        self._position = 0
+        self._links.begin(schedule.rows[rank])
+        try:
+            yield
+            self._links.flush()
+        except BaseException as error:
+            instruction = schedule.rows[rank][self._position]
+            text = str(error) if isinstance(error, PipelineError) else (
+                f"{self._where}: {instruction} failed: {type(error).__name__}: {error}")
+            self._fail(text)
+            if not isinstance(error, Exception):  # somebody wants to end the program
+                raise
+            raise PipelineError(f"{text}\n{fault(schedule, rank, self._position)}") from error
+
+    def _fail(self, message: str) -> None:
+        self._failure = message
+        self._held.clear()
+        self._links.abort(message)
+
+
+def _wanting(value: object, what: str) -> list[Tensor]:
+    """Return the tensors within `value` that take part in backward."""
+    return [tensor for tensor in tensors_in(value, what) if tensor.requires_grad]

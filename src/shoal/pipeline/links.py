@@ -1,0 +1,152 @@
+"""What the stages of one rank exchange with the stages before and behind them.
+
+    activations   out of stage s, into stage s+1
+    gradients     out of stage s+1, into stage s: of the activations that want one, in their order
+
+Between stages of two ranks this is a channel with threads at its ends; between stages of one rank a value is put on a shelf.
+Either way what arrives are leaves: autograd ends at the border of a stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.pipeline.border import detached
+from shoal.pipeline.channel import Receiver, Sender
+from shoal.pipeline.instruction import Instruction, Kind
+
+__all__ = ["Edge", "Links"]
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What goes into a stage, of one of two kinds."""
+
+    kind: str
+    stage: int
+
+    @property
+    def number(self) -> int:
+        """A number that no other edge of the pipeline has."""
+        return 2 * self.stage + (self.kind == GRADIENTS)
+
+    def __str__(self) -> str:
+        return f"{self.kind} into stage {self.stage}"
+
+
+class Source(Protocol):
+    """An end that values come out of."""
+
+    def expect(self, count: int) -> None: ...
+    def receive(self) -> object: ...
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """An end that values go into."""
+
+    def send(self, value: object) -> None: ...
+    def flush(self) -> None: ...
+    def abort(self, message: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Links:
+    """The ends that this rank's stages hold, by edge."""
+
+    def __init__(self, owner: tuple[int, ...], rank: int, connect: Connect):
+        self._owner = owner
+        self._sources: dict[Edge, Source] = {}
+        self._sinks: dict[Edge, Sink] = {}
+        for edge, giver in _edges(len(owner)):
+            ends = owner[giver], owner[edge.stage]
+            if ends == (rank, rank):
+                self._sources[edge] = self._sinks[edge] = _Shelf(str(edge))
+            elif rank == ends[0]:
+                self._sinks[edge] = connect.sender(edge, ends[1])
+            elif rank == ends[1]:
+                self._sources[edge] = connect.receiver(edge, ends[0])
+
+    def begin(self, row: Iterable[Instruction]) -> None:
+        """Announce what the instructions of `row` will ask for."""
+        counts: dict[Edge, int] = {}
+        for instruction in row:
+            for edge in self.inputs(instruction):
+                counts[edge] = counts.get(edge, 0) + 1
+        for edge, count in counts.items():
+            self._sources[edge].expect(count)
+
+    def inputs(self, instruction: Instruction) -> list[Edge]:
+        """Return the edge that `instruction` takes a value from, if it does."""
+        stage, last = instruction.stage, len(self._owner) - 1
+        match instruction.kind:
+            case Kind.FORWARD:
+                return [Edge(ACTIVATIONS, stage)] if stage else []
+            case Kind.BACKWARD | Kind.INPUT:
+                return [Edge(GRADIENTS, stage)] if stage < last else []
+            case Kind.WEIGHT:
+                return []
+
+    def receive(self, kind: str, stage: int) -> object:
+        """Return the next of what goes into `stage`."""
+        return self._sources[Edge(kind, stage)].receive()
+
+    def send(self, kind: str, stage: int, value: object) -> None:
+        """Let `value` go into `stage`."""
+        self._sinks[Edge(kind, stage)].send(value)
+
+    def flush(self) -> None:
+        """Wait until everything is sent."""
+        for sink in self._sinks.values():
+            sink.flush()
+
+    def abort(self, message: str) -> None:
+        """Let every neighbour know that no more will come, and why."""
+        for sink in self._sinks.values():
+            sink.abort(message)
+
+    def close(self) -> None:
+        for end in (*self._sinks.values(), *self._sources.values()):
+            end.close()
+
+
+class Connect(Protocol):
+    """Opens the ends of an edge to another rank of the pipeline."""
+
+    def sender(self, edge: Edge, peer: int) -> Sender: ...
+    def receiver(self, edge: Edge, peer: int) -> Receiver: ...
+
+
+class _Shelf:
+    """Both ends of an edge within a rank."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._values: deque[object] = deque()
+
+    def expect(self, count: int) -> None:
+        self._values.clear()  # of a step that an error ended
+
+    def send(self, value: object) -> None:
+        self._values.append(detached(value, self._what))
+
+    def receive(self) -> object:
+        return self._values.popleft()
+
+    def flush(self) -> None: ...
+
+    def abort(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _edges(stages: int) -> Iterable[tuple[Edge, int]]:
+    """Yield every edge of a pipeline and the stage that it comes from."""
+    for stage in range(1, stages):
+        yield Edge(ACTIVATIONS, stage), stage - 1
+        yield Edge(GRADIENTS, stage - 1), stage

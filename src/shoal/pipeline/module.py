@@ -1,0 +1,247 @@
+"""A model in stages, of which each rank builds its own.
+
+    layers      0  1  2 | 3  4 | 5  6  7 | 8        the same list on every rank
+    stages         0       1        2      3        contiguous layers, balanced
+    ranks          0       1        0      1        each builds and holds the stages that it owns
+
+Parameters have the names of their layers, whatever the stages: state moves between any two divisions of one list.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal import distributed
+from shoal.errors import PipelineError, UsageError
+from shoal.pipeline.division import divide
+from shoal.pipeline.layer import Built, Layer, generators, named
+from shoal.pipeline.schedules import make_schedule
+from shoal.pipeline.spec import LayerSpec
+from shoal.pipeline.stage import Recompute, Stage
+from shoal.pipeline.tying import Tied, tie
+from shoal.topology import PipeDataParallelTopology, ProcessTopology
+from shoal.zero.init import is_building_sharded
+
+__all__ = ["PipelineModule"]
+
+
+class PipelineModule(nn.Module):
+    """The layers of a model that run one after the other, divided into pipeline stages; a rank holds its own.
+
+    `layers` is a list of `LayerSpec`, `TiedLayerSpec`, modules and functions, an `nn.Sequential`, or a mapping of names to
+    these. Names of a mapping, dots included, become the parameters' ("transformer.h.0" gives "transformer.h.0.weight"), so
+    that a plain model of the same names shares checkpoints with the pipeline; layers of a list are named by their number.
+    Specs are built on the ranks of their stage only; modules that are there already are held by every rank until the caller
+    drops the list. Each layer takes what the one before it returned as one argument (see `Unpacked`).
+
+    Pipeline ranks are `num_stages`, or the axis `pipe` of `topology`: the slowest, unless a topology says otherwise. Each
+    holds `stages_per_rank` stages, laid in loops over the ranks, or with the schedule "zbv" there and back.
+    `partition_method` divides the layers so that the heaviest stage is as light as it can be:
+
+        "parameters", "best"    by trainable parameters
+        "uniform"               by number
+        "type:REGEX"            by the number of layers whose class name matches, in any case
+        "profile"               by the time of forward and backward, measured on `sample`, one microbatch (inputs, labels)
+        [0, 3, 7, 9]            as given: stage k is layers b[k] to b[k+1]-1
+
+    With `seed_layers`, torch is seeded with `base_seed` + the layer's number before each build (or `seed_fn` is called with
+    that), so that every division builds the same weights; torch's generators are then left as they were found. Activations
+    are recomputed in groups of `activation_checkpoint_interval` layers (0: none), by `activation_checkpoint_func(function,
+    *args)`, torch's non-reentrant checkpoint by default, and only those of the classes named in `checkpointable_layers`.
+    `dynamic_shape` changes nothing: every microbatch may have its own shapes. `loss_fn(output, labels)` runs in the last
+    stage; it holds no parameters.
+
+    Raises `UsageError` for sizes that do not fit the world, layers that cannot be divided, and a stage without parameters.
+    """
+
+    def __init__(self, layers: Any, num_stages: int | None = None, topology: ProcessTopology | None = None,
+                 loss_fn: Callable[..., Any] | None = None, seed_layers: bool = False,
+                 seed_fn: Callable[[int], Any] | None = None, base_seed: int = 1234,
+                 partition_method: str | Sequence[int] = "parameters", activation_checkpoint_interval: int = 0,
+                 activation_checkpoint_func: Callable[..., Any] | None = None,
+                 checkpointable_layers: Collection[str] | None = None, dynamic_shape: bool = False, *,
+                 schedule: str = "1f1b", stages_per_rank: int | None = None, sample: Any = None):
+        super().__init__()
+        if seed_fn is not None and not seed_layers:
+            raise UsageError("PipelineModule: seed_fn: got one without seed_layers=True, and would never call it")
+        if is_building_sharded():
+            raise UsageError("PipelineModule: built within zero.Init, in which every rank must build the same parameters; "
+                             "leave zero.Init out: each rank builds its own layers only, and initialize shards them")
+        _refuse_nested(found := named(layers))
+        _refuse_parameters(loss_fn)
+        distributed.init_distributed()
+        self.dynamic_shape = dynamic_shape
+        self.schedule = schedule
+        self.topology_given = topology is not None
+        """Whether a topology was given, which then is the mesh; else the configuration says what the other axes are."""
+        self._topology = _topology(num_stages, topology)
+        self.num_stages = self._topology.get_dim("pipe")
+        """Pipeline ranks."""
+        self.pipeline_rank: int = self._topology.get_coord(dist.get_rank()).pipe
+        placed = make_schedule(schedule, ranks=self.num_stages, microbatches=1, stages_per_rank=stages_per_rank)
+        self.stages_per_rank, self.owner = placed.stages_per_rank, placed.owner
+        """The pipeline rank of each stage."""
+        self.numbers = tuple(stage for stage, rank in enumerate(self.owner) if rank == self.pipeline_rank)
+        """The stages of this rank."""
+        self.names = tuple(layer.name for layer in found)
+        """The names of all layers, in order."""
+        self._loss = (loss_fn,)  # not a module of this one: its state is not the model's
+        self._division = divide(found, len(self.owner), partition_method, sample=sample, loss_fn=loss_fn)
+        seeding = _Seeding(seed_layers, seed_fn, base_seed)
+        self.stages = tuple(Stage(number, seeding.build(found[self._division.of(number)])) for number in self.numbers)
+        """The stages of this rank, as modules."""
+        self.tied: Mapping[str, Tied] = {}
+        """This rank's parameters that other layers hold too, by the names that `named_parameters` gives."""
+        self.tied = self._register([layer for stage in self.stages for layer in stage.layers])
+        self._recompute = Recompute(function=activation_checkpoint_func, kinds=checkpointable_layers)
+        self.set_checkpoint_interval(activation_checkpoint_interval)
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """What the last stage calls with its output and the labels."""
+        return self._loss[0]
+
+    def forward(self, inputs: Any) -> Any:
+        """Run all layers, where one rank has them all. Raises `PipelineError` elsewhere."""
+        if self.num_stages > 1:
+            raise PipelineError(f"PipelineModule.forward: its layers are divided over {self.num_stages} pipeline ranks; use "
+                                f"train_batch and eval_batch of the engine, or num_stages=1 to call it as a plain model")
+        for stage in self.stages:
+            inputs = stage(inputs)
+        return inputs
+
+    def partitions(self) -> tuple[int, ...]:
+        """Return where stages begin and the last one ends: stage k is layers p[k] to p[k+1]-1."""
+        return self._division.boundaries
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the pipeline rank that holds a layer. Raises `UsageError` for no such layer."""
+        if not 0 <= layer_idx < len(self.names):
+            raise UsageError(f"stage_owner: got layer {layer_idx}; there are the layers 0 to {len(self.names) - 1}")
+        return self.owner[bisect_right(self._division.boundaries, layer_idx) - 1]
+
+    def topology(self) -> ProcessTopology:
+        """Return where ranks sit."""
+        return self._topology
+
+    def num_pipeline_stages(self) -> int:
+        """Return the number of pipeline ranks."""
+        return self.num_stages
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute activations in groups of `interval` layers from now on; 0: not at all."""
+        if interval < 0:
+            raise UsageError(f"activation_checkpoint_interval: got {interval}; give layers per group, or 0 for no recompute")
+        self._recompute = replace(self._recompute, interval=interval)
+        for stage in self.stages:
+            stage.set_recompute(self._recompute)
+
+    def settle(self) -> None:
+        """Have the stages run what stands under the layers' names now: a plan may have put others in their place."""
+        for stage in self.stages:
+            for layer in stage.layers:
+                if layer.module is not None:
+                    layer.body = self.get_submodule(layer.name)
+                    setattr(stage, str(layer.index), layer.body)
+
+    def get_additional_losses(self) -> Mapping[str, Tensor] | None:
+        """Return losses to report beside the loss: none, unless a subclass has some."""
+        return None
+
+    def train(self, mode: bool = True) -> Self:
+        for stage in self.stages:
+            stage.train(mode)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.train(mode)
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return f"pipeline rank {self.pipeline_rank} of {self.num_stages}, stages {list(self.numbers)} of {len(self.owner)}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn._apply(fn)
+        return super()._apply(fn, recurse)
+
+    def _register(self, layers: Sequence[Built]) -> Mapping[str, Tied]:
+        """Make layers submodules under their names, with one parameter for each weight that they share; return these."""
+        shared = [(each, parameter) for each, parameter in tie(self._division.ties, layers)]
+        for layer in layers:
+            if layer.module is not None:
+                self._name(layer.name, layer.module)
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        return {names[parameter]: Tied(name=each.name, stages=each.stages) for each, parameter in shared}
+
+    def _name(self, name: str, module: nn.Module) -> None:
+        """Register a module under a name, with a module for each part of a dotted one."""
+        *path, leaf = name.split(".")
+        parent: nn.Module = self
+        try:
+            for part in path:
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, _Branch())
+                parent = parent.get_submodule(part)
+            parent.add_module(leaf, module)
+        except KeyError as error:
+            raise UsageError(f"layers: the name '{name}' cannot be: {error.args[0]} in {type(parent).__name__}; rename the "
+                             f"layer") from error
+
+
+class _Branch(nn.Module):
+    """A part of a dotted name."""
+
+
+class _Seeding:
+    def __init__(self, seeded: bool, function: Callable[[int], Any] | None, base: int):
+        self._seeded = seeded
+        self._function = torch.manual_seed if function is None else function
+        self._base = base
+
+    def build(self, layers: Iterable[Layer]) -> list[Built]:
+        """Build layers in order, each from its own seed if they are seeded."""
+        built: list[Built] = []
+        with torch.random.fork_rng(devices=generators()) if self._seeded else nullcontext():
+            for layer in layers:
+                if self._seeded:
+                    self._function(self._base + layer.index)
+                built.append(layer.build())
+        return built
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    """Return where ranks sit, by the one or the other, if it fits the world."""
+    world = dist.get_world_size()
+    if topology is None and num_stages is None:
+        raise UsageError("PipelineModule: give num_stages, or a topology with an axis 'pipe'")
+    if topology is None:
+        assert num_stages is not None
+        if num_stages < 1 or world % num_stages:
+            raise UsageError(f"PipelineModule: num_stages: got {num_stages}; the {world} ranks do not divide by it")
+        return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
+    ranks = topology.get_dim("pipe")
+    if ranks == 0 or topology.world_size() != world or num_stages not in (None, ranks):
+        raise UsageError(f"PipelineModule: got {topology} of {topology.world_size()} ranks and num_stages={num_stages}; "
+                         f"a topology has an axis 'pipe', as long as num_stages if that is given, and the {world} ranks of "
+                         f"the job in all")
+    return topology
+
+
+def _refuse_nested(layers: Sequence[Layer]) -> None:
+    for layer in layers:
+        kind = layer.source.typename if isinstance(layer.source, LayerSpec) else type(layer.source)
+        if issubclass(kind, PipelineModule):
+            raise UsageError(f"layers: {layer} is a PipelineModule itself, and pipelines do not nest; give its layers")
+
+
+def _refuse_parameters(loss_fn: Callable[..., Any] | None) -> None:
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise UsageError(f"PipelineModule: loss_fn: {type(loss_fn).__name__} has parameters, which no stage would train; "
+                         f"make what has them the last layer")

@@ -1,0 +1,100 @@
+"""A stage: contiguous layers that run in turn on one rank, each on what the one before it returned.
+
+It is a Sequential of the layers that are modules, so that repeated ones are recognised as the blocks of the model. With
+recompute, activations within a group of layers are dropped after forward and computed again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.pipeline.layer import Built
+
+__all__ = ["Recompute", "Stage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """How activations are recomputed."""
+
+    interval: int = 0
+    """Layers per group; 0: none."""
+    function: Callable[..., Any] | None = None
+    """Called with a function and its arguments in place of torch's own non-reentrant checkpoint."""
+    kinds: Collection[str] | None = None
+    """The names of the classes of layers that may be recomputed; None: all."""
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        if self.function is not None:
+            return self.function(run, *args)
+        return checkpoint(run, *args, use_reentrant=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    layers: tuple[Built, ...]
+    recomputed: bool
+
+
+class Stage(nn.Sequential):
+    """Stage `number` of the pipeline, of the layers that are built on this rank."""
+
+    def __init__(self, number: int, layers: Sequence[Built]):
+        super().__init__()
+        self.number = number
+        self.layers = tuple(layers)
+        for layer in layers:
+            if layer.module is not None:
+                self.add_module(str(layer.index), layer.module)
+        self.set_recompute(Recompute())
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Recompute activations from the next forward on as `recompute` says."""
+        self._recompute = recompute
+        self._groups = tuple(_groups(self.layers, recompute))
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers."""
+        value = input
+        for group in self._groups:
+            if not (group.recomputed and torch.is_grad_enabled()):
+                value = self._run(group.layers, value)
+            elif type(value) is tuple:  # a checkpoint that looks for tensors finds them among its arguments
+                value = self._recompute(partial(self._run_parts, group.layers), *value)
+            else:
+                value = self._recompute(partial(self._run, group.layers), value)
+        return value
+
+    def _run_parts(self, layers: Sequence[Built], *values: Any) -> Any:
+        return self._run(layers, values)
+
+    def _run(self, layers: Sequence[Built], value: Any) -> Any:
+        for layer in layers:
+            try:
+                value = layer(value)
+            except Exception as error:
+                error.add_note(f"in layer '{layer.name}' ({layer.kind}) of pipeline stage {self.number}")
+                raise
+        return value
+
+
+def _groups(layers: Sequence[Built], recompute: Recompute) -> list[_Group]:
+    if recompute.interval == 0:
+        return [_Group(layers=tuple(layers), recomputed=False)]
+    groups: list[_Group] = []
+    for may, run in groupby(layers, lambda layer: recompute.kinds is None or layer.kind in recompute.kinds):
+        run = tuple(run)
+        size = recompute.interval if may else len(run)
+        for start in range(0, len(run), size):
+            part = run[start:start + size]
+            held = any(True for layer in part if layer.module is not None for _ in layer.module.parameters())
+            groups.append(_Group(layers=part, recomputed=may and held))
+    return groups

@@ -1,0 +1,107 @@
+"""Stages on ranks with channels between them train what one process trains, whatever travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.pipeline.channel import Receiver, Sender
+from shoal.pipeline.module import PipelineModule
+from shoal.pipeline.parcel import take_apart
+from shoal.pipeline.spec import LayerSpec, Unpacked
+from shoal.testing import run_ranks
+
+from .models import WIDTH, Block, Head, loss_of
+
+MICROBATCHES = 5
+
+
+class Opened(nn.Embedding):
+    """Makes of words what the layers hand on: a dict of tensors with and without gradients, and a number."""
+
+    def forward(self, input: Tensor) -> Any:
+        return {"x": super().forward(input), "mask": input > 3, "turn": 0}
+
+
+class Masked(Block):
+    """A block that takes the parts of its value."""
+
+    def forward(self, x: Tensor, mask: Tensor, turn: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"x": super().forward(x) * (turn + mask[..., None]), "mask": mask, "turn": turn + 1}
+
+
+def layers() -> list[Any]:
+    return [LayerSpec(Opened, 13, WIDTH), *(Unpacked(LayerSpec(Masked, number)) for number in range(4)),
+            lambda value: value["x"], LayerSpec(Head)]
+
+
+def microbatch(number: int) -> tuple[Tensor, Tensor]:
+    """Return words and labels, of another length each time."""
+    chance = torch.Generator().manual_seed(number)
+    inputs, labels = (torch.randint(13, (2, 3 + number % 3), generator=chance) for _ in range(2))
+    return inputs, labels
+
+
+def trained(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Run all forwards, then all backwards."""
+    net = PipelineModule(layers(), num_stages=ranks, seed_layers=True, partition_method="uniform", loss_fn=loss_of)
+    (stage,), rank = net.stages, dist.get_rank()
+    last = rank == ranks - 1
+    come, go = channels(rank, ranks)
+    kept: list[tuple[Any, Any]] = []
+    if rank:
+        come[0].expect(MICROBATCHES)
+    if not last:
+        go[1].expect(MICROBATCHES)
+    for number in range(MICROBATCHES):
+        inputs, labels = microbatch(number)
+        value = come[0].receive() if rank else inputs
+        result = stage(value)
+        if last:
+            result = loss_of(result, labels)
+        else:
+            go[0].send(result)
+        kept.append((value, result))
+    for value, result in kept:
+        if last:
+            result.backward()
+        else:
+            torch.autograd.backward(wanting(result), go[1].receive())
+        if rank:
+            come[1].send([tensor.grad for tensor in wanting(value)])
+    for end in (*come, *go):
+        if isinstance(end, Sender):
+            end.flush()
+        end.close()
+    losses = [result.item() for _, result in kept] if last else []
+    return losses, {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def channels(rank: int, ranks: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return (activations from before, gradients to it), and (activations to what comes after, gradients from it)."""
+    group = dist.group.WORLD
+    assert group is not None
+    ends = {"device": torch.device("cpu"), "timeout": 30.0}
+    come = (Receiver(group, rank - 1, 2 * rank, what="activations", **ends),
+            Sender(group, rank - 1, 2 * rank + 1, what="gradients", **ends)) if rank else ()
+    go = (Sender(group, rank + 1, 2 * rank + 2, what="activations", **ends),
+          Receiver(group, rank + 1, 2 * rank + 3, what="gradients", **ends)) if rank < ranks - 1 else ()
+    return come, go
+
+
+def wanting(value: Any) -> list[Tensor]:
+    return [tensor for tensor in take_apart(value, "")[1] if tensor.requires_grad]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pipeline_gives_the_losses_and_gradients_of_one_process(ranks: int) -> None:
+    (losses, whole), = run_ranks(1, trained, 1)
+    found = run_ranks(ranks, trained, ranks)
+    assert found[-1][0] == losses
+    parts = {name: gradient for _, part in found for name, gradient in part.items()}
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole), "to the last bit"

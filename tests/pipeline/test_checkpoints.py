@@ -1,0 +1,126 @@
+"""A checkpoint of any topology loads into any other, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.testing import run_ranks
+
+from .small import Case, Result, data, layers, loss_fn, train
+
+TOPOLOGIES = {
+    "one rank": (1, Case(stages=1)),
+    "two data ranks, ZeRO 3": (2, Case(stages=1, zero=3)),
+    "two stages": (2, Case(stages=2)),
+    "two stages x two data ranks, ZeRO 2": (4, Case(stages=2, zero=2)),
+    "three stages, ZeRO 1": (3, Case(stages=3, zero=1)),
+    "V of four stages, ZeRO 3": (2, Case(stages=2, schedule="zbv", stages_per_rank=2, zero=3)),
+    "two copies of two shards, ZeRO 3": (4, Case(stages=1, zero=3, config={"mesh": {"shard": 2}})),
+}
+
+
+def begun(case: Case, folder: str) -> dict[str, Tensor]:
+    """Train two steps on the same samples whatever the data ranks, save, and return the weights."""
+    engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+    for step in range(2):
+        engine.train_batch(data(step, 0))
+    engine.save_checkpoint(folder, tag="two")
+    engine.wait_for_checkpoint()
+    return engine.consolidated_state_dict(torch.float32) or {}
+
+
+def resumed(case: Case, folder: str) -> tuple[dict[str, Tensor], Result]:
+    """Load, return the weights, and those after a third step."""
+    engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None and engine.global_steps == 2
+    loaded = engine.consolidated_state_dict(torch.float32) or {}
+    losses = [engine.train_batch(data(2, 0)).item()]
+    return loaded, Result(losses, [], engine.consolidated_state_dict(torch.float32) or {})
+
+
+@pytest.mark.parametrize("saved", TOPOLOGIES)
+def test_any_topology_loads_what_any_other_saved(saved: str, tmp_path: Path) -> None:
+    ranks, case = TOPOLOGIES[saved]
+    weights = run_ranks(ranks, begun, case, str(tmp_path))[0]
+    expected: Result | None = None
+    for ranks, case in TOPOLOGIES.values():
+        loaded, after = run_ranks(ranks, resumed, case, str(tmp_path))[0]
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weight) for name, weight in weights.items()), (saved, case)
+        expected = expected or after
+        assert after.losses == pytest.approx(expected.losses, rel=2e-6)
+        for name, weight in expected.weights.items():
+            assert torch.allclose(after.weights[name], weight, rtol=1e-5, atol=2e-6), (saved, case, name)
+
+
+class Plain(nn.Module):
+    """The same model without a pipeline, under the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *blocks, last = (spec.build() for spec in layers())
+        self.embed, self.blocks, self.head = first, nn.ModuleList(blocks), last
+        self.head.words.weight = self.embed.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain(folder: str) -> dict[str, Tensor]:
+    engine = shoal.initialize(model=Plain(), config=Case().settings)[0]
+    for tokens, labels in data(0, 0):
+        engine.backward(loss_fn(engine(tokens), labels))
+        engine.step()
+    engine.save_checkpoint(folder, tag="plain")
+    engine.wait_for_checkpoint()
+    return engine.consolidated_state_dict() or {}
+
+
+def named(folder: str) -> dict[str, Tensor]:
+    first, *blocks, last = layers()
+    names = {"embed": first, **{f"blocks.{number}": block for number, block in enumerate(blocks)}, "head": last}
+    module = shoal.PipelineModule(names, num_stages=2, loss_fn=loss_fn)
+    engine = shoal.initialize(model=module, config=Case(zero=1).settings)[0]
+    engine.load_checkpoint(folder)
+    return engine.consolidated_state_dict() or {}
+
+
+def test_a_pipeline_with_the_names_of_a_plain_model_shares_its_checkpoints(tmp_path: Path) -> None:
+    saved = run_ranks(2, plain, str(tmp_path))[0]
+    loaded = run_ranks(4, named, str(tmp_path))[0]
+    assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+
+
+def plain_state(case: Case) -> tuple[bool, float]:
+    """Load a plain state dict, and train on."""
+    torch.manual_seed(7)
+    source = {f"{number}.{name}": tensor for number, spec in enumerate(layers())
+              for name, tensor in spec.build().state_dict().items()}
+    source["5.words.weight"] = source["0.words.weight"]
+    engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+    engine.load_module_state_dict(source)
+    state = engine.consolidated_state_dict()
+    return state is None or all(torch.equal(state[name], tensor) for name, tensor in source.items()), \
+        engine.train_batch(data(0, 0)).item()
+
+
+def test_a_plain_state_dict_loads_into_any_topology() -> None:
+    found = [run_ranks(ranks, plain_state, case)[0] for ranks, case in TOPOLOGIES.values()]
+    assert all(same for same, _ in found)
+    assert [loss for _, loss in found] == pytest.approx([found[0][1]] * len(found), rel=2e-6)
+
+
+def test_what_is_trained_on_is_what_the_data_ranks_see() -> None:
+    case = Case(stages=2)
+    said = replace(case, config={"mesh": {"pipeline": 2}})
+    assert run_ranks(2, train, said)[0].losses == run_ranks(2, train, case)[0].losses

@@ -1,0 +1,250 @@
+"""The pipeline's engine: what it is given and gives, what it refuses, and that a failure anywhere is heard everywhere."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.collectives import traffic
+from shoal.errors import CollectiveFailed, PipelineError, ShoalError, UsageError
+from shoal.testing import run_ranks
+
+from .small import BLOCKS, COUNT, MICRO, STEPS, WIDTH, WORDS, Block, Case, Embed, data, loss_fn, microbatch
+
+
+def engine_of(layers: list[Any], *, loss: Callable[..., Any] | None = loss_fn, stages: int = 2, **config: Any) -> Any:
+    module = shoal.PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method="uniform", seed_layers=True)
+    return shoal.initialize(model=module, config={**Case().settings, **config})[0]
+
+
+def told(call: Callable[[], object]) -> str:
+    """Return what `call` raises."""
+    with pytest.raises(ShoalError) as found:
+        call()
+    return str(found.value)
+
+
+# What goes through
+
+
+class Start(nn.Module):
+    """Gives a dict of tensors, a number and a nested tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Embed()
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        x = self.inner(tokens)
+        return {"x": x, "mask": tokens > 3, "scale": float(tokens.shape[1]), "more": (x * 2, [None, "text"])}
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        assert value["more"][1] == [None, "text"] and value["mask"].dtype == torch.bool
+        return self.out(value["x"] * value["mask"][..., None] + value["more"][0] / value["scale"])
+
+
+def of_all_shapes(stages: int) -> list[float]:
+    engine = engine_of([shoal.LayerSpec(Start), shoal.LayerSpec(End)], stages=stages)
+    found = []
+    for step in range(STEPS):
+        batches = [microbatch(step, number, 0, length=3 + number) for number in range(COUNT)]
+        found.append(engine.train_batch(iter(batches)).item())
+    return found
+
+
+def test_anything_goes_from_stage_to_stage_and_may_change_its_shape() -> None:
+    assert run_ranks(2, of_all_shapes, 2)[0] == pytest.approx(run_ranks(1, of_all_shapes, 1)[0], rel=1e-6)
+
+
+def evaluated(case: Case) -> list[Any]:
+    engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+    odd = [tuple(part[:1] for part in microbatch(9, number, 0, length=5)) for number in range(3)]
+    loss, logits = engine.eval_batch(iter(odd), return_logits=True, num_micro_batches=3)
+    losses = engine.eval_batch(iter(odd), reduce_output=None, num_micro_batches=3)
+    only, outputs = engine.eval_batch(iter(odd), return_logits=True, compute_loss=False, num_micro_batches=3)
+    quiet = engine.eval_batch(iter(odd), bcast_loss=False, num_micro_batches=3)
+    trained = engine.train_batch(data(0, 0)).item()
+    shape = None if logits is None else tuple(logits.shape)
+    same = outputs is None or torch.equal(outputs, logits)
+    return [loss.item(), [value.item() for value in losses], shape, only, same, quiet is None, trained]
+
+
+def test_evaluation_takes_microbatches_of_any_size_and_number() -> None:
+    alone = run_ranks(1, evaluated, Case(stages=1))[0]
+    for case in (Case(stages=2, zero=3), Case(stages=2, schedule="zbv", stages_per_rank=2)):
+        found = run_ranks(2, evaluated, case)
+        for rank, (loss, losses, shape, only, same, quiet, trained) in enumerate(found):
+            last = rank == (0 if case.schedule == "zbv" else 1)
+            assert loss == pytest.approx(alone[0], rel=1e-6) and losses == pytest.approx(alone[1], rel=1e-6)
+            assert shape == ((3, 4, WORDS) if last else None) and only is None and same
+            assert quiet == (not last) and trained == pytest.approx(alone[-1], rel=1e-6)
+
+
+def bytes_of_a_step(case: Case) -> dict[str, int]:
+    engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+    engine.train_batch(data(0, 0))
+    traffic.bytes.clear()
+    engine.train_batch(data(1, 0))
+    return dict(traffic.bytes)
+
+
+def test_a_step_sends_activations_and_gradients_once_and_nothing_else() -> None:
+    activation = MICRO * 5 * WIDTH * 4  # its form is foreseen, and it is small: no header
+    plain = Case(stages=2, tied=False)
+    for case, edges in ((plain, 1), (replace(plain, schedule="interleaved", stages_per_rank=2), 3)):
+        assert edges == 2 * (case.stages * case.stages_per_rank - 1) / case.stages
+        for sent in run_ranks(2, bytes_of_a_step, case):
+            assert sent["pipeline"] == edges * COUNT * activation
+            assert {kind for kind, size in sent.items() if size} == {"pipeline", "words"}
+
+
+# What is refused
+
+
+def refusals() -> list[str]:
+    engine = shoal.initialize(model=Case(stages=2).module(), config=Case().settings)[0]
+    said = [told(lambda: engine(torch.zeros(1))), told(lambda: engine.backward(torch.zeros(1))), told(engine.step)]
+    with torch.no_grad():
+        said.append(told(lambda: engine.train_batch(data(0, 0))))
+    said.append(told(lambda: engine.eval_batch(data(0, 0), reduce_output="sum")))
+    settings = Case().settings
+    del settings["optimizer"]
+    said.append(told(lambda: shoal.initialize(model=Case(stages=2).module(), config=settings)[0].train_batch(data(0, 0))))
+    for config in ({"pipeline": {"stages": 1}}, {"pipeline": {"schedule": "zbv"}}, {"pipeline": {"schedule": "2f2b"}}):
+        said.append(told(lambda config=config: shoal.initialize(model=Case(stages=2).module(),
+                                                                config={**Case().settings, **config})))
+    return said
+
+
+def test_what_a_pipeline_has_no_place_for_is_refused_with_what_to_do() -> None:
+    for said, words in zip(run_ranks(2, refusals)[1], (
+        "forward: a pipeline runs whole steps; call engine.train_batch(data_iter), or engine.eval_batch",
+        "backward: a pipeline runs whole steps; call engine.train_batch(data_iter)",
+        "step: a pipeline steps at the end of engine.train_batch(data_iter)",
+        "train_batch: gradients are disabled; call it outside of torch.no_grad(), or call eval_batch",
+        "eval_batch: reduce_output: got 'sum'; choose 'avg' or None",
+        "train_batch: the engine has no optimizer; give initialize one, or name one in the configuration",
+        "initialize: the pipeline axis has 1 ranks by pipeline.stages and 2 by PipelineModule; give both the same, or leave",
+        "zbv", "2f2b",
+    ), strict=True):
+        assert words in said
+
+
+# What fails
+
+
+class Breaks(Block):
+    """Fails at its third forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("out of luck")
+        return super().forward(x)
+
+
+def broken(kind: str) -> tuple[str, str, float]:
+    middle = Breaks if kind == "layer" else Block
+    layers = [shoal.LayerSpec(Embed), *(shoal.LayerSpec(Block) for _ in range(BLOCKS - 2)), shoal.LayerSpec(middle),
+              shoal.LayerSpec(End2)]
+    engine = engine_of(layers, stages=3, loss=(lambda out, labels: out) if kind == "loss" else loss_fn)
+    count = COUNT - 1 if kind == "data" else COUNT
+    start = time.monotonic()
+    first = told(lambda: engine.train_batch(data(0, 0, count)))
+    seconds = time.monotonic() - start
+    again = told(lambda: engine.train_batch(data(0, 0)))
+    return first, again, seconds
+
+
+class End2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("layer", "failed: ValueError: out of luck"),
+    ("data", "train_batch: the iterator ended after 3 of 4 microbatches of step 1; give it a multiple of 4, or wrap the "
+             "loader in shoal.RepeatingLoader"),
+    ("loss", "the last stage gave a tensor of shape (2, 5, 17) as loss; loss_fn must return a scalar"),
+])
+def test_a_failure_anywhere_is_heard_everywhere_at_once(kind: str, words: str) -> None:
+    for rank, (first, again, seconds) in enumerate(run_ranks(3, broken, kind)):
+        assert words in first, rank
+        assert seconds < 15  # of 30 that a message may take
+        assert "an earlier step failed" in again and words in again
+
+
+def test_the_grid_of_the_schedule_shows_where_it_failed() -> None:
+    found = [first for first, _, _ in run_ranks(3, broken, "layer")]
+    assert any("^ 1F2" in text or "^ 2F2" in text for text in found)
+    assert len({text.partition(" failed")[0] for text in found}) == 1  # each rank names the one where it began
+
+
+def leaves() -> str:
+    engine = shoal.initialize(model=Case(stages=2).module(), config=Case().settings)[0]
+    engine.train_batch(data(0, 0))
+    if dist.get_rank() == 1:
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises((PipelineError, CollectiveFailed)) as found:
+        engine.train_batch(data(1, 0))
+    assert time.monotonic() - start < 15
+    raise UsageError(f"heard: {found.value}")
+
+
+def test_a_rank_that_dies_ends_the_step_of_the_others() -> None:
+    with pytest.raises(AssertionError, match=r"rank [01]"):
+        run_ranks(2, leaves)
+
+
+class Explodes(Block):
+    """Gives gradients that fp16 does not hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 6e4
+
+
+def overflowing() -> list[Any]:
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Explodes), shoal.LayerSpec(End2)]
+    engine = engine_of(layers, fp16={"enabled": True, "initial_scale_power": 14}, gradient_clipping=0.0)
+    engine.train_batch(data(0, 0))
+    return [engine.was_step_applied(), engine.skipped_steps, engine.loss_scale()]
+
+
+def test_an_overflow_at_one_stage_skips_the_step_at_all() -> None:
+    found = run_ranks(2, overflowing)
+    assert found[0] == found[1] and found[0][:2] == [False, 1]
+
+
+def loaders() -> list[float]:
+    samples = [tuple(part[0] for part in microbatch(0, number, 0)) for number in range(64)]
+    case = replace(Case(stages=2), config={"dataloader_drop_last": True})
+    engine, _, loader, _ = shoal.initialize(model=case.module(), config=case.settings, training_data=samples)
+    assert len(loader) == 64 // (MICRO * engine.dp_world_size)
+    return [engine.train_batch().item() for _ in range(12)]
+
+
+def test_training_data_is_drawn_again_and_again() -> None:
+    losses = run_ranks(4, loaders)
+    assert losses[0] == losses[3] and losses[0][-1] < losses[0][0]

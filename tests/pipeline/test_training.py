@@ -1,0 +1,86 @@
+"""Every schedule, ZeRO stage and dtype trains as plain PyTorch does in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shoal.testing import run_ranks
+
+from .small import Case, Result, train, train_plain
+
+WAYS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+"""Stages per rank of each schedule."""
+
+
+def agree(result: Result, expected: Result, *, tolerance: float) -> None:
+    assert result.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert result.norms == pytest.approx(expected.norms, rel=max(tolerance, 1e-5))
+    for name, weight in expected.weights.items():
+        assert torch.allclose(result.weights[name], weight, rtol=tolerance, atol=tolerance), name
+
+
+def trains(cases: list[Case]) -> list[Result]:
+    return [train(case) for case in cases]
+
+
+@pytest.mark.parametrize("schedule", WAYS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_schedule_and_stage_trains_as_one_process_does(schedule: str, tied: bool) -> None:
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, tied=tied) for zero in range(4)]
+    found = run_ranks(4, trains, cases)
+    expected = train_plain(cases[0], ranks=2)
+    for case, *results in zip(cases, *found, strict=True):
+        agree(results[0], expected, tolerance=2e-6)
+        assert all(result.losses == results[0].losses for result in results), case  # every rank hears of the loss
+
+
+def test_three_stages_share_weights_across_one_that_has_none_of_them() -> None:
+    cases = [Case(stages=3, schedule=schedule, zero=zero) for schedule in ("1f1b", "zb-h1") for zero in (0, 3)]
+    expected = train_plain(cases[0], ranks=1)
+    for result in run_ranks(3, trains, cases)[0]:
+        agree(result, expected, tolerance=2e-6)
+
+
+def test_one_rank_runs_the_same_path() -> None:
+    cases = [Case(stages=1, schedule=schedule, stages_per_rank=per) for schedule, per in WAYS.items()]
+    expected = train_plain(cases[0], ranks=1)
+    for result in run_ranks(1, trains, cases)[0]:
+        agree(result, expected, tolerance=2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 4e-2), ("fp16", 2e-2)])
+def test_half_precision_trains_as_fp32_does_within_its_rounding(dtype: str, tolerance: float) -> None:
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, dtype=dtype)
+             for schedule, zero in (("1f1b", 1), ("zbv", 3))]
+    expected = train_plain(replace(cases[0], dtype="fp32"), ranks=2)
+    for result in run_ranks(4, trains, cases)[0]:
+        assert result.losses == pytest.approx(expected.losses, rel=tolerance)
+        assert result.norms == pytest.approx(expected.norms, rel=0.1)
+
+
+def test_recompute_changes_nothing() -> None:
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, interval=interval)
+             for schedule in ("1f1b", "zb-h1", "zbv") for zero in (0, 3) for interval in (0, 1, 2)]
+    found = run_ranks(2, trains, cases)[0]
+    for plain, one, two in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert plain.losses == one.losses == two.losses
+        for name, weight in plain.weights.items():
+            assert torch.equal(weight, one.weights[name]), name
+            assert torch.equal(weight, two.weights[name]), name
+
+
+def test_state_rests_on_the_host_and_on_disk_as_it_does_without_a_pipeline(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = str(tmp_path_factory.mktemp("swap"))
+    plain = Case(stages=2, schedule="zbv", stages_per_rank=2, zero=3)
+    cases = [plain]
+    for device in ("cpu", "nvme"):
+        place = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
+        zero = {"stage": 3, "offload_param": place, "offload_optimizer": place}
+        cases.append(replace(plain, config={"zero_optimization": zero}))
+    first, *others = run_ranks(2, trains, cases)[0]
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())

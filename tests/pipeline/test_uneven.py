@@ -1,0 +1,159 @@
+"""Stages that differ: nothing to train, nothing to run, dropout, odd biases, three layers with one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import ShoalError
+from shoal.testing import run_ranks
+
+from .small import WIDTH, WORDS, Block, Case, Embed, data, loss_fn
+
+
+class Out(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x)
+
+
+def trained(layers: list[Any], schedule: str = "1f1b", change: Callable[[nn.Module], object] | None = None,
+            **config: Any) -> Any:
+    module = shoal.PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform", seed_layers=True,
+                                  schedule=schedule)
+    if change is not None:
+        change(module)
+    return shoal.initialize(model=module, config={**Case().settings, **config})[0]
+
+
+def frozen() -> list[float]:
+    def freeze(module: nn.Module) -> None:
+        if dist.get_rank() == 0:
+            module.requires_grad_(False)
+
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Block), shoal.LayerSpec(Out)]
+    engine = trained(layers, change=freeze)
+    return [engine.train_batch(data(0, 0)).item() for _ in range(4)]
+
+
+def test_a_stage_with_nothing_to_train_steps_with_the_others() -> None:
+    first, second = run_ranks(2, frozen)
+    assert first == second and first[-1] < first[0]
+
+
+class Skips(Block):
+    """Runs its linear layers on even data ranks only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if dist.get_rank() % 2 == 0 else self.norm(x)
+
+
+def skipping(schedule: str, stage: int) -> list[float]:
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Skips), shoal.LayerSpec(Out)]
+    engine = trained(layers, schedule, zero_optimization={"stage": stage})
+    return [engine.train_batch(data(step, engine.mesh.rank("data"))).item() for step in range(3)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_data_rank_that_skips_layers_hangs_nobody(schedule: str) -> None:
+    assert run_ranks(4, skipping, schedule, 2)[0] == pytest.approx(run_ranks(4, skipping, "gpipe", 0)[0], rel=1e-5)
+
+
+class Odd(nn.Module):
+    """Biases that are no plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.bias, self.scale = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        return nn.functional.linear(torch.addmm(rows, rows, self.weight), self.weight, self.bias * self.scale).view_as(x)
+
+
+def odd(schedule: str) -> list[float]:
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Odd), shoal.LayerSpec(Odd), shoal.LayerSpec(Out)]
+    engine = trained(layers, schedule)
+    return [engine.train_batch(data(step, 0)).item() for step in range(3)]
+
+
+def test_any_bias_goes_with_a_split_backward() -> None:
+    assert run_ranks(2, odd, "zb-h1")[0] == pytest.approx(run_ranks(2, odd, "1f1b")[0], rel=1e-6)
+
+
+def evaluated() -> list[Any]:
+    drops = [shoal.LayerSpec(nn.Dropout, 0.5) for _ in range(2)]
+    layers = [shoal.LayerSpec(Embed), *drops, shoal.LayerSpec(Out)]
+    engine = trained(layers)
+    same = engine.eval_batch(data(0, 0)).item() == engine.eval_batch(data(0, 0)).item()
+    with pytest.raises(ShoalError, match="the iterator ended after 1 of 4 microbatches"):
+        engine.eval_batch(data(0, 0, 1))
+    after = engine.train_batch(data(0, 0)).item()  # an evaluation that cannot begin ends nothing
+    with pytest.raises(ShoalError, match="got a list, which would start anew at every step; pass an iterator"):
+        engine.train_batch(list(data(0, 0)))
+    return [same, engine.module.training, after > 0]
+
+
+def test_evaluation_drops_nothing_and_needs_an_iterator() -> None:
+    assert run_ranks(2, evaluated) == [[True, True, True]] * 2
+
+
+def thrice() -> list[str]:
+    spec = [shoal.TiedLayerSpec("w", nn.Linear, 4, 4) for _ in range(3)]
+    module = shoal.PipelineModule([spec[0], nn.Tanh(), spec[1], spec[2]], num_stages=2, partition_method="uniform",
+                                  loss_fn=nn.functional.mse_loss)
+    engine = shoal.initialize(model=module, config=Case().settings)[0]
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 4))
+    return sorted(engine.consolidated_state_dict() or {})
+
+
+def test_a_weight_of_three_layers_has_all_its_names() -> None:
+    assert [name for name in run_ranks(2, thrice)[0] if "weight" in name] == ["0.weight", "2.weight", "3.weight"]
+
+
+def refused() -> str:
+    with pytest.raises(ShoalError) as found:
+        shoal.initialize(model=nn.Linear(4, 4), config={**Case().settings, "mesh": {"pipeline": 2}})
+    return str(found.value)
+
+
+def test_a_plain_model_has_no_pipeline_ranks() -> None:
+    words = "mesh.pipeline asks for 2 pipeline ranks, and the model is a Linear, which has no stages"
+    assert words in run_ranks(2, refused)[0]
+
+
+def detached() -> list[bool]:
+    class Cuts(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.detach())
+
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Cuts), shoal.LayerSpec(Out)]
+    engine = trained(layers, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.train_batch(data(0, 0))
+    return [torch.equal(p, before[name]) for name, p in engine.module.named_parameters()]
+
+
+def test_a_stage_without_gradient_stays_as_it_is() -> None:
+    first, second = run_ranks(2, detached)
+    assert all(first) and not any(second)
+
+
+def within_init() -> str:
+    with shoal.zero.Init(), pytest.raises(ShoalError) as found:
+        Case(stages=2).module()
+    return str(found.value)
+
+
+def test_a_pipeline_within_zero_init_is_refused_before_it_hangs() -> None:
+    assert all("PipelineModule: built within zero.Init" in text for text in run_ranks(2, within_init))
