@@ -1,0 +1,237 @@
+"""The ranks of one tensor axis, and what travels between them: activations and their gradients, summed or gathered.
+
+    all_reduce        every rank holds an addend   -> every rank holds the sum           2 (N-1)/N of the tensor sent
+    reduce_scatter    every rank holds N addends   -> rank r holds the sum of the r-th     (N-1)/N of them sent
+    all_gather        rank r holds part r          -> every rank holds all parts           (N-1) times the part sent
+
+A sum has the same bits on every rank and in every run. On the host it is taken in rank order and in fp32 or wider; small
+tensors of ranks of one machine go over shared memory (shelf.py), others by all-to-all. On an accelerator the collectives
+are the backend's own. All are asynchronous: what is computed before `wait` overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
+from shoal.errors import CollectiveFailed, CollectiveTimeout
+from shoal.reduction import Reduction
+from shoal.tensor_parallel.shelf import PLACE_BYTES, Shelves, open_shelves
+
+__all__ = ["Axis", "Pending", "eager"]
+
+SWAP_BYTES = 128 << 10
+"""Up to here two ranks without shared memory sum fastest by swapping whole tensors, one message each; beyond, gloo's ring
+overlaps its two (on two cores 51 against 93 microseconds at 1 KiB, 175 against 143 at 256 KiB)."""
+
+_shelves: WeakKeyDictionary[dist.ProcessGroup, Shelves | None] = WeakKeyDictionary()
+
+_Finish = Callable[[], object]
+"""Returns when what was started is over."""
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def eager(function: F) -> F:
+    """Keep a function that speaks to other ranks out of the graphs of torch.compile, which breaks them there."""
+    return cast(F, torch.compiler.disable(function))
+
+
+class Axis:
+    """The ranks of a process group that hold parts of the same layers."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self._asked = False
+        self._shelves: Shelves | None = None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copied layer speaks to the same ranks
+
+    def all_reduce(self, tensor: Tensor, *, keep: bool = False) -> Pending:
+        """Sum the contiguous `tensor` over the ranks: in place, unless its values are to be kept."""
+        if self.ranks == 1:
+            return Pending(self, "all-reduce", tensor, _nothing)
+        size = tensor.numel() * tensor.element_size()
+        total = torch.empty_like(tensor) if keep else tensor
+        if tensor.device.type == "cpu" and self.ranks == 2:
+            shelves = self._shelves_for(size)
+            if shelves is not None or size <= SWAP_BYTES:
+                return Pending(self, "all-reduce", total, self._swap(tensor, total, size, shelves))
+        if tensor.device.type == "cpu" and self.ranks > 2:
+            return self._reduce_by_spans(tensor, total)
+        traffic.count("tensor all-reduce", 2 * size * (self.ranks - 1) // self.ranks)
+        if keep:
+            total.copy_(tensor)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        return Pending(self, "all-reduce", total, _waiting(work))
+
+    def reduce_scatter(self, addends: Tensor) -> Pending:
+        """Sum the contiguous `addends` (ranks, ...) over the ranks; the result is this rank's (...)."""
+        if self.ranks == 1:
+            return Pending(self, "reduce-scatter", addends[0], _nothing)
+        total = torch.empty_like(addends[0])
+        if addends.device.type != "cpu":
+            traffic.count("tensor reduce-scatter", total.numel() * total.element_size() * (self.ranks - 1))
+            work = native_reduce_scatter(total.view(-1), addends.view(-1), group=self.group, async_op=True)
+            return Pending(self, "reduce-scatter", total, _waiting(work))
+        received = torch.empty_like(addends)
+        finish = self._spread(addends.view(-1), received, [total.numel()] * self.ranks, kind="reduce-scatter")
+        return Pending(self, "reduce-scatter", total, lambda: (finish(), _sum(received, total)))
+
+    def all_gather(self, part: Tensor) -> Pending:
+        """Gather the contiguous `part` (...) of every rank; the result is (ranks, ...)."""
+        whole = part.new_empty((self.ranks, *part.shape))
+        if self.ranks == 1:
+            return Pending(self, "all-gather", whole.copy_(part), _nothing)
+        size = part.numel() * part.element_size()
+        if part.device.type == "cpu":
+            return Pending(self, "all-gather", whole,
+                           self._collect(part, whole, [part.numel()] * self.ranks, size, kind="all-gather"))
+        traffic.count("tensor all-gather", size * (self.ranks - 1))
+        return Pending(self, "all-gather", whole,
+                       _waiting(native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)))
+
+    def _swap(self, tensor: Tensor, total: Tensor, size: int, shelves: Shelves | None) -> _Finish:
+        """Exchange whole tensors with the other of two ranks, and add: the same bits in either order."""
+        peer = 1 - self.rank
+        traffic.count("tensor all-reduce", size)
+        if shelves is not None:
+            traffic.lent += size
+            number = shelves.lay(tensor)
+
+            def add() -> None:
+                torch.add(tensor.view(-1), shelves.look(peer, number, tensor), out=total.view(-1))
+                shelves.sign(peer, number)
+
+            return add
+        other = torch.empty_like(tensor)
+        splits = [0 if rank == self.rank else tensor.numel() for rank in range(2)]
+        work = self.group.alltoall_base(other.view(-1), tensor.view(-1), splits, splits)
+        return lambda: (work.wait(), torch.add(tensor, other, out=total))
+
+    def _reduce_by_spans(self, tensor: Tensor, total: Tensor) -> Pending:
+        """Sum a span of the tensor on each rank, then gather the spans."""
+        length, left = divmod(tensor.numel(), self.ranks)
+        spans = [length + (rank < left) for rank in range(self.ranks)]
+        received = tensor.new_empty((self.ranks, spans[self.rank]))
+        finish = self._spread(tensor.view(-1), received, spans)
+
+        def gather() -> None:
+            finish()
+            span = _sum(received, tensor.new_empty(spans[self.rank]))
+            self._collect(span, total, spans, spans[0] * tensor.element_size())()
+
+        return Pending(self, "all-reduce", total, gather)
+
+    def _spread(self, flat: Tensor, received: Tensor, spans: Sequence[int], *, kind: str = "all-reduce") -> _Finish:
+        """Send each rank its span of `flat`; `received` (ranks, own span) has this rank's from everyone."""
+        own = spans[self.rank]
+        size = (flat.numel() - own) * flat.element_size()
+        traffic.count(f"tensor {kind}", size)
+        shelves = self._shelves_for(flat.numel() * flat.element_size())
+        if shelves is None:
+            work = self.group.alltoall_base(received.view(-1), flat, [own] * self.ranks, list(spans))
+            return _waiting(work)
+        traffic.lent += size
+        start = sum(spans[:self.rank])
+        number = shelves.lay(flat)
+        rows = received.view(self.ranks, own)
+        rows[self.rank] = flat[start:start + own]
+        return lambda: [shelves.take(peer, number, rows[peer], start, flat) for peer in self._peers()]
+
+    def _collect(self, part: Tensor, whole: Tensor, spans: Sequence[int], size: int, *,
+                 kind: str = "all-reduce") -> _Finish:
+        """Send everyone `part`; `whole` has the spans of all ranks, of at most `size` bytes each."""
+        sent = part.numel() * part.element_size() * (self.ranks - 1)
+        traffic.count(f"tensor {kind}", sent)
+        rows = whole.view(-1).split(list(spans))
+        shelves = self._shelves_for(size)
+        if shelves is not None:
+            traffic.lent += sent
+            number = shelves.lay(part)
+            rows[self.rank].copy_(part.view(-1))
+            return lambda: [shelves.take(peer, number, rows[peer]) for peer in self._peers()]
+        if self.ranks == 2:
+            rows[self.rank].copy_(part.view(-1))
+            splits = [part.numel() if peer != self.rank else 0 for peer in range(2)]
+            return _waiting(self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits))
+        copies = part.view(-1).repeat(self.ranks)
+        return _waiting(self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks))
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
+
+    def _shelves_for(self, size: int) -> Shelves | None:
+        """Return the shelves that a tensor of `size` bytes goes over, if it does. The first call is a collective."""
+        if not self._asked:
+            if self.group not in _shelves:
+                timeout = self.group._get_backend(torch.device("cpu")).options._timeout  # pyright: ignore  no other way
+                communicator = Communicator(self.group, timeout=timeout.total_seconds())
+                _shelves[self.group] = open_shelves(self.rank, self.ranks, timeout.total_seconds(),
+                                                    communicator.gather_objects)
+            self._shelves, self._asked = _shelves[self.group], True
+        return self._shelves if size <= PLACE_BYTES else None
+
+
+class Pending:
+    """A tensor that is on its way."""
+
+    __slots__ = ("_axis", "_finish", "_kind", "_tensor")
+
+    def __init__(self, axis: Axis, kind: str, tensor: Tensor, finish: _Finish):
+        self._axis = axis
+        self._kind = kind
+        self._tensor = tensor
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Return the tensor. Call it once. Raises `CollectiveFailed`, which names what broke."""
+        try:
+            self._finish()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return self._tensor
+
+    def _failure(self, error: RuntimeError) -> CollectiveFailed:
+        axis = self._axis
+        what = (f"rank {axis.rank} of {axis.ranks} of a tensor axis: {self._kind} of {tuple(self._tensor.shape)} "
+                f"{self._tensor.dtype}".replace("torch.", ""))
+        if "imed out" in str(error) or "timeout" in str(error).lower():
+            return CollectiveTimeout(f"{what} did not finish in time. Another rank took a different path through the model, "
+                                     f"was given a batch of another shape, or stopped. ({error})")
+        return CollectiveFailed(f"{what} broke: another rank died or closed its connection, or was given a batch of another "
+                                f"shape. The error in its output is the cause. ({error})")
+
+
+def _nothing() -> None:
+    """Be done."""
+
+
+def _waiting(work: dist.Work | None) -> _Finish:
+    return _nothing if work is None else work.wait
+
+
+def _sum(addends: Tensor, total: Tensor) -> Tensor:
+    """Sum `addends` (ranks, ...) in rank order, in fp32 or wider, into `total` (...)."""
+    rows = list(addends.view(addends.shape[0], -1).unbind())
+    Reduction(_HERE, rows, total.view(-1), 1.0, False, PIECE_BYTES).wait()
+    return total
+
+
+class _Here:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        return
+
+
+_HERE = _Here()

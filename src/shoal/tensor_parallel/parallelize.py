@@ -1,0 +1,151 @@
+"""Cut the layers of a model that exists, in place: every rank begins with the same whole model, and keeps its part.
+
+    compare    ranks have the same plan, model and weights, or all raise
+    convert    each module that the plan matches, those around others first
+    settle     what was tied to a cut parameter is tied to its part
+    align      the ranks' default generators, so that whole tensors drop alike
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.collectives import Communicator
+from shoal.cut import Cutting, cuts_of
+from shoal.errors import RanksDisagree, UsageError
+from shoal.tensor_parallel.doors import Streams
+from shoal.tensor_parallel.kinds import Region, Site, Whole
+from shoal.tensor_parallel.parts import Taken
+from shoal.tensor_parallel.plan import Match, Plan, assign, used
+from shoal.tensor_parallel.plans import plan_for
+from shoal.tensor_parallel.random import Apart, align
+
+__all__ = ["parallelize"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def parallelize(model: M, group: dist.ProcessGroup, plan: Plan | None = None, *, sequence_parallel: bool = False,
+                stages: dist.ProcessGroup | None = None, timeout: float = 600.0) -> M:
+    """Cut the layers of `model` over the ranks of `group` as the plan says, in place, and return it. A collective.
+
+    Without a plan it is the one for the model's class (of Hugging Face transformers: `PLANS` in plans.py), with sequences
+    split between regions if `sequence_parallel`. A model that is in stages of a pipeline, of which this rank has some, comes
+    with the ranks of the others in `stages`: what the plan names need only be in one of them. The ranks must hold the same
+    weights; afterwards each holds its part, and they have the first rank's random state. Raises `UsageError` where plan and
+    model do not fit or sizes do not divide, `RanksDisagree` where ranks have different plans or weights, on all ranks alike.
+    """
+    trouble: UsageError | None = None
+    try:
+        plan = _chosen(model, plan, sequence_parallel=sequence_parallel)
+    except UsageError as error:
+        trouble = error
+    _compare(group, [str(trouble)] if plan is None else [*plan.describe(), *_fingerprint(model)], timeout)
+    if trouble is not None or plan is None:
+        raise trouble or AssertionError("neither a plan nor a reason")
+    elsewhere = set() if stages is None else _elsewhere(plan, model, stages, timeout)
+    taken, matches = Taken(), assign(plan, model, elsewhere)
+    _convert(model, matches, group, plan.sequence_dim, taken)
+    _settle(model, matches, taken)
+    align(group, timeout=timeout)
+    return model
+
+
+def _elsewhere(plan: Plan, model: nn.Module, stages: dist.ProcessGroup, timeout: float) -> set[str]:
+    """Return the patterns that match something in some stage."""
+    return set[str]().union(*Communicator(stages, timeout=timeout).gather_objects(used(plan, model)))
+
+
+def _chosen(model: nn.Module, plan: Plan | None, *, sequence_parallel: bool) -> Plan:
+    if plan is None:
+        return plan_for(model, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        raise UsageError("parallelize: sequence_parallel is for plans that the library finds; give your own plan its "
+                         "sequence_dim instead: Plan(..., sequence_dim=1)")
+    return plan
+
+
+def _fingerprint(model: nn.Module) -> Iterator[str]:
+    """Yield a line for each module's class, and each tensor's shape, dtype and bits if it is not cut already."""
+    cut = cuts_of(model)
+    for path, module in model.named_modules():
+        yield f"module '{path}': {type(module).__name__}"
+        tensors: dict[str, Tensor] = {**dict(module.named_parameters(recurse=False)),
+                                      **dict(module.named_buffers(recurse=False))}
+        for name, tensor in tensors.items():
+            whole = f"{path}.{name}" if path else name
+            bits = "a part" if whole in cut else f"bits that sum to {_bits(tensor)}"
+            yield f"'{whole}': {tuple(tensor.shape)} {tensor.dtype}, {bits}"
+
+
+def _bits(tensor: Tensor) -> int:
+    """Return the sum of a tensor's words as whole numbers: the same in whatever order they are added."""
+    if tensor.is_meta:
+        return 0
+    tensor = tensor.detach().contiguous()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return int(tensor.view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64))
+
+
+def _compare(group: dist.ProcessGroup, lines: list[str], timeout: float) -> None:
+    communicator = Communicator(group, timeout=timeout)
+    said = communicator.gather_objects(lines)
+    for everyone in zip_longest(*said, fillvalue="nothing"):
+        if len(set(everyone)) > 1:
+            listed = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(everyone))
+            raise RanksDisagree(f"parallelize: the tensor ranks begin with different plans or models: {listed}. Give all of "
+                                f"them one plan, and build the model from one seed or one checkpoint")
+
+
+def _convert(model: nn.Module, matches: list[Match], group: dist.ProcessGroup, sequence_dim: int | None,
+             taken: Taken) -> None:
+    """Put what the kinds make of modules in their places."""
+    regions: dict[str, tuple[Region, Streams]] = {}
+    done: dict[nn.Module, tuple[Match, nn.Module]] = {}
+    for match in matches:
+        if match.module not in done:
+            around = [known for path, known in regions.items() if match.path.startswith(f"{path}.")]
+            streams = [streams for region, streams in around if region.dropout]
+            if isinstance(match.kind, Region):
+                streams.append(Streams(Apart(dist.get_rank(group))))
+                regions[match.path] = match.kind, streams[-1]
+            site = Site(group=group, sequence_dim=sequence_dim, taken=taken, streams=streams[-1] if streams else None,
+                        entered=any(region.enter is not None for region, _ in around))
+            done[match.module] = match, _converted(match, site)
+        first, made = done[match.module]
+        if first.kind != match.kind:
+            raise UsageError(f"{first.path} and {match.path} are one module, and the plan does two things with it: "
+                             f"{first.kind} and {match.kind}")
+        if made is not match.module:
+            parent, _, name = match.path.rpartition(".")
+            setattr(model.get_submodule(parent), name, made)
+
+
+def _converted(match: Match, site: Site) -> nn.Module:
+    if isinstance(match.module, Cutting):
+        raise UsageError(f"{match.path}: {type(match.module).__name__} is cut already; parallelize a model once")
+    try:
+        return match.kind.convert(match.module, site)
+    except UsageError as error:
+        raise UsageError(f"{match.path}: {error}") from error
+
+
+def _settle(model: nn.Module, matches: list[Match], taken: Taken) -> None:
+    """Tie to the parts what was tied to the whole parameters."""
+    follows = {match.module: match.kind.follows for match in matches if isinstance(match.kind, Whole)}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in taken.parts:
+                continue
+            if name not in follows.get(module, ()):
+                raise UsageError(f"{path}.{name} is tied to a parameter that is cut, and {type(module).__name__} is not: "
+                                 f"cut it alike, untie it, or if it only holds it: Whole(follows=({name!r},))")
+            setattr(module, name, taken.parts[parameter][1])
