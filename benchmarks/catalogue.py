@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from systems import System, ddp, deepspeed, fsdp2, plain, shoal, zero_redundancy
+from systems import System, ddp, ddp_half, deepspeed, fsdp2, pipeline, plain, shoal, zero_redundancy
 
 BASELINE = "ddp"
 
 SYSTEMS = {
     "plain": System(title="one process alone", settings="fused AdamW, no communication", build=plain, ratio=0.0),
     "ddp": System(title="DDP", settings="fused AdamW, gradient_as_bucket_view, static_graph", build=ddp),
+    "ddp-fp16": System(title="DDP, gradients sent in fp16", settings="as above, fp16_compress_hook", build=ddp_half,
+                       ratio=0.5),
     "zero-redundancy": System(title="ZeroRedundancyOptimizer", settings="DDP as above, parameters_as_bucket_view, fused",
                               build=zero_redundancy, ratio=1.0),
     "fsdp2": System(title="FSDP2", settings="fully_shard on each block and the root, fused AdamW", build=fsdp2, ratio=1.5),
@@ -22,4 +24,7 @@ SYSTEMS = {
     **{f"shoal-{stage}-sockets": System(title=f"Shoal stage {stage}, sockets", settings="direct_bytes null",
                                         build=shoal(stage, direct_bytes=None), ratio=1.5 if stage == 3 else 1.0)
        for stage in (1, 2, 3)},
+    **{f"shoal-pipeline-{schedule}": System(title=f"Shoal pipeline, {title}", settings="a stage a rank", whole=True,
+                                            build=pipeline(schedule))
+       for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "zero-bubble"))},
 }

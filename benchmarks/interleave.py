@@ -13,14 +13,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from machine import PEERS
 
 WORKER = Path(__file__).with_name("worker.py")
+PROCESS = 500 << 20  # bytes of a rank beside the model: torch, activations, communication buffers
+PARAMETER = 24  # bytes a parameter in training: weight, gradient, two moments, and room for two copies
 
 
 class TeamFailed(RuntimeError):
@@ -38,6 +41,31 @@ class Plan:
     warm: int
     microbatch: int = 2
     length: int = 128
+    pieces: int = 1
+
+
+class Start(Protocol):
+    """Starts a rank, with more variables in its environment; `streams` are those of Popen."""
+
+    def __call__(self, rank: int, command: Sequence[str | Path], /, *, env: Mapping[str, str],
+                 **streams: Any) -> subprocess.Popen[str]: ...
+
+
+def here(rank: int, command: Sequence[str | Path], *, env: Mapping[str, str], **streams: Any) -> subprocess.Popen[str]:
+    """Start a rank on this machine; ranks meet over loopback."""
+    return subprocess.Popen(list(map(str, command)), env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **env}, **streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the steps of one turn took: seconds of the slowest rank by step, means over ranks by step, the last loss."""
+
+    seconds: list[float]
+    cpu: float
+    faults: float
+    loss: float
+    sent: list[dict[str, int]]
+    """Bytes that each rank had sent by sockets and by memory before the turn."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,9 +113,12 @@ class Result:
 class Team:
     """The live ranks of one system."""
 
-    def __init__(self, name: str, plan: Plan, *, peer: bool, folder: Path) -> None:
+    def __init__(self, name: str, plan: Plan, *, peer: bool, folder: Path, start: Start = here) -> None:
         self.result = Result(name=name)
+        self.warm: Turn | None = None
+        """The steps before the first turn."""
         self._plan = plan
+        self._begin = start
         self._logs = [folder / f"{name}-{rank}.log" for rank in range(plan.ranks)]
         python = str(PEERS) if peer else sys.executable
         self._ranks = [self._start(python, rank, folder / f"{name}-store") for rank in range(plan.ranks)]
@@ -96,30 +127,35 @@ class Team:
     def _start(self, python: str, rank: int, store: Path) -> subprocess.Popen[str]:
         plan = self._plan
         job = {"system": self.result.name, "workload": plan.workload, "rank": rank, "ranks": plan.ranks,
-               "store": str(store), "microbatch": plan.microbatch, "length": plan.length}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                       "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                       "WORLD_SIZE": str(plan.ranks), "LOCAL_WORLD_SIZE": str(plan.ranks)}
+               "store": str(store), "microbatch": plan.microbatch, "length": plan.length, "pieces": plan.pieces}
+        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANK": str(rank),
+                       "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks), "LOCAL_WORLD_SIZE": str(plan.ranks)}
         with self._logs[rank].open("w") as log:
-            return subprocess.Popen([python, str(WORKER), json.dumps(job)], stdin=subprocess.PIPE, text=True,
-                                    stdout=subprocess.PIPE, stderr=log, env=environment)
+            return self._begin(rank, [python, WORKER, json.dumps(job)], env=environment, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
     def ready(self) -> None:
         """Wait until every rank has built its model, then run the steps that are not counted."""
         self.result.parameters = self._answers()[0]["parameters"]
-        self._order({"steps": self._plan.warm})
-        self._answers()
+        self.warm = self.steps(self._plan.warm)
+
+    def steps(self, count: int) -> Turn:
+        """Run so many steps, and say what they took."""
+        self._order({"steps": count})
+        answers = self._answers()
+        return Turn(seconds=[max(steps) for steps in zip(*(answer["seconds"] for answer in answers), strict=True)],
+                    cpu=statistics.mean(answer["cpu"] for answer in answers),
+                    faults=statistics.mean(answer["faults"] for answer in answers),
+                    loss=statistics.mean(answer["loss"] for answer in answers), sent=[answer["sent"] for answer in answers])
 
     def turn(self) -> None:
         """Run one round's steps."""
-        self._order({"steps": self._plan.steps})
-        answers = self._answers()
-        result = self.result
-        result.rounds.append([max(steps) for steps in zip(*(answer["seconds"] for answer in answers), strict=True)])
-        result.cpu.append(statistics.mean(answer["cpu"] for answer in answers))
-        result.faults.append(statistics.mean(answer["faults"] for answer in answers))
-        result.losses.append(statistics.mean(answer["loss"] for answer in answers))
-        self._sent.append([answer["sent"] for answer in answers])
+        turn, result = self.steps(self._plan.steps), self.result
+        result.rounds.append(turn.seconds)
+        result.cpu.append(turn.cpu)
+        result.faults.append(turn.faults)
+        result.losses.append(turn.loss)
+        self._sent.append(turn.sent)
 
     def finish(self) -> None:
         """Collect bytes and memory, and let the ranks end."""
@@ -137,6 +173,9 @@ class Team:
         for rank in self._ranks:
             rank.kill()
             rank.wait()
+            for pipe in filter(None, (rank.stdin, rank.stdout)):
+                with suppress(BrokenPipeError):  # an order that it did not live to read
+                    pipe.close()
 
     def _order(self, order: dict[str, Any]) -> None:
         for rank in self._ranks:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Creates .venv-peers, where DeepSpeed lives: a benchmark peer must never be a dependency of the library.
-# It gets the same torch as ours; its C++ ops are not built (the CPU accelerator and torch's own AdamW need none).
+# It gets the same torch as ours; its C++ ops are not built here: benchmarks/optimizer.py builds the one that it times.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3.11}

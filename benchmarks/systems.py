@@ -30,6 +30,8 @@ class System:
     build: Callable[[nn.Module, Workload], Step]
     peer: bool = False
     ratio: float = 1.0  # bytes a step must send at least, in units of 2 Psi (N-1)/N
+    whole: bool = False
+    """Every rank takes part in every sequence: a step is given the batch of all ranks, not the rank's own."""
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload) -> Step:
@@ -54,6 +56,15 @@ def ddp(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
 
 
+def ddp_half(model: nn.Module, workload: Workload) -> Step:
+    """Build DDP as above, whose gradients travel and are summed in fp16 (torch's own hook): half the bytes."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped = _ddp(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
+
+
 def zero_redundancy(model: nn.Module, workload: Workload) -> Step:
     """Build DDP with torch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -64,7 +75,7 @@ def zero_redundancy(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(wrapped, optimizer, workload)
 
 
-def _ddp(model: nn.Module) -> nn.Module:
+def _ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
 
 
@@ -102,6 +113,30 @@ def shoal(stage: int, **more: Any) -> Callable[[nn.Module, Workload], Step]:
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
         engine, *_ = shoal.initialize(model=model, config={**_config({"stage": stage}, optimizer, workload), **more})
         return _engine_step(engine, workload)
+
+    return build
+
+
+def pipeline(schedule: str) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of this library's pipeline: a stage a rank, the weights of the one model that all systems train."""
+    def build(model: nn.Module, workload: Workload) -> Step:
+        import shoal
+
+        specs = [shoal.LayerSpec(nn.Sequential, part) for part in workload.chain(model)]
+        module = shoal.PipelineModule(layers=specs, num_stages=dist.get_world_size(), loss_fn=workload.loss,
+                                      partition_method="parameters")
+        optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
+        sequences = len(workload.batch(0, 0)[0]) * dist.get_world_size()
+        config = {**_config({"stage": 0}, optimizer, workload), "pipeline": {"schedule": schedule},
+                  "train_micro_batch_size_per_gpu": sequences // workload.pieces,
+                  "gradient_accumulation_steps": workload.pieces}
+        engine, *_ = shoal.initialize(model=module, config=config)
+
+        def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            microbatches = zip(inputs.chunk(workload.pieces), targets.chunk(workload.pieces), strict=True)
+            return engine.train_batch(iter(microbatches)).detach()
+
+        return step
 
     return build
 

@@ -2,9 +2,10 @@
 
     python benchmarks/tiers.py [--path FOLDER] [--rounds 5] [--layers 12] [--dim 640] [--threads 1]
 
-One process, three engines and a replay take turns: no tier, offload to the host, everything on disk, and the bytes of an
-iteration on disk without its arithmetic. Each batch size is a row: small ones are bound by the disk, large ones by
-arithmetic. Before that processes by themselves train for a while, and their memory is held against the estimate.
+One process, four engines and two replays take turns: no tier, offload to the host, everything on disk, stepped after
+backward or in it (`step_in_backward`, without clipping), and the bytes of either's iteration without its arithmetic. Each
+batch size is a row: small ones are bound by the disk, large ones by arithmetic. Before that processes by themselves train
+for a while, and their memory is held against the estimate.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ import shoal
 MEBI = 1 << 20
 IN_A_TURN = 4
 """Iterations of a turn: the last step of a turn on disk has no forward to hide behind."""
+DISKS = {"after backward": False, "in backward": True}
+"""The ways with everything on disk, and whether backward steps."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
 
 
@@ -41,15 +44,16 @@ def main() -> None:
     shoal.init_distributed()
     with progress() as tell, tempfile.TemporaryDirectory(dir=options.path) as folder:
         memory = _memory(folder, 60, options.dim, options.layers, tell)
+        earlier = _memory(folder, 60, options.dim, options.layers, tell, "in-backward")
         growth = _memory(folder, options.steps, 256, 8, tell)
         rows, raw = [], {}
         for tokens in options.tokens:
             found = _turns(options, folder, tokens, tell)
             raw[str(tokens)] = found
-            rows.append(_row(tokens, found))
-    columns = ("tokens", "no tier ms", "host ms", "x none", "disk ms", "I/O apart ms", "x max(none, I/O)", "MiB read",
-               "MiB written")
-    _publish(options, Sheet(title="An iteration", columns=columns, rows=tuple(rows)), memory, growth, raw)
+            rows += [_row(tokens, found, way) for way in DISKS]
+    columns = ("tokens, on disk stepped", "no tier ms", "host ms", "x none", "disk ms", "I/O apart ms", "x max(none, I/O)",
+               "MiB read", "MiB written")
+    _publish(options, Sheet(title="An iteration", columns=columns, rows=tuple(rows)), memory, earlier, growth, raw)
 
 
 def _options() -> argparse.Namespace:
@@ -67,15 +71,16 @@ def _options() -> argparse.Namespace:
 
 
 def config(tier: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an engine: stage 3, AdamW, clipping."""
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, **tier},
+    """Return the configuration of an engine: stage 3, AdamW, and clipping where that can be."""
+    clipping = 0.0 if tier.get("offload_optimizer", {}).get("step_in_backward") else 1.0
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": clipping, "zero_optimization": {"stage": 3, **tier},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
 
 
-def on_disk(folder: str) -> dict[str, Any]:
-    """Return the settings of everything on disk."""
+def on_disk(folder: str, *, in_backward: bool = False) -> dict[str, Any]:
+    """Return the settings of everything on disk, stepped after backward or in it."""
     disk = {"device": "nvme", "nvme_path": folder}
-    return {"offload_param": {**disk, "buffer_count": 3}, "offload_optimizer": disk}
+    return {"offload_param": {**disk, "buffer_count": 3}, "offload_optimizer": {**disk, "step_in_backward": in_backward}}
 
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -83,19 +88,22 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     model = _example("gpt/model.py")
     shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
     host = {"device": "cpu"}
-    tiers = {"none": {}, "host": {"offload_param": host, "offload_optimizer": host}, "disk": on_disk(folder)}
+    tiers = {"none": {}, "host": {"offload_param": host, "offload_optimizer": host},
+             **{way: on_disk(folder, in_backward=in_backward) for way, in_backward in DISKS.items()}}
     ways: dict[str, Callable[[], object]] = {}
     engines: dict[str, shoal.Engine] = {}
     for name, tier in tiers.items():
         torch.manual_seed(0)
         engines[name] = shoal.initialize(model=shape.build(), config=config(tier))[0]
         ways[name] = _iteration(engines[name], tokens)
-    assert engines["disk"].sharded is not None
-    swap = engines["disk"].sharded.residence.swaps[0]
-    replay = Replay(folder, [unit.layout.size for unit in engines["disk"].sharded.units], buffers=3)
-    ways["apart"] = replay.iteration
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    moved: list[tuple[int, int]] = []
+    sharded = engines["after backward"].sharded
+    assert sharded is not None
+    swap, units = sharded.residence.swaps[0], [unit.layout.size for unit in sharded.units]  # the file is that of both
+    replays = {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward)
+               for way, in_backward in DISKS.items()}
+    ways |= {name: replay.iteration for name, replay in replays.items()}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
     for number in range(options.rounds + 1):
         for name, way in ways.items():
             tell(f"{tokens} tokens, round {number} of {options.rounds}: {name}")
@@ -105,13 +113,13 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
             for engine in engines.values():  # what a step still owes belongs to this turn
                 settle(engine)
             if number:  # the first turn makes the moments, and finds cold pages
-                seconds[name].append((time.perf_counter() - start) / IN_A_TURN)
-                if name == "disk":
-                    moved.append(((swap.read_bytes - before[0]) // IN_A_TURN, (swap.written_bytes - before[1]) // IN_A_TURN))
-    replay.close()
-    for engine in engines.values():
-        engine.destroy()
-    return {**seconds, "read": [float(read) for read, _ in moved], "written": [float(written) for _, written in moved]}
+                found[name].append((time.perf_counter() - start) / IN_A_TURN)
+                if name in DISKS:
+                    found[f"{name} read"].append((swap.read_bytes - before[0]) / IN_A_TURN)
+                    found[f"{name} written"].append((swap.written_bytes - before[1]) / IN_A_TURN)
+    for each in (*replays.values(), *engines.values()):
+        each.close() if isinstance(each, Replay) else each.destroy()
+    return found
 
 
 def settle(engine: shoal.Engine) -> None:
@@ -130,45 +138,47 @@ def _iteration(engine: shoal.Engine, tokens: int) -> Callable[[], object]:
     return iteration
 
 
-def _row(tokens: int, found: dict[str, list[float]]) -> tuple[str, ...]:
+def _row(tokens: int, found: dict[str, list[float]], way: str) -> tuple[str, ...]:
     middle = {name: statistics.median(values) for name, values in found.items()}
-    return (str(tokens), *(f"{1e3 * middle[name]:.0f}" for name in ("none", "host")), f"{_ratio(found, 'host', 'none'):.2f}",
-            *(f"{1e3 * middle[name]:.0f}" for name in ("disk", "apart")), f"{_overlap(found):.2f}",
-            f"{middle['read'] / MEBI:.0f}", f"{middle['written'] / MEBI:.0f}")
+    return (f"{tokens}, {way}", *(f"{1e3 * middle[name]:.0f}" for name in ("none", "host")),
+            f"{_ratio(found, 'host', 'none'):.2f}", *(f"{1e3 * middle[name]:.0f}" for name in (way, f"{way} apart")),
+            f"{_overlap(found, way):.2f}", *(f"{middle[f'{way} {what}'] / MEBI:.0f}" for what in ("read", "written")))
 
 
 def _ratio(found: dict[str, list[float]], one: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
 
 
-def _overlap(found: dict[str, list[float]]) -> float:
-    """Return the median over rounds of the iteration on disk over the longer of computing and I/O, each by itself."""
+def _overlap(found: dict[str, list[float]], way: str) -> float:
+    """Return the median over rounds of the iteration of `way` over the longer of computing and its I/O, each by itself."""
     return statistics.median(disk / max(none, apart)
-                             for disk, none, apart in zip(found["disk"], found["none"], found["apart"], strict=True))
+                             for disk, none, apart in zip(found[way], found["none"], found[f"{way} apart"], strict=True))
 
 
-def _memory(folder: str, steps: int, dim: int, layers: int, tell: Callable[[str], None]) -> dict[str, float]:
+def _memory(folder: str, steps: int, dim: int, layers: int, tell: Callable[[str], None], *how: str) -> dict[str, float]:
     """Train a GPT by itself in a process, and return what it says of its memory."""
     tell(f"memory over {steps} steps: {layers} blocks of width {dim}")
-    done = subprocess.run([sys.executable, str(MEMORY), folder, *map(str, (steps, dim, layers))], capture_output=True,
+    done = subprocess.run([sys.executable, str(MEMORY), folder, *map(str, (steps, dim, layers)), *how], capture_output=True,
                           text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _publish(options: argparse.Namespace, iteration: Sheet, memory: dict[str, float], growth: dict[str, float],
-             raw: dict[str, Any]) -> None:
-    rows = tuple((name, f"{value / MEBI:.1f}", f"{growth[name] / MEBI:.1f}") for name, value in memory.items())
+def _publish(options: argparse.Namespace, iteration: Sheet, memory: dict[str, float], earlier: dict[str, float],
+             growth: dict[str, float], raw: dict[str, Any]) -> None:
+    rows = tuple((name, *(f"{found[name] / MEBI:.1f}" for found in (memory, earlier, growth))) for name in memory)
     held = Sheet(title="Resident memory, everything on disk", rows=rows,
-                 columns=("MiB", "the same GPT, 60 steps", f"8 blocks of width 256, {options.steps} steps"))
+                 columns=("MiB", "the same GPT, 60 steps", "stepped in backward",
+                          f"8 blocks of width 256, {options.steps} steps"))
     targets = [
-        *(Target(what=f"{tokens} tokens: iteration on disk over max(computing, I/O) apart", high=1.15,
-                 measured=_overlap(found)) for tokens, found in raw.items()),
+        *(Target(what=f"{tokens} tokens: iteration on disk, stepped {way}, over max(computing, I/O) apart", high=1.15,
+                 measured=_overlap(found, way)) for tokens, found in raw.items() for way in DISKS),
         *(Target(what=f"{tokens} tokens: iteration with offload to the host over one without", high=1.10,
                  measured=_ratio(found, "host", "none")) for tokens, found in raw.items()),
         Target(what="peak resident memory over the estimate", low=0.9, high=1.1,
                measured=memory["peak"] / memory["estimate"]),
+        Target(what="the same, stepped in backward", low=0.9, high=1.1, measured=earlier["peak"] / earlier["estimate"]),
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]

@@ -26,7 +26,8 @@ BUFFERS, PIECES = 3, 4
 
 
 def main() -> None:
-    folder, steps, dim, layers = sys.argv[1], *map(int, sys.argv[2:])
+    folder, steps, dim, layers = sys.argv[1], *map(int, sys.argv[2:5])
+    in_backward = "in-backward" in sys.argv[5:]
     torch.set_num_threads(1)
     shoal.init_distributed()
     model = _example("gpt/model.py")
@@ -39,14 +40,14 @@ def main() -> None:
     activations = _activations(lambda number: model.Shape(layers=number, dim=dim, heads=dim // 64).build(), layers, x)
     trim()
     base = _resident()
-    given = config(on_disk(folder))
+    given = config(on_disk(folder, in_backward=in_backward))
     with shoal.zero.Init(config=given):
         large = model.Shape(layers=layers, dim=dim, heads=dim // 64).build()
     engine = shoal.initialize(model=large, config=given)[0]
     assert engine.sharded is not None
     units = [unit.layout.size for unit in engine.sharded.units]
     expected = working(units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_away=True, state_away=True,
-                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD)
+                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward)
     _clear_peak()
     _train(engine, x, SETTLED)
     settled = _resident()

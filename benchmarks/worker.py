@@ -32,11 +32,12 @@ def main() -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(job["store"], job["ranks"])  # pyright: ignore[reportPrivateImportUsage]  documented as public
     dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["ranks"])
-    task = workload(job["workload"], microbatch=job["microbatch"], length=job["length"])
+    task = workload(job["workload"], microbatch=job["microbatch"], length=job["length"], pieces=job["pieces"])
     torch.manual_seed(SEED)
     model = task.build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    step = SYSTEMS[job["system"]].build(model, task)
+    system = SYSTEMS[job["system"]]
+    step, readers = system.build(model, task), range(job["ranks"]) if system.whole else (job["rank"],)
     _answer(answers, parameters=parameters, threads=torch.get_num_threads())
     done = 0
     for line in sys.stdin:
@@ -50,7 +51,7 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF)
         loss = torch.tensor(0.0)
         for _ in range(order["steps"]):
-            inputs, targets = task.batch(done, job["rank"])
+            inputs, targets = (torch.cat(parts) for parts in zip(*(task.batch(done, rank) for rank in readers), strict=True))
             start = time.perf_counter()
             loss = step(inputs, targets)
             seconds.append(time.perf_counter() - start)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,12 @@ class Workload:
     blocks: Callable[[nn.Module], list[nn.Module]]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
+    chain: Callable[[nn.Module], list[nn.Module]]
+    """The model as modules, each of which takes what the one before it gives: one tensor."""
+    link_bytes: int
+    """Bytes of that tensor, between two blocks, for the batch of one rank."""
+    pieces: int = 1
+    """Microbatches into which a pipeline cuts the batch of all ranks."""
 
 
 class Chain(nn.Module):
@@ -44,7 +51,19 @@ class Chain(nn.Module):
         return x
 
 
-def layers(*, layers: int = LAYERS, width: int = 64, rows: int = 16) -> Workload:
+class Turned(nn.Module):
+    """A block of the GPT that finds its rotary positions itself, so that its only input is the stream."""
+
+    def __init__(self, block: nn.Module, rotation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block = block
+        self.rotation = rotation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.rotation(x))
+
+
+def layers(*, layers: int = LAYERS, width: int = 64, rows: int = 16, pieces: int = 1) -> Workload:
     """Describe the chain of small layers."""
     def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(SEED + 1000 * step + rank)
@@ -52,12 +71,20 @@ def layers(*, layers: int = LAYERS, width: int = 64, rows: int = 16) -> Workload
         return x[0], x[1]
 
     return Workload(build=lambda: Chain(layers, width), blocks=lambda model: list(model.layers),  # type: ignore[arg-type]
-                    batch=batch, loss=functional.mse_loss)
+                    batch=batch, loss=functional.mse_loss, chain=lambda model: list(model.layers),  # type: ignore[arg-type]
+                    link_bytes=4 * rows * width, pieces=pieces)
 
 
-def gpt(preset: str, *, microbatch: int, length: int) -> Workload:
+def gpt(preset: str, *, microbatch: int, length: int, pieces: int = 1) -> Workload:
     """Describe examples/gpt's model of that preset on random tokens, `microbatch` sequences of `length`."""
     model = _example("gpt/model.py")
+    shape = model.PRESETS[preset]
+
+    def rotation(x: Tensor) -> Tensor:
+        return model.rotation(x.shape[1], shape.dim // shape.heads, x)
+
+    def chain(gpt: Any) -> list[nn.Module]:
+        return [gpt.embedding, *(Turned(block, rotation) for block in gpt.blocks), nn.Sequential(gpt.norm, gpt.head)]
 
     def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(SEED + 1000 * step + rank)
@@ -67,13 +94,13 @@ def gpt(preset: str, *, microbatch: int, length: int) -> Workload:
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return Workload(build=lambda: model.PRESETS[preset].build(), blocks=lambda gpt: list(gpt.blocks),  # type: ignore[arg-type]
-                    batch=batch, loss=loss)
+    return Workload(build=shape.build, blocks=lambda gpt: list(gpt.blocks), batch=batch, loss=loss,  # type: ignore[arg-type]
+                    chain=chain, link_bytes=4 * microbatch * length * shape.dim, pieces=pieces)
 
 
-def workload(name: str, *, microbatch: int = 2, length: int = 128) -> Workload:
+def workload(name: str, *, microbatch: int = 2, length: int = 128, pieces: int = 1) -> Workload:
     """Return the workload called `layers`, or `gpt` of the preset `name`, built under one seed."""
-    return layers() if name == "layers" else gpt(name, microbatch=microbatch, length=length)
+    return layers(pieces=pieces) if name == "layers" else gpt(name, microbatch=microbatch, length=length, pieces=pieces)
 
 
 def parameters(name: str) -> int:

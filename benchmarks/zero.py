@@ -17,16 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from catalogue import BASELINE, SYSTEMS
-from interleave import Plan, Result, measure
+from interleave import PARAMETER, PROCESS, Plan, Result, measure
 from machine import available
 from outcome import Outcome, Sheet, Target
 from progress import progress
 from workloads import parameters
 
 ALONE = "plain"  # no communication: the floor of every stage 0; each rank trains a model of its own
-CHOICES = tuple(name for name in SYSTEMS if name != ALONE)
-PROCESS = 500 << 20  # bytes of a rank beside the model: torch, activations, communication buffers
-PARAMETER = 24  # bytes a parameter in training: weight, gradient, two moments, and room for two copies
+SLOW = ("ddp-fp16", *(name for name, system in SYSTEMS.items() if system.whole))  # those of slow_network.py
+CHOICES = tuple(name for name in SYSTEMS if name not in (ALONE, *SLOW))
 MEBI = 1 << 20
 
 
@@ -45,7 +44,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=tuple(SYSTEMS), default=CHOICES, metavar="NAME",
-                        help=f"which to measure: {', '.join(SYSTEMS)} (default: all but {ALONE})")
+                        help=f"which to measure: {', '.join(SYSTEMS)} (default: {', '.join(CHOICES)})")
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system (2)")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each system (12)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn, the first of which is not counted (6)")

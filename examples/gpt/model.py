@@ -123,12 +123,16 @@ class GPT(nn.Module):
 
     def _initialise(self) -> None:
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            deviation = 0.02 if name.startswith("embedding.") else 0.6 / math.sqrt(parameter.shape[1])
-            if name.endswith("_out.weight"):  # what is added to the stream starts small, so that depth does not matter
-                deviation /= math.sqrt(2 * self.shape.layers)
-            nn.init.normal_(parameter, std=deviation)
+            if parameter.ndim > 1:
+                initialise(name, parameter, self.shape)
+
+
+def initialise(name: str, matrix: Tensor, shape: Shape) -> None:
+    """Draw the values that the matrix of that name begins with, in place."""
+    deviation = 0.02 if name.startswith("embedding.") else 0.6 / math.sqrt(matrix.shape[1])
+    if name.endswith("_out.weight"):  # what is added to the stream starts small, so that depth does not matter
+        deviation /= math.sqrt(2 * shape.layers)
+    nn.init.normal_(matrix, std=deviation)
 
 
 def rotation(length: int, size: int, like: Tensor) -> Tensor:

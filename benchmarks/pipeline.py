@@ -1,0 +1,265 @@
+"""Pipelines by themselves: the bubble of each schedule, what a step costs without compute, what activations take.
+
+    python benchmarks/pipeline.py [--ranks 4] [--microbatches 8] [--nap 50] [--rounds 5] [--quick]
+
+Bubble: a stage's forward, and each half of its backward, sleeps for `nap` milliseconds; the bubble is the part of a step,
+from its first instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage,
+so that a step is the executor and what it sends; torch's Schedule1F1B runs the same layers over the same group, in turns
+with ours. Memory: a stage whose microbatch keeps `--kept` MiB; how far the first rank's memory rises in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from outcome import Outcome, Sheet, Target
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import shoal
+from shoal.halves import current
+from shoal.pipeline.executor import Batches
+from shoal.pipeline.schedules import make_schedule
+from shoal.testing import run_ranks
+
+WIDTH = 8
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+"""Stages per rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    ranks: int
+    microbatches: int
+    nap: float
+    rounds: int
+    steps: int
+    kept: int
+    out: Path | None
+
+
+def main() -> None:
+    options = _options()
+    bubbles = {name: run_ranks(options.ranks, naps, name, options) for name in SCHEDULES}
+    overhead = run_ranks(2, tiny, options)[0]
+    counts = (1, options.microbatches, 4 * options.microbatches)
+    memory = {name: [run_ranks(2, kept, name, count, options)[0] for count in counts] for name in ("gpipe", "1f1b", "zb-h1")}
+    _publish(options, bubbles, overhead, counts, memory)
+
+
+# What the ranks do
+
+
+class _Nap(torch.autograd.Function):
+    """Sleeps where compute would be, and says for how long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, slept: list[float]) -> Tensor:
+        ctx.seconds, ctx.slept, ctx.weight, ctx.deferred = seconds, slept, weight, current()
+        _sleep(seconds, slept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        _sleep(ctx.seconds, ctx.slept)
+
+        def pay() -> tuple[Tensor]:
+            _sleep(ctx.seconds, ctx.slept)
+            return (torch.zeros_like(ctx.weight),)
+
+        if ctx.deferred is None:
+            return gradients[0], pay()[0], None, None
+        ctx.deferred.owe([ctx.weight], pay)
+        return gradients[0], None, None, None
+
+
+def _sleep(seconds: float, slept: list[float]) -> None:
+    start = time.perf_counter()
+    time.sleep(seconds)
+    slept[0] += time.perf_counter() - start
+
+
+class Nap(nn.Module):
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seconds = seconds
+        self.slept = [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Nap.apply(x, self.weight, self.seconds, self.slept)  # pyright: ignore[reportReturnType]
+
+
+class Kept(nn.Module):
+    """Keeps so many elements for backward."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.elements = elements
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x.mean() * self.weight + torch.zeros(self.elements)).mean()
+
+
+def engine_of(layers: list[Any], ranks: int, schedule: str, microbatches: int) -> Any:
+    model = shoal.PipelineModule(layers, num_stages=ranks, loss_fn=lambda out, labels: out.sum() * 0 + out.mean(),
+                                 partition_method="uniform", schedule=schedule, stages_per_rank=SCHEDULES[schedule])
+    return shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": microbatches, "timeout": 60,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}})[0]
+
+
+def batches(count: int) -> Any:
+    return iter([(torch.randn(2, WIDTH, requires_grad=True), torch.zeros(2)) for _ in range(count)])
+
+
+def naps(schedule: str, options: Options) -> list[tuple[float, float]]:
+    """Return, for each round, the seconds of a step and those in which this rank slept."""
+    per = SCHEDULES[schedule]
+    layers = [shoal.LayerSpec(Nap, options.nap / per) for _ in range(options.ranks * per)]
+    engine = engine_of(layers, options.ranks, schedule, options.microbatches)
+    ways = make_schedule(schedule, ranks=options.ranks, microbatches=options.microbatches, stages_per_rank=per)
+    found: list[tuple[float, float]] = []
+    for _ in range(options.rounds + 1):
+        data = list(batches(options.microbatches))
+        given = Batches(inputs=[x for x, _ in data], labels=[y for _, y in data])
+        for layer in _naps(engine):
+            layer.slept[0] = 0.0
+        dist.barrier()
+        start = time.perf_counter()
+        engine._executor.run(ways, engine.stage_id, given, 1.0)
+        dist.barrier()
+        found.append((time.perf_counter() - start, sum(layer.slept[0] for layer in _naps(engine))))
+        engine.optimizer.zero_grad()
+    engine.destroy()
+    return found[1:]
+
+
+def _naps(engine: Any) -> list[Nap]:
+    return [module for module in engine.module.modules() if isinstance(module, Nap)]
+
+
+def tiny(options: Options) -> dict[str, list[float]]:
+    """Return the seconds of each step: ours, and torch's, in turns."""
+    count = options.microbatches
+    engine = engine_of([shoal.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)], 2, "1f1b", count)
+    ways = make_schedule("1f1b", ranks=2, microbatches=count)
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"))
+    theirs = Schedule1F1B(stage, count, loss_fn=lambda out, labels: out.mean())
+    inputs, labels = torch.randn(2 * count, WIDTH), torch.zeros(2 * count)
+
+    def ours_step() -> None:
+        given = Batches(inputs=list(inputs.chunk(count)), labels=list(labels.chunk(count)))
+        engine._executor.run(ways, engine.stage_id, given, 1.0)
+
+    def their_step() -> None:
+        theirs.step(*([inputs] if dist.get_rank() == 0 else []), **({"target": labels} if dist.get_rank() == 1 else {}))
+
+    found: dict[str, list[float]] = {"shoal": [], "torch": []}
+    for number in range(options.rounds + 1):
+        for name, step in (("shoal", ours_step), ("torch", their_step)):
+            seconds = [_timed(step) for _ in range(options.steps)]
+            engine.optimizer.zero_grad()
+            if number:
+                found[name].append(statistics.median(seconds))
+    engine.destroy()
+    return found
+
+
+def _timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def kept(schedule: str, count: int, options: Options) -> int:
+    """Return how many bytes more than before a step takes at most."""
+    engine = engine_of([shoal.LayerSpec(Kept, options.kept << 18) for _ in range(2)], 2, schedule, count)
+    engine.train_batch(batches(count))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    engine.train_batch(batches(count))
+    grown = _resident("VmHWM") - before
+    engine.destroy()
+    return grown
+
+
+def _resident(what: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+# What they found
+
+
+def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]]], overhead: dict[str, list[float]],
+             counts: tuple[int, ...], memory: dict[str, list[int]]) -> None:
+    measured = {name: statistics.median(_bubbles(ranks)) for name, ranks in bubbles.items()}
+    idle = {name: statistics.median(_idles(ranks)) for name, ranks in bubbles.items()}
+    formula = (options.ranks - 1) / (options.microbatches + options.ranks - 1)
+    rows = [(name, f"{1000 * statistics.median(step for step, _ in ranks[0]):.0f}", f"{100 * measured[name]:.1f} %",
+             f"{idle[name] / idle['1f1b']:.2f}") for name, ranks in bubbles.items()]
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(overhead["shoal"], overhead["torch"], strict=True))
+    costs = [(name, f"{1000 * statistics.median(found):.2f}", f"{1e6 * statistics.median(found) / options.microbatches:.0f}")
+             for name, found in overhead.items()]
+    sizes = [(name, *(f"{grown / 2**20:.0f}" for grown in found)) for name, found in memory.items()]
+    Outcome(
+        benchmark="pipeline", command=" ".join(["python", *sys.argv]),
+        note=(f"{options.ranks} ranks, {options.microbatches} microbatches, naps of {1000 * options.nap:.0f} ms for F, I "
+              f"and W, {options.rounds} rounds; 1F1B's bubble by the formula (p-1)/(m+p-1) is {100 * formula:.1f} %. "
+              f"Overhead on 2 ranks, tiny layers, {options.steps} steps a round. Memory on 2 ranks, {options.kept} MiB kept "
+              f"by a microbatch."),
+        sheets=(Sheet(title="Bubble", columns=("schedule", "ms a step", "bubble", "idle time, of 1F1B's"), rows=tuple(rows)),
+                Sheet(title="A step without compute", columns=("executor", "ms", "us a microbatch"), rows=tuple(costs)),
+                Sheet(title="Growth of peak memory in a step, MiB, first rank",
+                      columns=("schedule", *(f"{count} microbatches" for count in counts)), rows=tuple(sizes))),
+        targets=(Target(what="1f1b: bubble over the formula", measured=measured["1f1b"] / formula, low=0.95, high=1.05),
+                 Target(what="zbv: idle time over 1F1B's, at the same memory", measured=idle["zbv"] / idle["1f1b"], low=0.0,
+                        high=1 / 3),
+                 Target(what="zb-h1: idle time over 1F1B's, at the same memory", measured=idle["zb-h1"] / idle["1f1b"],
+                        low=0.0, high=1 / 3),
+                 Target(what="a step without compute over torch's Schedule1F1B", measured=ratio, low=0.0, high=1.0),
+                 Target(what="1f1b: memory at 4 times the microbatches", measured=memory["1f1b"][2] / memory["1f1b"][1],
+                        low=0.0, high=1.1)),
+        raw={"bubble": measured, "idle": idle, "overhead": overhead, "memory": memory}).publish(options.out)
+
+
+def _bubbles(ranks: list[list[tuple[float, float]]]) -> list[float]:
+    """The part of a step that is not slept, over all ranks, by round."""
+    return [1 - sum(slept for _, slept in row) / sum(step for step, _ in row) for row in zip(*ranks, strict=True)]
+
+
+def _idles(ranks: list[list[tuple[float, float]]]) -> list[float]:
+    return [sum(step - slept for step, slept in row) for row in zip(*ranks, strict=True)]
+
+
+def _options() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the bubble's pipeline (4)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a step (8)")
+    parser.add_argument("--nap", type=float, default=50, help="milliseconds of F, of I and of W (50)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a round of the overhead (20)")
+    parser.add_argument("--kept", type=int, default=32, help="MiB that a microbatch keeps (32)")
+    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/pipeline.json)")
+    given = vars(parser.parse_args())
+    quick = given.pop("quick")
+    options = Options(**(given | {"nap": given["nap"] / 1000}))
+    return replace(options, microbatches=4, nap=0.005, rounds=1, steps=3, kept=4) if quick else options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Systems take turns on hosts, at one rate of their links after the other: how fast a step is, and what it sends.
+
+One rank of every system lives on each host through the whole sweep. In a round the rate is set once for all systems, and
+each takes a turn at it. A turn begins and ends when the interfaces stand still, so that what a system sends late, after its
+step has returned, is counted as its own and slows nobody else. As many steps make a turn as the time for it allows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import link
+from hosts import Hosts, Traffic
+from interleave import Plan, Team, TeamFailed
+
+QUIET = 0.3  # seconds in which nothing is sent, after which nothing will be
+FEWEST, MOST = 2, 8  # counted steps of a turn
+CARRIED = 0.95  # of a rate, by TCP
+
+
+@dataclass(slots=True, kw_only=True)
+class Cell:
+    """What one system did at one rate, by round: seconds of each counted step, bytes of a step on the busiest interface."""
+
+    system: str
+    rate: str
+    seconds: list[list[float]] = field(default_factory=list[list[float]])
+    sent: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What all systems did, and why those that did nothing failed."""
+
+    cells: list[Cell]
+    failures: dict[str, str]
+    losses: dict[str, float]
+    """Of each system after as many steps, those before the first turn."""
+
+    def cell(self, system: str, rate: str) -> Cell | None:
+        return next((cell for cell in self.cells if (cell.system, cell.rate) == (system, rate) and cell.sent), None)
+
+
+def sweep(names: Sequence[str], plan: Plan, rates: Sequence[str], hosts: Hosts, *, sends: Mapping[str, float],
+          seconds: float, tell: Callable[[str], None]) -> Found:
+    """Run the named systems of `plan` on `hosts`, one rank each, at every rate in every round.
+
+    `sends` are the bytes that a step of each system is expected to send, from which follows how many steps take about
+    `seconds`. A system that fails keeps the reason and the others go on. `tell` receives progress as text.
+    """
+    failures: dict[str, str] = {}
+    cells = {(name, rate): Cell(system=name, rate=rate) for name in names for rate in rates}
+    hosts.set_rate(link.UNLIMITED)
+    with _teams(names, plan, hosts, failures, tell) as teams:
+        for number in range(plan.rounds):
+            for rate in rates:
+                hosts.set_rate(rate)
+                for team in _rotated(teams, number):
+                    name = team.result.name
+                    expected = _expected(team, sends[name], rate)
+                    steps = 1 + max(FEWEST, min(MOST, round(seconds / expected)))
+                    tell(f"round {number + 1} of {plan.rounds}, {rate}: {name}, {steps} steps in about "
+                         f"{steps * expected:.0f} s")
+                    with _fails(team, teams, failures):
+                        _turn(team, steps, hosts, cells[name, rate])
+        losses = {team.result.name: team.warm.loss for team in teams if team.warm}
+    return Found(cells=list(cells.values()), failures=failures, losses=losses)
+
+
+@contextmanager
+def _teams(names: Sequence[str], plan: Plan, hosts: Hosts, failures: dict[str, str],
+           tell: Callable[[str], None]) -> Generator[list[Team], None, None]:
+    """Start the systems one after the other, and end them whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        teams: list[Team] = []
+        try:
+            for name in names:
+                tell(f"{name}: starting")
+                teams.append(Team(name, plan, peer=False, folder=Path(folder), start=hosts.popen))
+                with _fails(teams[-1], teams, failures):
+                    teams[-1].ready()
+            yield teams
+        finally:
+            for team in teams:
+                team.stop()
+
+
+@contextmanager
+def _fails(team: Team, teams: list[Team], failures: dict[str, str]) -> Generator[None, None, None]:
+    """Let a team that fails go, and keep the reason."""
+    try:
+        yield
+    except TeamFailed as error:
+        team.stop()
+        teams.remove(team)
+        failures[team.result.name] = str(error)
+
+
+def _turn(team: Team, steps: int, hosts: Hosts, cell: Cell) -> None:
+    """Run the steps; the first finds cold caches and nothing on its way, so it is not counted."""
+    before = settled(hosts)
+    turn = team.steps(steps)
+    moved = [now - earlier for now, earlier in zip(settled(hosts), before, strict=True)]
+    cell.seconds.append(turn.seconds[1:])
+    cell.sent.append(max(host.sent for host in moved) / steps)
+
+
+def settled(hosts: Hosts, quiet: float = QUIET) -> list[Traffic]:
+    """Return what each host has sent and received, once that has not changed for `quiet` seconds."""
+    found, since = [hosts.bytes(host) for host in range(hosts.count)], time.monotonic()
+    while time.monotonic() - since < quiet:
+        time.sleep(quiet / 6)
+        now = [hosts.bytes(host) for host in range(hosts.count)]
+        if now != found:
+            found, since = now, time.monotonic()
+    return found
+
+
+def _rotated(teams: Sequence[Team], number: int) -> list[Team]:
+    shift = number % max(1, len(teams))
+    return [*teams[shift:], *teams[:shift]]
+
+
+def _expected(team: Team, sends: float, rate: str) -> float:
+    """Estimate the seconds of a step: as long as without a limit, and its bytes at the rate."""
+    assert team.warm
+    bits = link.rate(rate)
+    return team.warm.seconds[-1] + (8 * sends / (CARRIED * bits) if bits else 0.0)

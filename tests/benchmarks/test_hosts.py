@@ -1,0 +1,304 @@
+"""Hosts are real: they reach each other through a link of the rate, what they move is counted, and nothing of them stays.
+
+Where namespaces cannot be made the tests are skipped with the reason; what needs none is tested everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import link
+import namespaces
+import pytest
+import reached
+from crew import RankFailed
+from hosts import Hosts, HostsUnavailable, unavailable
+
+HERE = Path(__file__).parent
+BENCHMARKS = HERE.parents[1] / "benchmarks"
+MEBI = 1 << 20
+
+missing = unavailable()
+real = pytest.mark.skipif(bool(missing), reason=f"no hosts: {missing}")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+def names() -> set[str]:
+    """Return the namespaces of this process's networks and of those it started."""
+    return {path.name for path in namespaces.MOUNTS.glob("shoal-*")}
+
+
+# The rate
+
+
+@pytest.mark.parametrize(("text", "bits"), [("200mbit", 2e8), ("2.5gbit", 2.5e9), ("100Kbit", 1e5), ("unlimited", None)])
+def test_a_rate_is_read_in_the_words_of_tc(text: str, bits: float | None) -> None:
+    assert link.rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "200", "fast", "1kbit", "1000gbit", "-1mbit", "200mbits"])
+def test_another_rate_is_refused_with_what_is_expected(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"rate: got '{text}'; a number with bit, kbit, mbit or gbit from 100kbit"):
+        Hosts(2, rate=text)
+
+
+def test_another_delay_is_refused_with_what_is_expected() -> None:
+    with pytest.raises(ValueError, match="delay: got '5 minutes'; a number with us, ms or s"):
+        Hosts(2, delay="5 minutes")
+
+
+def test_hosts_that_have_no_address_are_refused() -> None:
+    with pytest.raises(ValueError, match="hosts: got 251; 1 to 250"):
+        Hosts(251)
+
+
+def test_a_bucket_holds_a_segment_and_a_late_timer() -> None:
+    assert link.Link(rate=2e8).bucket == ("tbf", "rate", "200000000bit", "burst", "73728", "latency", "5000us")
+    assert link.Link(rate=1e10, delay=20).bucket == ("tbf", "rate", "10000000000bit", "burst", "1250000",
+                                                     "latency", "40000us")
+    assert link.Link(rate=None).bucket == () and link.Link(rate=None).delayed == ()
+    assert link.Link(rate=None, delay=0.5).delayed[:3] == ("netem", "delay", "500us")
+
+
+@real
+def test_a_link_reaches_about_its_rate_and_changes_it_in_place(hosts: Hosts) -> None:
+    for rate, bits in (("50mbit", 50e6), ("400mbit", 400e6)):
+        found = reached.measure(hosts, rate, seconds=0.3, tell=lambda text: None)
+        assert 0.5 * bits < found.one_way <= bits
+        assert 0.3 * bits < found.both_ways <= bits
+    assert reached.measure(hosts, "unlimited", seconds=0.1, tell=lambda text: None).one_way > 400e6
+
+
+@real
+def test_a_kernel_that_cannot_delay_says_so_and_leaves_nothing() -> None:
+    before = names()
+    try:
+        with Hosts(2, delay="5ms") as hosts:
+            assert reached.measure(hosts, "50mbit", seconds=0.1, tell=lambda text: None).idle >= 10
+    except HostsUnavailable as error:
+        assert "netem" in str(error)
+    assert names() == before
+
+
+# Bytes and ranks
+
+
+@real
+def test_bytes_on_the_interface_are_those_sent_and_a_little_more(hosts: Hosts, script: Path) -> None:
+    hosts.set_rate("unlimited")
+    script.write_text(f"""
+import os, socket
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(where) as server:
+        connection = server.accept()[0]
+        while connection.recv({MEBI}):
+            pass
+else:
+    while True:
+        try:
+            with socket.create_connection(where) as connection:
+                connection.sendall(bytes({4 * MEBI}))
+            break
+        except ConnectionRefusedError:
+            continue
+""")
+    before = [hosts.bytes(host) for host in range(2)]
+    hosts.launch([script], seconds=60)
+    first, second = (hosts.bytes(host) - earlier for host, earlier in enumerate(before))
+    assert 4 * MEBI <= second.sent < 1.1 * 4 * MEBI
+    assert second.sent == first.received and first.sent == second.received < 0.1 * MEBI
+
+
+@real
+def test_ranks_have_the_variables_of_torchrun_and_answer_in_json(hosts: Hosts, script: Path) -> None:
+    script.write_text("""
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "MORE")
+print("{no JSON}, though it begins like it")
+print(json.dumps([os.environ[name] for name in names]))
+print(json.dumps({name: os.environ[name] for name in names}), json.dumps(sys.argv[1:]), sep="\\n")
+""")
+    found = hosts.launch([script, "word"], ranks_per_host=2, env={"MORE": "said"}, seconds=60)
+    assert [line["RANK"] for lines in found for line in lines] == ["0", "1", "2", "3"]
+    assert found[3] == [{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                         "MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "MORE": "said"}]
+
+
+@real
+def test_gloo_reduces_over_the_link(hosts: Hosts, script: Path) -> None:
+    script.write_text("""
+import json, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.full((250_000,), 1.0 + dist.get_rank())
+dist.all_reduce(value)
+print(json.dumps({"sum": value.mean().item()}), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+""")
+    before = hosts.bytes(0)
+    assert hosts.launch([script], seconds=120) == [[{"sum": 3.0}], [{"sum": 3.0}]]
+    assert 1e6 <= (hosts.bytes(0) - before).sent < 1.3e6
+
+
+@real
+def test_a_rank_that_dies_ends_the_others_and_all_are_heard(hosts: Hosts, script: Path) -> None:
+    script.write_text("""
+import os, sys, time
+print("rank", os.environ["RANK"], "was here", flush=True)
+if os.environ["RANK"] == "1":
+    sys.exit("and could not go on")
+time.sleep(600)
+""")
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 ended with status 1\n.*on host 1:\n.*1 was here\n.*could not go on"):
+        hosts.launch([script], seconds=60)
+    assert not inside(hosts)
+
+
+@real
+def test_ranks_that_take_too_long_are_ended(hosts: Hosts, script: Path) -> None:
+    script.write_text("import time; time.sleep(600)")
+    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not end within 0.1 s"):
+        hosts.launch([script], seconds=0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        hosts.run(0, ["sleep", "600"], seconds=0.1)
+    assert not inside(hosts)
+
+
+def inside(hosts: Hosts) -> str:
+    return "".join(namespaces.tool("ip", "netns", "pids", name) for name in hosts.names)
+
+
+@real
+def test_a_command_that_fails_says_what_it_said(hosts: Hosts) -> None:
+    assert hosts.run(1, ["echo", "yes"]).stdout == "yes\n"
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        hosts.run(1, ["sh", "-c", "echo no >&2; exit 3"])
+    assert (failed.value.returncode, failed.value.stderr) == (3, "no\n")
+
+
+# Whatever happens, nothing stays
+
+
+@real
+def test_an_exception_leaves_nothing() -> None:
+    before = names()
+    with pytest.raises(KeyError), Hosts(3, rate="1gbit") as hosts:
+        assert len(names() - before) == 4
+        sleeper = hosts.popen(2, ["sleep", "600"])
+        raise KeyError
+    assert names() == before
+    assert sleeper.wait(10) == -signal.SIGKILL
+
+
+HOLD = """
+import subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+from hosts import Hosts
+with Hosts(2, rate="1gbit") as hosts:
+    sleeper = hosts.popen(1, ["sh", "-c", "sleep 600 & wait"], stdout=subprocess.DEVNULL)
+    print(sleeper.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def held() -> tuple[subprocess.Popen[str], set[str]]:
+    """Start a process that holds two hosts, with processes on one of them, and return it with its namespaces."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(BENCHMARKS)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout and int(holder.stdout.readline())
+    mine = {name for name in names() if name.startswith(f"shoal-{holder.pid}-")}
+    assert len(mine) == 3
+    return holder, mine
+
+
+@real
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
+    holder, mine = held()
+    holder.send_signal(number)
+    holder.communicate(timeout=30)
+    assert holder.returncode in (128 + number, -number)
+    assert not names() & mine
+
+
+@real
+def test_what_a_killed_run_left_is_swept_by_the_next_and_what_lives_is_spared() -> None:
+    killed, left = held()
+    alive, spared = held()
+    killed.kill()
+    killed.communicate(timeout=30)
+    assert left <= names()
+    with Hosts(1):
+        assert not names() & left
+        assert spared <= names()
+    alive.terminate()
+    alive.communicate(timeout=30)
+    assert not names() & (left | spared)
+
+
+def test_only_the_namespaces_of_the_dead_are_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = namespaces.name(0, "host0")
+    dead = f"shoal-{os.getpid()}-1-0-host0"  # this number, but of a process that started long ago
+    for name in (mine, dead, "shoal-host0", "other", "shoal-x-1-0-host0"):
+        (tmp_path / name).touch()
+    removed: list[str] = []
+    monkeypatch.setattr(namespaces, "MOUNTS", tmp_path)
+    monkeypatch.setattr(namespaces, "remove", removed.append)
+    assert namespaces.sweep() == [dead] == removed
+
+
+def test_a_process_that_waits_to_be_buried_counts_as_dead() -> None:
+    child = subprocess.Popen(["true"])
+    deadline = time.monotonic() + 30
+    while namespaces.born(child.pid) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert namespaces.born(child.pid) == "" and namespaces.born(os.getpid()) != ""
+    child.wait()
+
+
+# Where it cannot be
+
+
+def test_a_machine_without_the_tools_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "PATH", "/nowhere")
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(HostsUnavailable, match="no `ip` on this machine; install iproute2"), Hosts(2):
+        pass
+
+
+def test_a_machine_that_is_no_linux_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "plan9")
+    assert "and this is plan9" in unavailable()
+
+
+@real
+def test_a_user_who_may_not_is_told_what_is_needed() -> None:
+    done = subprocess.run(["setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin", sys.executable,
+                           str(BENCHMARKS / "hosts.py"), "--", "true"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ("hosts: not permitted: CAP_NET_ADMIN is needed; run as root, in a container with --privileged\n")
+
+
+@real
+def test_the_command_runs_on_each_host_and_fails_with_it() -> None:
+    command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--hosts", "3", "--"]
+    done = subprocess.run([*command, "sh", "-c", "echo $RANK of $WORLD_SIZE"], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"]
+    done = subprocess.run([*command, "sh", "-c", "exit $RANK"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "ended with status" in done.stderr

@@ -1,0 +1,42 @@
+"""Tensors of a GPU go through a channel of gloo by way of the host, in the order in which the GPU computes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.pipeline.channel import Receiver, Sender
+from shoal.testing import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
+
+
+def passed() -> list[float]:
+    device, group = torch.device("cuda", 0), dist.group.WORLD
+    assert group is not None
+    if dist.get_rank() == 0:
+        end = Sender(group, 1, 0, device=device, timeout=30, what="activations of stage 1 from stage 0")
+        weight = torch.randn(512, 512, device=device)
+        sums: list[float] = []
+        for _ in range(10):
+            value = (weight @ weight @ weight).requires_grad_()
+            end.send({"x": value, "length": torch.tensor(3)})
+            sums.append(value.double().sum().item())
+        end.flush()
+        end.close()
+        return sums
+    end = Receiver(group, 0, 0, device=device, timeout=30, what="activations of stage 1 from stage 0")
+    end.expect(10)
+    found: list[float] = []
+    for _ in range(10):
+        value = end.receive()
+        assert (value["x"].device, value["x"].requires_grad, value["length"].device.type) == (device, True, "cpu")
+        found.append(value["x"].detach().double().sum().item())
+    end.close()
+    return found
+
+
+def test_tensors_of_a_gpu_arrive_on_the_other_ranks_gpu() -> None:
+    sent, received = run_ranks(2, passed)
+    assert sent == received
