@@ -3,6 +3,8 @@
 STAGE ?= 2
 RANKS ?= 2
 MODEL ?= 3m
+CONFIG ?= 3d
+TENSOR ?= 2
 DISK ?= out/benchmarks/disk
 TORCH := torch==2.13.0
 BIN := .venv/bin
@@ -12,17 +14,26 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install train memory-lab bigger-than-memory test check bench bench-tiers peers clean
+.PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory test check bench bench-tiers \
+	bench-slow-network peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: .venv/.installed  ## create .venv with pinned dependencies; the others do so by themselves
 
 train: .venv/.installed  ## train a GPT; STAGE=0..3 RANKS=n STEPS=n MODEL=tiny|3m|30m|124m RESUME=1
 	$(BIN)/shoal run --ranks $(RANKS) examples/gpt/train.py --shoal-config examples/gpt/zero$(STAGE).json \
 		--model $(MODEL)$(if $(STEPS), --steps $(STEPS))$(if $(RESUME), --resume)
+
+train-3d: .venv/.installed  ## train that GPT over three axes; CONFIG=3d|3d-zero3|pipeline|zbv|tensor RANKS=8 STEPS=n MODEL=... RESUME=1
+	$(BIN)/shoal run --ranks $(if $(filter command environment,$(origin RANKS)),$(RANKS),8) examples/gpt3d/train.py \
+		--shoal-config examples/gpt3d/$(CONFIG).json --model $(MODEL)$(if $(STEPS), --steps $(STEPS))$(if $(RESUME), --resume)
+
+train-megatron: .venv/.installed  ## train a GPT-2 of tensor-parallel layers in Megatron's form; RANKS=4 TENSOR=2 STEPS=n
+	$(BIN)/shoal run --ranks $(if $(filter command environment,$(origin RANKS)),$(RANKS),4) examples/megatron_gpt2/train.py \
+		--model-parallel-size $(TENSOR) --deepspeed_config examples/megatron_gpt2/gpt2.json$(if $(STEPS), --train-iters $(STEPS))
 
 memory-lab: .venv/.installed  ## measure the memory of stages 0 to 3 beside their formulas; RANKS=n MODEL=...
 	$(BIN)/python examples/memory_lab/lab.py --ranks $(RANKS)$(if $(filter command,$(origin MODEL)), --model $(MODEL))
@@ -47,6 +58,10 @@ bench-tiers: .venv/.installed  ## time state on the host and on disk: steps, the
 	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/disk.py $(DISK)
 	$(BIN)/python benchmarks/tiers.py --path $(DISK)
+
+bench-slow-network: .venv/.installed  ## time a GPT on two hosts over the rate of their link; needs root and iproute2
+	$(BIN)/python benchmarks/hosts.py --check
+	$(BIN)/python benchmarks/slow_network.py --plot
 
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh
