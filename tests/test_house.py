@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "configuration": ("config",),
     "names": ("registry", "discovery", "cut", "topology"),
     "machine": ("halves", "native", "process_memory", "reduction"),
+    "compression": ("signs",),
     "tiers": ("tier",),
     "neighbours": ("neighbours",),
     "transport": ("collectives", "distributed"),

@@ -1,0 +1,59 @@
+"""A flat vector is sent as one bit an element and one scale a block; what this does not say stays with the sender.
+
+Whoever sends adds the rest of the last time to the next vector, so that everything is sent in the end (error feedback: Seide
+et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847; with Adam, Tang et al. 2021, arXiv 2102.02888).
+
+There are three ways, with the same bits from each: on the host native code and torch, on a CUDA device a Triton kernel
+where there is one, and torch. How a scale is summed is said in plain.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.signs import plain
+from shoal.signs.layout import packed_bytes
+
+__all__ = ["difference", "pack", "unpack"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pack(values: Tensor, packed: Tensor) -> None:
+    """Write the signs (>= 0; -0.0 is) and scales of `values` (n,) to `packed` (packed_bytes(n),) uint8.
+
+    `values`, fp32, bf16 or fp16, keeps the rest: values - scale * sign, computed in fp32 and rounded. A block whose
+    magnitudes have no finite sum in fp32, as one with an Inf or NaN, gets the scale NaN and leaves zeros: an error that is
+    carried on stays finite.
+    """
+    _check(packed, values)
+    plain.pack(values, packed)
+
+
+def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
+    """Write the signs and scales of `master - weight` (n,), subtracted in fp32, to `packed`, and change neither.
+
+    `master` is fp32, `weight` fp32, bf16 or fp16. To publish an update so, needs no error beside it: what was not sent is
+    the difference that remains when `packed` has been added to the weight, and rounding is in it.
+    """
+    _check(packed, master, weight)
+    assert master.dtype == torch.float32, "masters are fp32"
+    plain.difference(master, weight, packed)
+
+
+def unpack(packed: Tensor, target: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> None:
+    """Write `factor * scale * sign` to `target` (n,), or add it, in fp32 and then rounded to the target's dtype."""
+    _check(packed, target)
+    plain.unpack(packed, target, factor=factor, accumulate=accumulate)
+
+
+def _check(packed: Tensor, *vectors: Tensor) -> None:
+    """Refuse, as mistakes of our own, vectors that are not flat, not alike, or not of the size of `packed`."""
+    elements = vectors[0].numel()
+    for vector in vectors:
+        assert vector.dtype in _DTYPES and vector.shape == (elements,) and vector.is_contiguous(), "not a flat vector"
+        assert vector.device == packed.device, f"{vector.device} and {packed.device}"
+    assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(elements),) and packed.is_contiguous(), \
+        f"{elements} elements are packed in {packed_bytes(elements)} bytes, not in {tuple(packed.shape)} {packed.dtype}"
+    assert packed.storage_offset() % 4 == 0, "scales would not be aligned"
