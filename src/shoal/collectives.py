@@ -37,6 +37,7 @@ T = TypeVar("T")
 # Newer torch calls the two native collectives `*_single` and deprecates the names that torch 2.11 has.
 native_all_gather: Callable[..., dist.Work | None] = (vars(dist).get("all_gather_single")
                                                       or vars(dist)["all_gather_into_tensor"])
+native_all_to_all: Callable[..., dist.Work | None] = dist.all_to_all_single
 native_reduce_scatter: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
                                                           or vars(dist)["reduce_scatter_tensor"])
 
@@ -164,6 +165,19 @@ class Communicator:
                          send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
         return Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
+
+    def exchange(self, send: Tensor, receive: Tensor, label: Label) -> Handle:
+        """Give rank r the row r of `send` (ranks, n), and take what it has for this rank as row r of `receive` (ranks, n).
+
+        This rank's own row stays where it is.
+        """
+        self._check(label, send)
+        traffic.count(label.kind, send[0].numel() * send.element_size() * (self.ranks - 1))
+        if self.native:
+            return _Native(self, label, native_all_to_all(receive, send, group=self.group, async_op=True))
+        peers = self._peers()
+        return _Pairwise(self, label, label.tag, receive={peer: receive[peer] for peer in peers},
+                         send={peer: send[peer] for peer in peers}, elements=self.reduce_elements)
 
     def staging_elements(self, elements: int) -> int:
         """How many elements of staging a `reduce_scatter` of a buffer of `elements` needs."""

@@ -5,6 +5,9 @@ over the ranks to what rests in `reduced`. Where the gradient rests PARTIAL the 
 span receives the sum in place, and nothing else is held; where it rests SHARD the open buffer is borrowed and given back.
 
 What rests, rests in a tier: it is brought when something is to be added to it, and left when its pass or its sum is done.
+
+Where gradients may travel as signs (compressed.py) they rest PARTIAL, and what was not sent stays in the resting buffer as
+this rank's first addend of the next step. Division by the ranks then comes before the sum, so that it is one of a mean.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from shoal.collectives import Handle, Label
 from shoal.holders import Holders
 from shoal.tier import Kept, Store, Transfer, above
 from shoal.zero.buffer import Pool
+from shoal.zero.compressed import Signs
 from shoal.zero.layout import Layout
 from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 
@@ -37,9 +41,14 @@ class Gradient:
     """A step may take the sum as soon as it is there: it does not go to rest before."""
     again = False
     """Recompute within a backward pass may add to it when it seemed complete."""
+    signed = False
+    """It travels as signs."""
+    _owed = False  # the resting buffer holds what signs did not say, of the slots
+    _carried = 0
+    _collected = False  # a gradient has come since the last step
 
     def __init__(self, layout: Layout, stage: Stage, holders: Holders, dtypes: GradientDtypes, pool: Pool,
-                 store: Store, *, unit: str, index: int):
+                 store: Store, *, unit: str, index: int, signs: Signs | None = None):
         self.layout = layout
         self.stage = stage
         self.touched = 0
@@ -51,7 +60,8 @@ class Gradient:
         self._communicator = communicator = holders.communicator
         self._replicas = holders.replicas
         self._dtypes, self._pool = dtypes, pool
-        self._before, self._after = _division(1 / holders.addends, dtypes)
+        self._before, self._after = _division(1 / holders.addends, dtypes, early=signs is not None)
+        self._signs = signs
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
         self._slots = len(layout.slots)
@@ -141,6 +151,7 @@ class Gradient:
             self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
             self._views = self.layout.views(self._open)
             self._filled = 0
+        self._collected = True
         view = self._views[slot]
         if self._filled & bit:
             view.add_(gradient, alpha=self._before)
@@ -167,7 +178,11 @@ class Gradient:
         self.fold()
         self._bring(fresh=not (self._valid or self._filled))
         self._norm = None
-        source = self._close()
+        if self.signed:
+            self._launch_signs()
+            return
+        source = self._on_wire(self._close())
+        self._owed = False
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
                                                    scale=self._after, accumulate=self._valid)
@@ -177,6 +192,37 @@ class Gradient:
         self.launched = True
         self.unsynced = False
 
+    def _launch_signs(self) -> None:
+        """Start reducing the resting buffer by its signs, with what was collected elsewhere after a first sum was there."""
+        assert self._signs is not None and self._resting is not None
+        source = self._close()
+        if source is not self._resting:
+            self._resting.add_(source)
+            self._pool.give_back(source)
+        self._carried |= self.touched
+        self._flight = _Flight(handle=self._signs.reduce(self._resting, self._reduce_label), borrowed=[])
+        self._valid = self._owed = self.launched = True
+        self.unsynced = False
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what was not sent by `factor`: the loss scale has changed."""
+        if self._owed and factor != 1:
+            assert self._resting is not None
+            self._resting.mul_(factor)
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What this rank has not sent yet of the whole unit, an addend of the mean; None if everything was."""
+        return self._resting if self._owed else None
+
+    def owe(self, residual: Tensor) -> None:
+        """Take over `residual` (size,), as `residual` gave it, as what is still to be sent."""
+        assert self._resting is not None
+        self.reset()
+        self._resting.copy_(residual)
+        self._owed, self._carried = True, (1 << self._slots) - 1
+        self.reset()
+
     def advance(self) -> None:
         """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
         flight = self._flight
@@ -184,6 +230,8 @@ class Gradient:
             return
         flight.handle.wait()
         flight.summed = True
+        if self.signed and self._resting is not None:  # signs know no zero
+            self._clear_gaps(self._resting)
         while flight.borrowed:
             self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
@@ -235,9 +283,15 @@ class Gradient:
         self._views = [] if self._resting is None else self._resting_views
         self.spend()
         self._norm = None
-        self._seen = self.touched = 0  # the slots of the present backward pass, since it last was complete; of the step
-        self._filled = 0  # the slots whose view of the open buffer holds a value
-        self._valid = False  # whether `reduced` holds a sum
+        self._owed &= self._valid or not self._collected  # of a gradient that is dropped, all goes
+        if self._owed and self._valid:
+            self.own.zero_()  # which was this rank's own to sum
+        elif not self._owed:
+            self._carried = 0
+        self._seen = 0  # the slots of the present backward pass, since it last was complete
+        self.touched = self._carried  # those of the step
+        self._filled = (1 << self._slots) - 1 if self._owed else 0  # those whose view of the open buffer holds a value
+        self._valid = self._collected = False  # whether `reduced` holds a sum
         self.unsynced = self.launched = self.complete = self.stays = self.again = False
 
     def spend(self) -> None:
@@ -254,7 +308,7 @@ class Gradient:
             self._span.fetch(fresh=fresh).wait()
 
     def _close(self) -> Tensor:
-        """Return the open buffer, in the wire's dtype, with zeros where nothing was collected."""
+        """Return the open buffer, with zeros where nothing was collected."""
         source = self._open
         if source is None:
             source = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
@@ -264,9 +318,16 @@ class Gradient:
                 if not self._filled >> slot & 1:
                     view.zero_()
         if source is not self._resting or not isinstance(self._span, Kept):
-            for gap in self.layout.gaps():
-                source[gap.start:gap.stop].zero_()
+            self._clear_gaps(source)
         self._open, self._views, self._filled = None, [], 0
+        return source
+
+    def _clear_gaps(self, buffer: Tensor) -> None:
+        for gap in self.layout.gaps():
+            buffer[gap.start:gap.stop].zero_()
+
+    def _on_wire(self, source: Tensor) -> Tensor:
+        """Return `source` in the wire's dtype."""
         if source.dtype == self._dtypes.wire:
             return source
         wire = self._pool.borrow(self.layout.size, self._dtypes.wire).copy_(source)
@@ -275,11 +336,11 @@ class Gradient:
         return wire
 
 
-def _division(mean: float, dtypes: GradientDtypes) -> tuple[float, float]:
+def _division(mean: float, dtypes: GradientDtypes, *, early: bool) -> tuple[float, float]:
     """Return the factors before and after the sum: in the copy that collects division is free; 16-bit addends are divided
-    after their sum in fp32.
+    after their sum in fp32, unless it has to be `early`.
     """
-    wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
+    wide = early or dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
     return (mean, 1.0) if wide else (1.0, mean)
 
 

@@ -50,6 +50,8 @@ class Plan:
     """Units whose weights are brought from another tier ahead of use."""
     read_elements: int = sys.maxsize
     """Elements of such units together."""
+    signs: bool = False
+    """Gradients and weights may travel as signs: state rests as at stage 1, whichever of 0 to 2 is asked for."""
     in_backward: bool = False
     """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
 
@@ -70,7 +72,7 @@ class ShardedModel:
         self.scope = Scope()
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
-        row = STAGES[plan.stage]
+        row = STAGES[1 if plan.signs else plan.stage]
         shares = partition(model, groups, census.of, persistent_below=plan.persistent_below if row.weight is SHARD else 0,
                            persistent_at_most=plan.persistent_at_most, roots=roots, aliases=aliases)
         for communicator in census.communicators:
@@ -80,7 +82,8 @@ class ShardedModel:
         """Units that several stages hold: reduced when a step begins."""
         try:
             for share in shares:
-                unit = self._unit(share, STAGES[2] if share.persistent and row.weight is SHARD else row, policy)
+                unit = self._unit(share, STAGES[2] if share.persistent and row.weight is SHARD else row, policy,
+                                  signs=plan.signs)
                 self.units.append(unit)
                 self.by_module.setdefault(share.module, []).append(unit)
                 if share.holders.late and share.trainable:
@@ -135,11 +138,16 @@ class ShardedModel:
         for unit in self.units:
             weight += _bytes(unit.weight)
             gradient += 0 if unit.gradient is None else unit.gradient.bytes
-            if unit.state is not None and unit.state.rounded is not None:
+            if unit.state is not None and unit.state.weights is not None:
                 master += _bytes(unit.state.master.tensor)
         kept = sum(_bytes(value) for state in moments.values() for value in state.values()
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
+
+    def travel(self, *, gradient: bool, weights: bool) -> None:
+        """From the next backward pass on, let gradients or weights travel as signs, or as they are."""
+        for unit in self.trainable:
+            unit.travel(gradient=gradient, weights=weights)
 
     def run_ahead(self) -> None:
         """Start what the next forward uses first."""
@@ -177,7 +185,7 @@ class ShardedModel:
             unit.close()
         self.residence.close()
 
-    def _unit(self, share: Share, stage: Stage, policy: Policy) -> Unit:
+    def _unit(self, share: Share, stage: Stage, policy: Policy, *, signs: bool) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
@@ -188,7 +196,7 @@ class ShardedModel:
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
         unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
-                    trainable=share.trainable)
+                    trainable=share.trainable, signs=signs)
         flat = _flatten(unit, values, self.pool.device)
         for communicator in (share.holders.replicas, share.holders.communicator):
             if communicator is not None:

@@ -3,7 +3,8 @@
     master     the fp32 copy of the weights, or the resting weights themselves
     moments    by the name that the optimizer gives them, made as zeros when they are first asked for
     gradient   reduced; read by the step
-    rounded    the resting weights in the compute dtype; written by the step, where the master is a copy
+    rounded    the resting weights in the compute dtype; written by the step, where the master is a copy and they do not
+               follow it by signs (compressed.py)
 
 All are spans over the elements whose master rests on this rank, so that a piece of the step is one range of all of them.
 """
@@ -27,11 +28,18 @@ class State:
         self.moments: dict[str, Span] = {}
         self._size = size
         self.master = master
-        self.rounded = rounded
-        """The resting weights in the compute dtype; None where they are their own master."""
+        self.weights = rounded
+        """The resting weights where they are not the master; None where they are."""
+        self.follows = False
+        """They follow the master by what is published: the step leaves them alone."""
         self._gradient = gradient
         self._held: list[range] = []
         self._kept = False  # whether the whole master is
+
+    @property
+    def rounded(self) -> Span | None:
+        """The resting weights in the compute dtype, which the step writes; None where it writes none."""
+        return None if self.follows else self.weights
 
     @property
     def granule(self) -> int | None:

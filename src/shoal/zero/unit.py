@@ -22,6 +22,7 @@ from shoal.holders import Holders
 from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
+from shoal.zero.compressed import SIGNED, Signs
 from shoal.zero.gradient import Gradient, GradientDtypes
 from shoal.zero.guard import claim, guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
@@ -71,7 +72,8 @@ class Unit:
     """Backward has begun its step already, which the engine's `step` will finish."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
-                 dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True):
+                 dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
+                 signs: bool = False):
         self.name = name
         self.stage = stage
         self.trainable = trainable
@@ -107,9 +109,11 @@ class Unit:
         self._arriving: Transfer = DONE
         self.state: State | None = None
         self.gradient: Gradient | None = None
+        signs = signs and trainable and self.communicator.ranks > 1 and dtypes.compute in SIGNED
+        self._signs = Signs(self.layout.size, self.communicator, pool) if signs else None
         if trainable:
             self.gradient = Gradient(self.layout, stage, holders, dtypes.gradient, pool, tiers.state, unit=name,
-                                     index=index)
+                                     index=index, signs=self._signs)
             self.state = self._new_state(tiers.state)
 
     @property
@@ -208,11 +212,16 @@ class Unit:
     @torch.no_grad()
     def round(self) -> None:
         """Bring the whole master, rounded, to where this rank's weights rest."""
-        if self.state is not None and self.state.rounded is not None:
+        if self.state is not None and self.state.weights is not None:
             part = range(len(self.master_span))
             self.state.fetch(part).wait()
-            self.state.rounded.tensor.copy_(self.state.master.tensor)
+            self.state.weights.tensor.copy_(self.state.master.tensor)
             self.state.commit(part)
+
+    def travel(self, *, gradient: bool, weights: bool) -> None:
+        """From the next backward pass on, let the gradient or the weights travel as signs, or as they are."""
+        if self._signs is not None and self.gradient is not None and self.state is not None:
+            self.gradient.signed, self.state.follows = gradient, weights
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -227,14 +236,21 @@ class Unit:
                 self.communicator.all_gather(self.full, self._publish_label).wait()
         elif self.stage.master is SHARD and self._memory is not None:
             self.gather()
-            self.communicator.all_gather(self.full, self._publish_label).wait()
+            self._travel().wait()
             self._memory.keep()
             self.release()
         elif self.stage.master is SHARD:
             for parameter in self._parameters:
                 guard(parameter)
-            self._handle = self.communicator.all_gather(self.full, self._publish_label)
+            self._handle = self._travel()
             self.phase = Phase.IN_FLIGHT
+
+    def _travel(self) -> Handle:
+        """Start bringing the stepped weights of every rank to all ranks."""
+        if self.state is not None and self.state.follows:
+            assert self._signs is not None
+            return self._signs.publish(self.state.master.tensor, self.full, self._publish_label)
+        return self.communicator.all_gather(self.full, self._publish_label)
 
     @torch.no_grad()
     def scatter(self, source: int | None) -> None:
@@ -293,7 +309,7 @@ class Unit:
         """Let the gathered weights rest, and the master be `values` (size,), of any precision."""
         if self._memory is not None:
             self._memory.keep()
-        if self.state is not None and self.state.rounded is not None:
+        if self.state is not None and self.state.weights is not None:
             span = self.master_span
             with held(self.state.master, changed=True) as master:
                 master.copy_(values[span.start:span.stop])
@@ -305,7 +321,7 @@ class Unit:
         part = range(span.start - self.resting.start, span.stop - self.resting.start)
         kept = isinstance(self.rest, Kept)
         stepped = Kept(self.weight[part.start:part.stop]) if kept else Part(self.rest, part)
-        if wide == self.full.dtype and self.weight.device == store.device:
+        if wide == self.full.dtype and self.weight.device == store.device and self._signs is None:
             return State(self.name, len(span), store, stepped, None, self.gradient)
         master = store.place(len(span), wide, f"master of unit '{self.name}'")
         return State(self.name, len(span), store, master, stepped, self.gradient)

@@ -1,0 +1,97 @@
+"""How the gradient and the weights of a unit travel as signs: one bit an element and one scale a block.
+
+    reduce     every rank packs its addend of each other's span; the owner adds what it unpacks to its own, exact addend
+    publish    the owner packs by how much its master is ahead of the published weights; every rank adds what it unpacks
+
+Nothing is kept for it beside what rests anyway, and nothing is lost: what the signs of an addend do not say stays in the
+gradient's buffer, to which the next backward pass adds, and what those of an update do not say is the difference that
+remains between master and weights. docs/compression.md derives both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal import signs
+from shoal.collectives import Communicator, Handle, Label
+from shoal.zero.buffer import Pool
+
+__all__ = ["SIGNED", "Signs"]
+
+SIGNED = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of weights whose units travel so; others travel as they are."""
+
+
+class Signs:
+    """The compressed transport of one unit of `size` elements over the ranks of its communicator."""
+
+    def __init__(self, size: int, communicator: Communicator, pool: Pool):
+        self._communicator = communicator
+        self._pool = pool
+        self._span = size // communicator.ranks
+        self._row = signs.packed_bytes(self._span)
+
+    def reduce(self, addend: Tensor, label: Label) -> Handle:
+        """Sum the 1-D `addend` over the ranks into this rank's span of it; elsewhere leave what was not sent.
+
+        The sum is taken in rank order, this rank's own addend first.
+        """
+        ranks, rank = self._communicator.ranks, self._communicator.rank
+        spans = addend.view(ranks, self._span)
+        borrowed = [self._borrow(), self._borrow()]
+        sent, received = (flat.view(ranks, self._row) for flat in borrowed)
+        for peer in range(ranks):
+            if peer != rank:
+                signs.pack(spans[peer], sent[peer])
+        transfer = self._communicator.exchange(sent, received, label)
+
+        def add() -> None:
+            for peer in range(ranks):
+                if peer != rank:
+                    signs.unpack(received[peer], spans[rank], accumulate=True)
+            self._give_back(borrowed)
+
+        return _Then(transfer, add)
+
+    def publish(self, master: Tensor, full: Tensor, label: Label) -> Handle:
+        """Bring the weights `full` of every rank nearer to the masters (span,) of their owners, all by the same bits."""
+        ranks, rank = self._communicator.ranks, self._communicator.rank
+        spans = full.view(ranks, self._span)
+        flat = self._borrow()
+        rows = flat.view(ranks, self._row)
+        signs.difference(master, spans[rank], rows[rank])
+        transfer = self._communicator.all_gather(flat, label)
+
+        def add() -> None:
+            for row, span in zip(rows, spans, strict=True):
+                signs.unpack(row, span, accumulate=True)
+            self._give_back([flat])
+
+        return _Then(transfer, add)
+
+    def _borrow(self) -> Tensor:
+        """Return room for a packed vector of each rank, one after the other."""
+        return self._pool.borrow(self._communicator.ranks * self._row, torch.uint8)
+
+    def _give_back(self, borrowed: list[Tensor]) -> None:
+        while borrowed:
+            self._pool.give_back(borrowed.pop())
+
+
+class _Then:
+    """A transfer, and what is done once it is over."""
+
+    def __init__(self, transfer: Handle, then: Callable[[], None]):
+        self._transfer = transfer
+        self._then: Callable[[], None] | None = then
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._then is None:
+            return
+        self._transfer.wait()  # if it fails, every later wait fails with it
+        then, self._then = self._then, None
+        then()
