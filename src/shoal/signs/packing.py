@@ -9,15 +9,27 @@ where there is one, and torch. How a scale is summed is said in plain.py.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from shoal.native import signs as native
 from shoal.signs import plain
 from shoal.signs.layout import packed_bytes
 
 __all__ = ["difference", "pack", "unpack"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Way(Protocol):
+    """A module that packs."""
+
+    def pack(self, values: Tensor, packed: Tensor) -> None: ...
+    def difference(self, master: Tensor, weight: Tensor, packed: Tensor) -> None: ...
+    def unpack(self, packed: Tensor, target: Tensor, *, factor: float, accumulate: bool) -> None: ...
 
 
 def pack(values: Tensor, packed: Tensor) -> None:
@@ -28,7 +40,7 @@ def pack(values: Tensor, packed: Tensor) -> None:
     carried on stays finite.
     """
     _check(packed, values)
-    plain.pack(values, packed)
+    _way(packed.device.type).pack(values, packed)
 
 
 def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
@@ -39,13 +51,20 @@ def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
     """
     _check(packed, master, weight)
     assert master.dtype == torch.float32, "masters are fp32"
-    plain.difference(master, weight, packed)
+    _way(packed.device.type).difference(master, weight, packed)
 
 
 def unpack(packed: Tensor, target: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> None:
     """Write `factor * scale * sign` to `target` (n,), or add it, in fp32 and then rounded to the target's dtype."""
     _check(packed, target)
-    plain.unpack(packed, target, factor=factor, accumulate=accumulate)
+    _way(packed.device.type).unpack(packed, target, factor=factor, accumulate=accumulate)
+
+
+@cache
+def _way(device: str) -> _Way:
+    if device == "cpu" and native.available():
+        return native
+    return plain
 
 
 def _check(packed: Tensor, *vectors: Tensor) -> None:
