@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,80 +11,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from shoal.native import build
 from shoal.native import signs as native
 from shoal.signs import BLOCK, packed_bytes, packing, plain
+from tests.signs.alike import DTYPES, INPUTS, SIZES, agree, normal, of_all_sizes, same
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="native code needs a C++ compiler")
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-SIZES = (0, 16, BLOCK - 16, BLOCK, BLOCK + 16, 40 * BLOCK + 208)
-
-
-def normal(elements: int) -> Tensor:
-    return torch.randn(elements, generator=torch.Generator().manual_seed(elements))
-
-
-def of_all_sizes(elements: int) -> Tensor:
-    return normal(elements) * torch.logspace(-44, 34, elements)
-
-
-def mixed(elements: int) -> Tensor:
-    values = normal(elements)
-    values[::7], values[::11] = 0.0, -0.0
-    return values
-
-
-def spoilt(elements: int) -> Tensor:
-    values = mixed(elements)
-    for place, bad in enumerate((math.inf, math.nan, -math.inf)):
-        values[place * 3 * BLOCK + 5 : place * 3 * BLOCK + 6] = bad
-    return values
-
-
-INPUTS: dict[str, Callable[[int], Tensor]] = {
-    "normal": normal, "of all sizes": of_all_sizes, "with zeros of both signs": mixed, "with Inf and NaN": spoilt,
-    "denormal": lambda n: normal(n) * 1e-40, "the smallest": lambda n: normal(n).sign() * 1e-45,
-    "zero": torch.zeros, "beyond any sum": lambda n: normal(n).sign() * 3e38,
-    "of powers": lambda n: torch.exp2(normal(n) * 40),
-}  # fmt: skip
-
-
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors have the same bits, but for those of a NaN."""
-    whole = INTEGERS[ours.element_size()]
-    bits = (torch.where(x.isnan(), torch.nan, x).view(whole) if x.is_floating_point() else x for x in (ours, theirs))
-    return torch.equal(*bits)
-
-
-def agree(values: Tensor) -> bool:
-    """Whether packing, the difference to another vector and unpacking are the same in native code and in torch."""
-    elements, found = values.numel(), []
-    for way in (native, plain):
-        packed, other = (torch.full((packed_bytes(elements),), 0xAB, dtype=torch.uint8) for _ in range(2))
-        rest, weight = values.clone(), normal(elements).to(values.dtype)
-        way.pack(rest, packed)
-        way.difference(values.float(), weight, other)
-        once = torch.full_like(rest, 7.0)
-        way.unpack(packed, once, factor=1.0, accumulate=False)
-        way.unpack(packed, weight, factor=1 / 3, accumulate=True)
-        found.append([packed, rest, other, once, weight])
-    return all(map(same, *found))
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_native_code_gives_the_bits_of_torch(kind: str, elements: int, dtype: torch.dtype) -> None:
-    assert agree(INPUTS[kind](elements).to(dtype))
+    assert agree(INPUTS[kind](elements).to(dtype), native)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64), st.integers(1, 200), st.sampled_from(DTYPES))
 def test_native_code_gives_the_bits_of_torch_for_any_numbers(numbers: list[float], grains: int, dtype: torch.dtype) -> None:
-    assert agree(torch.tensor(numbers).repeat(grains * 16)[: grains * 16].to(dtype))
+    assert agree(torch.tensor(numbers).repeat(grains * 16)[: grains * 16].to(dtype), native)
 
 
 @pytest.fixture
@@ -106,7 +49,7 @@ def test_the_bits_are_the_same_however_many_threads_work(dtype: torch.dtype, thr
         native.pack(rest, packed)
         native.unpack(packed, target, factor=0.3, accumulate=True)
         found.append((rest, packed, target))
-        assert agree(values)
+        assert agree(values, native)
     assert all(same(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
 
@@ -122,7 +65,7 @@ def test_the_bits_are_the_same_on_a_processor_with_narrower_vectors(without: str
     library = build.load.__wrapped__("signs")
     assert library is not None
     monkeypatch.setattr(native, "load", lambda _: library)
-    assert all(agree(made(5 * BLOCK + 208).to(dtype)) for made in INPUTS.values() for dtype in DTYPES)
+    assert all(agree(made(5 * BLOCK + 208).to(dtype), native) for made in INPUTS.values() for dtype in DTYPES)
 
 
 def test_the_host_has_native_code_where_there_is_some_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 Whoever sends adds the rest of the last time to the next vector, so that everything is sent in the end (error feedback: Seide
 et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847; with Adam, Tang et al. 2021, arXiv 2102.02888).
 
-There are three ways, with the same bits from each: on the host native code and torch, on a CUDA device a Triton kernel
-where there is one, and torch. How a scale is summed is said in plain.py.
+There are three ways, with the same bits from each: native code on the host, Triton on a CUDA device, and torch for where
+these are not. How a scale is summed is said in plain.py.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +66,8 @@ def unpack(packed: Tensor, target: Tensor, *, factor: float = 1.0, accumulate: b
 def _way(device: str) -> _Way:
     if device == "cpu" and native.available():
         return native
+    if device == "cuda" and find_spec("triton") is not None:
+        return cast(_Way, import_module("shoal.signs.kernels"))  # not at the top: it takes a second, and is not everywhere
     return plain
 
 
