@@ -102,10 +102,11 @@ def _own(folder: Path) -> Path:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """Return what a built library depends on: source, flags, compiler and processor."""
+    """Return what a built library depends on: source, what sources share, flags, compiler and processor."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=_PATIENCE).stdout
     found = hashlib.sha256()
-    for part in (source.read_text(), *_FLAGS, _THREADS, version, platform.machine(), _processor()):
+    shared = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
+    for part in (source.read_text(), *shared, *_FLAGS, _THREADS, version, platform.machine(), _processor()):
         found.update(part.encode() + b"\0")
     return found.hexdigest()[:16]
 

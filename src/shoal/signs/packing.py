@@ -3,21 +3,35 @@
 Whoever sends adds the rest of the last time to the next vector, so that everything is sent in the end (error feedback: Seide
 et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847; with Adam, Tang et al. 2021, arXiv 2102.02888).
 
-There are three ways, with the same bits from each: on the host native code and torch, on a CUDA device a Triton kernel
-where there is one, and torch. How a scale is summed is said in plain.py.
+There are three ways, with the same bits from each: native code on the host, Triton on a CUDA device, and torch for where
+these are not. How a scale is summed is said in plain.py.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
+
 import torch
 from torch import Tensor
 
+from shoal.native import signs as native
 from shoal.signs import plain
 from shoal.signs.layout import packed_bytes
 
 __all__ = ["difference", "pack", "unpack"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Way(Protocol):
+    """A module that packs."""
+
+    def pack(self, values: Tensor, packed: Tensor) -> None: ...
+    def difference(self, master: Tensor, weight: Tensor, packed: Tensor) -> None: ...
+    def unpack(self, packed: Tensor, target: Tensor, *, factor: float, accumulate: bool) -> None: ...
 
 
 def pack(values: Tensor, packed: Tensor) -> None:
@@ -28,7 +42,7 @@ def pack(values: Tensor, packed: Tensor) -> None:
     carried on stays finite.
     """
     _check(packed, values)
-    plain.pack(values, packed)
+    _way(packed.device.type).pack(values, packed)
 
 
 def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
@@ -39,13 +53,22 @@ def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
     """
     _check(packed, master, weight)
     assert master.dtype == torch.float32, "masters are fp32"
-    plain.difference(master, weight, packed)
+    _way(packed.device.type).difference(master, weight, packed)
 
 
 def unpack(packed: Tensor, target: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> None:
     """Write `factor * scale * sign` to `target` (n,), or add it, in fp32 and then rounded to the target's dtype."""
     _check(packed, target)
-    plain.unpack(packed, target, factor=factor, accumulate=accumulate)
+    _way(packed.device.type).unpack(packed, target, factor=factor, accumulate=accumulate)
+
+
+@cache
+def _way(device: str) -> _Way:
+    if device == "cpu" and native.available():
+        return native
+    if device == "cuda" and find_spec("triton") is not None:
+        return cast(_Way, import_module("shoal.signs.kernels"))  # not at the top: it takes a second, and is not everywhere
+    return plain
 
 
 def _check(packed: Tensor, *vectors: Tensor) -> None:

@@ -55,7 +55,7 @@ def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
 def unpack(packed: Tensor, target: Tensor, *, factor: float, accumulate: bool) -> None:
     """Write, or add, `factor` times what was sent to `target`."""
     found = parts(packed, target.numel())
-    multiple = torch.tensor(factor, dtype=torch.float32, device=target.device)
+    multiple = torch.full((), factor, dtype=torch.float32, device=target.device)
     places = torch.arange(8, dtype=torch.uint8, device=target.device)
     for span in _spans(target.numel()):
         signs = _padded(found.signs[span.start // 8 : span.stop // 8], BLOCK // 8)
