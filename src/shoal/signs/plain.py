@@ -23,7 +23,7 @@ from shoal.signs.layout import BLOCK, blocks, parts
 
 __all__ = ["difference", "pack", "unpack"]
 
-_AT_ONCE = 1024 * BLOCK  # elements: what is computed in between stays small beside the vector
+_AT_ONCE = 512 * BLOCK  # elements: what is computed in between stays small beside the vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,12 @@ def unpack(packed: Tensor, target: Tensor, *, factor: float, accumulate: bool) -
     """Write, or add, `factor` times what was sent to `target`."""
     found = parts(packed, target.numel())
     multiple = torch.full((), factor, dtype=torch.float32, device=target.device)
-    places = torch.arange(8, dtype=torch.uint8, device=target.device)
+    places = torch.arange(8, device=target.device)
+    octets = ((torch.arange(256, device=target.device)[:, None] >> places) & 1).bool()
     for span in _spans(target.numel()):
-        signs = _padded(found.signs[span.start // 8 : span.stop // 8], BLOCK // 8)
+        bits = _padded(found.signs[span.start // 8 : span.stop // 8], BLOCK // 8)
         encoded = _Encoded(scales=found.scales[span.start // BLOCK : blocks(span.stop)],
-                           signs=((signs.unsqueeze(-1) >> places) & 1).bool().view(-1, BLOCK))
+                           signs=octets.index_select(0, bits.view(-1).int()).view(-1, BLOCK))
         steps = encoded.steps(multiple).view(-1)[: len(span)]
         part = target[span.start : span.stop]
         part.copy_(part.float() + steps if accumulate else steps)
@@ -70,15 +71,22 @@ def _encoded(packed: Tensor, values: Tensor, less: Tensor | None = None) -> Iter
     """Yield span by span what was packed: the span, its values in fp32 (blocks, BLOCK), and how they were encoded."""
     found = parts(packed, values.numel())
     found.padding.zero_()
-    places = 2 ** torch.arange(8, dtype=torch.uint8, device=values.device)
     for span in _spans(values.numel()):
         part = values[span.start : span.stop].float()
         whole = _padded(part if less is None else part - less[span.start : span.stop].float(), BLOCK)
         encoded = _Encoded(scales=_scales(whole, len(span)), signs=whole >= 0)
         found.scales[span.start // BLOCK : blocks(span.stop)] = encoded.scales
-        bits = (encoded.signs.view(-1, 8) * places).sum(1, dtype=torch.uint8)
-        found.signs[span.start // 8 : span.stop // 8] = bits[: len(span) // 8]
+        found.signs[span.start // 8 : span.stop // 8] = _octets(encoded.signs.view(-1)[: len(span)])
         yield span, whole, encoded
+
+
+def _octets(signs: Tensor) -> Tensor:
+    """Return `signs` (n,) of eight bytes each as bytes of eight bits (n / 8,), in arithmetic on words of eight bytes.
+
+    The product brings byte k of a word, 0 or 1, to bit 56 + k, and nothing else there: 8 k + (56 - 7 k).
+    """
+    words = signs.view(torch.uint8).view(torch.int64)
+    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def _scales(whole: Tensor, elements: int) -> Tensor:
