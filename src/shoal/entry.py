@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from shoal import distributed
 from shoal.arrange import census_of, mesh_of
 from shoal.collectives import Communicator
+from shoal.compression import check_compressing
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine import Engine
@@ -27,6 +29,7 @@ from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierErr
 from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
 from shoal.offload import residence
+from shoal.optim.compressing import Compressing
 from shoal.optim.elementwise import ADAM_MOMENTS, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
@@ -86,10 +89,12 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
                               f"backward steps on the host alone so far: set it to false")
     engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, device)
     engine.client_optimizer = optimizer
-    moments = _check_objects(settings, model, optimizer)
+    stepping = _check_objects(settings, optimizer)
+    if stepping.compressing:
+        check_compressing(settings, mesh, device)
     _move_buffers(model, census.data, device)
     with _untouched_by_failure(engine, optimizer):
-        _build(engine, optimizer, model_parameters, moments)
+        _build(engine, optimizer, model_parameters, stepping)
         engine.lr_scheduler = _schedule(engine, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -142,16 +147,16 @@ def _timeout(source: Source) -> timedelta | None:
 
 
 def _build(engine: Engine, optimizer: OptimizerSource | None,
-           parameters: Iterable[Tensor | Mapping[str, Any]] | None, moments: int) -> None:
-    """Give the engine its units and its optimizer, which keeps so many `moments`."""
+           parameters: Iterable[Tensor | Mapping[str, Any]] | None, stepping: _Stepping) -> None:
+    """Give the engine its units and its optimizer, of which `stepping` is known."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
-    engine.policy = dtypes = _policy(settings, model)
+    engine.policy = dtypes = _policy(settings, model, stepping)
     zero = settings.zero_optimization
     trained = groups.of if optimizer is not None or named else {}
-    place = residence(settings, model, trained, moments, dtypes, engine.census, engine.device)
-    engine.sharded = ShardedModel(model, trained, _plan(settings), engine.census, dtypes, place,
+    place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device)
+    engine.sharded = ShardedModel(model, trained, _plan(settings, stepping), engine.census, dtypes, place,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
                                   roots=engine.roots, aliases=engine.aliases)
     for each in engine.sharded.passes:
@@ -171,7 +176,10 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
     check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
-    overflows = torch.float16 in (dtypes.compute, dtypes.reduce)
+    if isinstance(inner, Compressing) and not stepping.compressing:
+        raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
+                         f"before state is placed; name it in the configuration, or pass an instance")
+    overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
     offload = zero.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
     rules = StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
@@ -183,25 +191,37 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
 
 
-def _plan(settings: Config) -> Plan:
+def _plan(settings: Config, stepping: _Stepping) -> Plan:
     zero = settings.zero_optimization
     param = zero.offload_param
-    return Plan(stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
+    return Plan(stage=zero.stage, signs=stepping.compressing, overlap=zero.overlap_comm,
+                ahead=zero.stage3_prefetch_bucket_size,
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
                 in_backward=zero.offload_optimizer.step_in_backward)
 
 
-def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSource | None) -> int:
-    """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepping:
+    """What is known of the optimizer before it is built."""
 
-    Returns how many tensors of its shape the optimizer keeps for it.
-    """
+    moments: int = ADAM_MOMENTS
+    """How many tensors of a weight's shape it keeps for it."""
+    compressing: bool = False
+    """Whether it lets state travel as signs."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Stepping:
+        return cls(moments=moments_of(type(optimizer), optimizer.defaults), compressing=isinstance(optimizer, Compressing))
+
+
+def _check_objects(settings: Config, optimizer: OptimizerSource | None) -> _Stepping:
+    """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in."""
     if isinstance(optimizer, Optimizer):
         check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
         Groups.check_new(optimizer)
-        return moments_of(type(optimizer), optimizer.defaults)
+        return _Stepping.of(optimizer)
     if optimizer is not None and not callable(optimizer):
         raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "
                          f"a function of parameter groups that returns one. A name goes into the configuration: "
@@ -210,8 +230,8 @@ def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSourc
         weight = nn.Parameter(torch.zeros(2))
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
         check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
-        return moments_of(type(inner), inner.defaults)
-    return ADAM_MOMENTS
+        return _Stepping.of(inner)
+    return _Stepping()
 
 
 @contextmanager
@@ -232,11 +252,13 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         raise
 
 
-def _policy(settings: Config, model: nn.Module) -> Policy:
+def _policy(settings: Config, model: nn.Module, stepping: _Stepping) -> Policy:
+    accumulate = settings.data_types.grad_accum_dtype
+    if stepping.compressing and accumulate is None:  # what signs do not say would be rounded away
+        accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
-                  communication_data_type=settings.communication_data_type,
-                  grad_accum_dtype=settings.data_types.grad_accum_dtype)
+                  communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate)
 
 
 def _loss_scale(settings: Config) -> LossScale:

@@ -19,7 +19,19 @@ from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger, warn_once
 from shoal.schedule.registry import AnySchedule
 from shoal.surface import Surface
-from shoal.training_state import moments_to_load, moments_to_save, parameter_shapes, weights_to_load, weights_to_save
+from shoal.training_state import (
+    PUBLISHED,
+    moments_to_load,
+    moments_to_save,
+    parameter_shapes,
+    published,
+    residual_ranks,
+    unsent,
+    weights_to_load,
+    weights_to_save,
+    wire_to_save,
+)
+from shoal.zero.unit import Unit
 
 T = TypeVar("T")
 
@@ -68,6 +80,7 @@ class Saving(Surface):
             pieces = [piece for piece in pieces if piece.name not in frozen]
         if self.optimizer is not None:
             pieces += moments_to_save(self.sharded, self.optimizer)
+            pieces += wire_to_save(self.sharded)
         away = any(piece.hold is not None for piece in pieces)  # written straight from where it rests, bit by bit
         pending = self._writing().write(
             save_dir, tag, pieces, step=self.global_steps, latest=save_latest, file_bytes=AWAY_BYTES if away else FILE_BYTES,
@@ -189,10 +202,37 @@ class Saving(Surface):
         pieces = list(weights_to_load(self.sharded, snapshot, strict=strict))
         if moments and self.optimizer is not None:
             pieces += moments_to_load(self.sharded, self.optimizer, snapshot)
+        self.sharded.travel(gradient=False, weights=False)
         snapshot.fill(pieces)
+        held = set(snapshot.names()) if moments else set[str]()
+        following = [unit for unit in self.sharded.trainable if unit.state is not None and unit.state.weights is not None
+                     and all(f"{PUBLISHED}/{member.name}" in held for member in unit.members)]
         for unit in self.sharded.units:
-            unit.round()
+            if unit not in following:
+                unit.round()
+        snapshot.fill([piece for unit in following for piece in published(unit, self.sharded.cuts)])
+        for unit in self.sharded.units:
             unit.publish()
+        self._load_residuals(snapshot if moments else None)
+
+    @torch.no_grad()
+    def _load_residuals(self, snapshot: Snapshot | None) -> None:
+        """Take over what the ranks that saved had not sent: each of those here what every so-manieth of them had."""
+        assert self.sharded is not None
+        ranks = {} if snapshot is None else residual_ranks(snapshot)
+        units = [unit for unit in self.sharded.trainable if unit.signed]
+        found: dict[Unit, Tensor] = {}
+        for number in range(max(ranks.values(), default=0)):
+            part = {unit: torch.zeros(unit.layout.size, device=self.device) for unit in units
+                    if number % unit.communicator.ranks == unit.communicator.rank}
+            assert snapshot is not None
+            pieces = (piece for unit, values in part.items() for piece in unsent(unit, values, number, self.sharded.cuts))
+            snapshot.fill([piece for piece in pieces if number < ranks.get(piece.name.partition("/")[2], 0)])
+            for unit, values in part.items():
+                found[unit] = found[unit].add_(values) if unit in found else values
+        for unit in units:
+            assert unit.gradient is not None
+            unit.gradient.owe(found.get(unit))
 
     def _read_values(self, snapshot: Snapshot) -> dict[str, object] | None:
         """Read what is no tensor of the model, so that damage there is told, on every rank, before anything changes."""
@@ -241,6 +281,8 @@ class Saving(Surface):
             self.lr_scheduler.load_state_dict(shared["lr_scheduler"])
         if self.training_dataloader is not None and shared["data"] is not None:
             self.training_dataloader.load_state_dict(shared["data"])
+        if self.optimizer is not None:
+            self.optimizer.route()
         if private is not None:
             rng.restore(cast("dict[str, object]", private["random"]))
         else:

@@ -4,6 +4,8 @@
     KIND/NAME          the optimizer's state of that parameter, of its shape (exp_avg, exp_avg_sq, ...)
     scalar.KIND/NAME   the same where it is one number per parameter (step)
     buffer/NAME        the model's persistent buffers
+    published/NAME     the weights as all ranks have them, where they follow their masters by signs
+    residual.R/NAME    what rank R of those that hold the parameter has not sent of its gradient, as an addend of the mean
 
 Each rank gives the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
 cover everything; on loading it asks for whatever rests on it.
@@ -29,7 +31,8 @@ from shoal.zero.layout import Part, Slot
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
 
-WEIGHT, BUFFER = "weight", "buffer"
+WEIGHT, BUFFER, PUBLISHED = "weight", "buffer", "published"
+RESIDUAL = "residual."
 SCALAR, NUMBER = "scalar.", "number."
 """Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
 Cuts = Mapping[str, Cut]
@@ -70,7 +73,8 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
     Slots whose saved scalars differ (one was stepped less often) end in views of their own.
     """
     held = set(snapshot.names())
-    kinds = sorted({name.partition("/")[0] for name in held} - {WEIGHT, BUFFER})
+    kinds = sorted(kind for kind in {name.partition("/")[0] for name in held} - {WEIGHT, BUFFER, PUBLISHED}
+                   if not kind.startswith(RESIDUAL))
 
     def saved(view: View, part: Part) -> tuple[tuple[str, float | None], ...]:
         slot = view.unit.layout.slots[part.slot].name
@@ -92,6 +96,37 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
             else:
                 state[kind.removeprefix(SCALAR)] = torch.tensor(scalar, dtype=dtype)
         optimizer.optimizer.state[view.parameter] = state
+
+
+def wire_to_save(model: ShardedModel) -> Iterator[Piece]:
+    """Yield what travel by signs has left between the ranks: this rank's published slices, and what it has not sent."""
+    for unit in model.trainable:
+        if unit.state is not None and unit.state.follows:
+            yield from published(unit, model.cuts)
+        if unit.gradient is not None and unit.gradient.residual is not None:
+            yield from unsent(unit, unit.gradient.residual, unit.communicator.rank, model.cuts)
+
+
+def published(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
+    """Yield this rank's slices of the weights that all ranks have."""
+    for part in unit.layout.parts(unit.span):
+        yield from _of(Kept(unit.full), unit.span.start + part.offset, PUBLISHED, unit.layout.slots[part.slot],
+                       range(part.start, part.stop), cuts)
+
+
+def unsent(unit: Unit, residual: Tensor, rank: int, cuts: Cuts) -> Iterator[Piece]:
+    """Yield the slots of `residual` (size,), what rank `rank` has not sent."""
+    for slot in unit.layout.slots:
+        yield from _of(Kept(residual), slot.start, f"{RESIDUAL}{rank}", slot, range(slot.stop - slot.start), cuts)
+
+
+def residual_ranks(snapshot: Snapshot) -> dict[str, int]:
+    """Return for each parameter the ranks whose residual was saved."""
+    found: dict[str, int] = {}
+    for kind, _, name in (each.partition("/") for each in snapshot.names()):
+        if kind.startswith(RESIDUAL):
+            found[name] = max(found.get(name, 0), 1 + int(kind.removeprefix(RESIDUAL)))
+    return found
 
 
 def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:

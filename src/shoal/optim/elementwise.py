@@ -17,13 +17,14 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from shoal.errors import OptimizerError
 from shoal.log import warn_once
 from shoal.optim.lion import Lion
+from shoal.optim.onebit import OneBitAdam
 
 __all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "WHOLE_TENSOR", "check_elementwise", "moments_of"]
 
 ADAM_MOMENTS = 2
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
-    Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, RAdam, RMSprop, Rprop, SGD,
+    Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, OneBitAdam, RAdam, RMSprop, Rprop, SGD,
 })  # fmt: skip
 WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
     torch.optim.Adafactor: "keeps row and column means of whole matrices, and the norm of whole tensors",

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shoal.errors import ConfigError
 from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
 from shoal.optim.lion import Lion
+from shoal.optim.onebit import OneBitAdam
 from shoal.registry import Registry
 
 __all__ = ["Groups", "make_optimizer", "register_optimizer"]
@@ -24,14 +25,14 @@ __all__ = ["Groups", "make_optimizer", "register_optimizer"]
 Groups = list[Tensor] | list[dict[str, Any]]
 F = TypeVar("F", bound=Callable[..., Optimizer])
 
-_LATER = frozenset({"lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
+_LATER = frozenset({"lamb", "muon", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
 _TORCH: dict[str, Callable[..., Optimizer]] = {
     name: member for name, member in vars(torch.optim).items()
     if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
     and member not in WHOLE_TENSOR
 }  # fmt: skip
 _WHOLE_TENSOR = {member.__name__: member for member in WHOLE_TENSOR if member.__name__.lower() not in _LATER}
-_PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad"})
+_PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "onebitadam"})
 _optimizers: Registry[Optimizer] = Registry("optimizer", lent=_TORCH, later=_LATER)
 
 
@@ -106,6 +107,19 @@ def lion(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
     return Lion(groups, lr=lr, betas=(betas[0], betas[1]), weight_decay=weight_decay)
 
 
+@register_optimizer("OneBitAdam")
+def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.0, *, variance_floor: float = 0.1, amsgrad: bool = False, cuda_aware: bool = False,
+                 comm_backend_name: str = "nccl") -> Optimizer:
+    """Build 1-bit Adam with the published defaults. `cuda_aware` and `comm_backend_name` chose a transport, of which there
+    is one here for every backend; `amsgrad` is not defined for a variance that stands still.
+    """
+    _always_false("amsgrad", amsgrad)
+    return OneBitAdam(groups, lr, freeze_step, bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
+                      variance_floor=variance_floor)
+
+
 # As torch builds them: fused only when asked, so that they step bitwise as a plain torch script does.
 register_optimizer("SGD")(torch.optim.SGD)
 register_optimizer("Adagrad")(torch.optim.Adagrad)
@@ -135,6 +149,11 @@ def prefers_native(type: str | None, params: Mapping[str, object]) -> bool:
 def _always_true(keyword: str, value: bool) -> None:
     if not value:
         raise ConfigError(f"optimizer.params.{keyword}: got false; only true is supported: remove it")
+
+
+def _always_false(keyword: str, value: bool) -> None:
+    if value:
+        raise ConfigError(f"optimizer.params.{keyword}: got true; only false is supported: remove it")
 
 
 def _fusable(groups: Groups) -> bool:

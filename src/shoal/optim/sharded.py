@@ -19,6 +19,7 @@ from shoal.errors import UsageError
 from shoal.gradients import Verdict, judge
 from shoal.holders import Census
 from shoal.optim.brought import Brought
+from shoal.optim.compressing import Compressing
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.stepping import Options, by_native, by_optimizer, is_native, options_of, settle
 from shoal.optim.views import View, Views
@@ -78,6 +79,7 @@ class ShardedOptimizer:
         self._stepping = Pipeline(by_native(optimizer, step) if rules.native else step, at_once=rules.at_once,
                                   ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
                                   lanes=model.residence.lanes)
+        self.route()
         self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
         self._options: Options = []
         for view in views.views:
@@ -149,9 +151,13 @@ class ShardedOptimizer:
                 self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options,
                                    wait=self.rules.native and is_native(self.optimizer, views))
                 vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
+                if isinstance(self.optimizer, Compressing):
+                    self.optimizer.advance()
         finally:
             if not self.failed:
                 self.zero_grad()
+                self._rescale(self.scaler.value / loss_scale)
+        self.route()
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
@@ -191,6 +197,12 @@ class ShardedOptimizer:
             if unit.gradient is not None and unit.owed is None:
                 unit.gradient.reset()
 
+    def route(self) -> None:
+        """Let the next step travel as the optimizer says."""
+        if isinstance(self.optimizer, Compressing):
+            wire = self.optimizer.wire()
+            self._model.travel(gradient=wire.gradient, weights=wire.weights)
+
     def settle(self) -> None:
         """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
         with torch.no_grad():
@@ -227,6 +239,12 @@ class ShardedOptimizer:
         beside = self.rules.native and is_native(self.optimizer, views)
         self._stepping.take(unit, views, self._factor(None, self.scaler.value), self._options, beside=beside)
         return True
+
+    def _rescale(self, factor: float) -> None:
+        """Let what was not sent of the gradients follow the loss scale."""
+        for unit in self._model.trainable:
+            if unit.gradient is not None:
+                unit.gradient.rescale(factor)
 
     def _factor(self, norm: float | None, loss_scale: float) -> float:
         clip = self.rules.clipping

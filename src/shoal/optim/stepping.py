@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.lion import Lion
+from shoal.optim.onebit import OneBitAdam, one_bit_terms
 from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
 from shoal.zero.state import State
@@ -118,7 +119,7 @@ def _fits(view: View) -> bool:
 
 def _is_plain(optimizer: Optimizer) -> bool:
     """Whether nothing asks for more than the rule: no option beyond it, no hook, no step that somebody put in its place."""
-    options = ("amsgrad", "maximize", "differentiable", "capturable")
+    options = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     patched = vars(optimizer).get("step")
     return (not any(group.get(option) for group in optimizer.param_groups for option in options)
@@ -136,6 +137,17 @@ def _adam(group: dict[str, Any], state: _State, moment: _Moment, *, decoupled: b
     decay = group["weight_decay"] * (lr if decoupled else 1)
     return (Rule.ADAMW if decoupled else Rule.ADAM, [state["exp_avg"], state["exp_avg_sq"]],
             [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time), group["eps"], decay])
+
+
+def _one_bit_adam(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
+    """1-bit Adam (onebit.py), whose variance stands still where beta2 is one."""
+    if "exp_avg" not in state:
+        state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
+    state["step"] += 1
+    beta2, first, second = one_bit_terms(group, state)
+    lr, beta1 = float(group["lr"]), group["betas"][0]
+    return (Rule.ADAMW, [state["exp_avg"], state["exp_avg_sq"]],
+            [1 - beta1, beta2, 1 - beta2, lr / first, 1 / sqrt(second), group["eps"], lr * group["weight_decay"]])
 
 
 def _sgd(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
@@ -166,4 +178,5 @@ def _lion(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
 
 _PLANS: dict[type[Optimizer], _Planner] = {
     Adam: _adam, AdamW: partial(_adam, decoupled=True), SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
+    OneBitAdam: _one_bit_adam,
 }

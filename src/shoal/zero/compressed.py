@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal import signs
 from shoal.collectives import Communicator, Handle, Label
 from shoal.zero.buffer import Pool
+from shoal.zero.layout import Layout
 
 __all__ = ["SIGNED", "Signs"]
 
@@ -26,13 +27,21 @@ SIGNED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Signs:
-    """The compressed transport of one unit of `size` elements over the ranks of its communicator."""
+    """The compressed transport of one unit over the ranks of its communicator. The gaps of its layout hold zeros, and do
+    after it, though signs know no zero: what is padded must not count in a block's scale.
+    """
 
-    def __init__(self, size: int, communicator: Communicator, pool: Pool):
+    def __init__(self, layout: Layout, communicator: Communicator, pool: Pool):
         self._communicator = communicator
         self._pool = pool
-        self._span = size // communicator.ranks
+        self._layout = layout
+        self._span = layout.size // communicator.ranks
         self._row = signs.packed_bytes(self._span)
+
+    @classmethod
+    def between(cls, layout: Layout, communicator: Communicator, pool: Pool, dtype: torch.dtype) -> Signs | None:
+        """Return the transport of weights of `dtype`; None where nothing travels, or nothing that signs can stand for."""
+        return cls(layout, communicator, pool) if communicator.ranks > 1 and dtype in SIGNED else None
 
     def reduce(self, addend: Tensor, label: Label) -> Handle:
         """Sum the 1-D `addend` over the ranks into this rank's span of it; elsewhere leave what was not sent.
@@ -52,6 +61,7 @@ class Signs:
             for peer in range(ranks):
                 if peer != rank:
                     signs.unpack(received[peer], spans[rank], accumulate=True)
+            self._layout.clear_gaps(addend)
             self._give_back(borrowed)
 
         return _Then(transfer, add)
@@ -68,6 +78,7 @@ class Signs:
         def add() -> None:
             for row, span in zip(rows, spans, strict=True):
                 signs.unpack(row, span, accumulate=True)
+            self._layout.clear_gaps(full)
             self._give_back([flat])
 
         return _Then(transfer, add)

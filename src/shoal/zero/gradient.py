@@ -46,6 +46,7 @@ class Gradient:
     _owed = False  # the resting buffer holds what signs did not say, of the slots
     _carried = 0
     _collected = False  # a gradient has come since the last step
+    _valid = False  # `reduced` holds a sum
 
     def __init__(self, layout: Layout, stage: Stage, holders: Holders, dtypes: GradientDtypes, pool: Pool,
                  store: Store, *, unit: str, index: int, signs: Signs | None = None):
@@ -212,16 +213,20 @@ class Gradient:
 
     @property
     def residual(self) -> Tensor | None:
-        """What this rank has not sent yet of the whole unit, an addend of the mean; None if everything was."""
-        return self._resting if self._owed else None
+        """What this rank has not sent yet of the whole unit, an addend of the mean; None if everything was, or if it cannot
+        be told from gradients that came since.
+        """
+        return self._resting if self._owed and not self._collected else None
 
-    def owe(self, residual: Tensor) -> None:
-        """Take over `residual` (size,), as `residual` gave it, as what is still to be sent."""
-        assert self._resting is not None
+    def owe(self, residual: Tensor | None) -> None:
+        """Take over `residual` (size,), as `residual` gave it, as what is still to be sent, in place of what was."""
+        self._owed = False
         self.reset()
-        self._resting.copy_(residual)
-        self._owed, self._carried = True, (1 << self._slots) - 1
-        self.reset()
+        if residual is not None and self._resting is not None:
+            self._resting.copy_(residual)
+            self._owed = True
+            self._carried = sum(int(bool(view.any())) << slot for slot, view in enumerate(self._resting_views))
+            self.reset()
 
     def advance(self) -> None:
         """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
@@ -230,8 +235,6 @@ class Gradient:
             return
         flight.handle.wait()
         flight.summed = True
-        if self.signed and self._resting is not None:  # signs know no zero
-            self._clear_gaps(self._resting)
         while flight.borrowed:
             self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
@@ -283,7 +286,7 @@ class Gradient:
         self._views = [] if self._resting is None else self._resting_views
         self.spend()
         self._norm = None
-        self._owed &= self._valid or not self._collected  # of a gradient that is dropped, all goes
+        self._owed = self._owed and (self._valid or not self._collected)  # of a gradient that is dropped, all goes
         if self._owed and self._valid:
             self.own.zero_()  # which was this rank's own to sum
         elif not self._owed:
@@ -291,7 +294,7 @@ class Gradient:
         self._seen = 0  # the slots of the present backward pass, since it last was complete
         self.touched = self._carried  # those of the step
         self._filled = (1 << self._slots) - 1 if self._owed else 0  # those whose view of the open buffer holds a value
-        self._valid = self._collected = False  # whether `reduced` holds a sum
+        self._valid = self._collected = False
         self.unsynced = self.launched = self.complete = self.stays = self.again = False
 
     def spend(self) -> None:
@@ -318,13 +321,9 @@ class Gradient:
                 if not self._filled >> slot & 1:
                     view.zero_()
         if source is not self._resting or not isinstance(self._span, Kept):
-            self._clear_gaps(source)
+            self.layout.clear_gaps(source)
         self._open, self._views, self._filled = None, [], 0
         return source
-
-    def _clear_gaps(self, buffer: Tensor) -> None:
-        for gap in self.layout.gaps():
-            buffer[gap.start:gap.stop].zero_()
 
     def _on_wire(self, source: Tensor) -> Tensor:
         """Return `source` in the wire's dtype."""
@@ -340,8 +339,8 @@ def _division(mean: float, dtypes: GradientDtypes, *, early: bool) -> tuple[floa
     """Return the factors before and after the sum: in the copy that collects division is free; 16-bit addends are divided
     after their sum in fp32, unless it has to be `early`.
     """
-    wide = early or dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
-    return (mean, 1.0) if wide else (1.0, mean)
+    wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
+    return (mean, 1.0) if early or wide else (1.0, mean)
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -92,6 +92,11 @@ class Layout:
         if end < self.size:
             yield range(end, self.size)
 
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Fill the gaps of the whole buffer with zeros."""
+        for gap in self.gaps():
+            flat[gap.start:gap.stop].zero_()
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Cut the whole buffer into one tensor per slot, of the slot's shape."""
         return [flat[slot.start:slot.stop].view(slot.shape) for slot in self.slots]

@@ -22,7 +22,7 @@ from shoal.holders import Holders
 from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
-from shoal.zero.compressed import SIGNED, Signs
+from shoal.zero.compressed import Signs
 from shoal.zero.gradient import Gradient, GradientDtypes
 from shoal.zero.guard import claim, guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
@@ -70,6 +70,14 @@ class Unit:
     """Whether an engine may take the parameters over."""
     stepped = False
     """Backward has begun its step already, which the engine's `step` will finish."""
+    pins = 0
+    """How many contexts keep the unit gathered."""
+    held = False
+    """Read by somebody else's forward: stays gathered until the pass is over."""
+    awaited = False
+    """Used again soon: stays gathered until then."""
+    written = False
+    """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
@@ -78,14 +86,6 @@ class Unit:
         self.stage = stage
         self.trainable = trainable
         self.members = members
-        self.pins = 0
-        """How many contexts keep the unit gathered."""
-        self.held = False
-        """Read by somebody else's forward: stays gathered until the pass is over."""
-        self.awaited = False
-        """Used again soon: stays gathered until then."""
-        self.written = False
-        """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
         self._version = 0
         self.owed: Callable[[], None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet."""
@@ -109,8 +109,7 @@ class Unit:
         self._arriving: Transfer = DONE
         self.state: State | None = None
         self.gradient: Gradient | None = None
-        signs = signs and trainable and self.communicator.ranks > 1 and dtypes.compute in SIGNED
-        self._signs = Signs(self.layout.size, self.communicator, pool) if signs else None
+        self._signs = Signs.between(self.layout, self.communicator, pool, dtypes.compute) if signs and trainable else None
         if trainable:
             self.gradient = Gradient(self.layout, stage, holders, dtypes.gradient, pool, tiers.state, unit=name,
                                      index=index, signs=self._signs)
@@ -120,6 +119,11 @@ class Unit:
     def span(self) -> range:
         """The elements of the buffer that this rank owns."""
         return self.layout.span(self.communicator.rank)
+
+    @property
+    def signed(self) -> bool:
+        """Whether its gradient and its weights may travel as signs."""
+        return self._signs is not None
 
     @property
     def travels(self) -> bool:

@@ -1,0 +1,315 @@
+"""1-bit Adam: Adam until the freeze, from there on one bit an element each way, of which nothing is lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal import signs
+from shoal.collectives import traffic
+from shoal.errors import ConfigError, NotSupportedYet, ShoalError, UsageError
+from shoal.optim.onebit import OneBitAdam, settle
+from shoal.testing import run_ranks
+
+FREEZE, SIZE = 4, 40
+PARAMS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.LayerNorm(SIZE), nn.Linear(SIZE, 3))
+
+
+class Whole(nn.Module):
+    """A model of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def engine_of(stage: int = 1, params: dict[str, Any] | None = None, *, build: Callable[[], nn.Module] = model,
+              **config: Any) -> shoal.Engine:
+    return shoal.initialize(model=build(), config={
+        "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "OneBitAdam", "params": PARAMS | {"freeze_step": FREEZE} | (params or {})}} | config)[0]
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, SIZE, generator=random)
+    return x, x[:, :3].sin()
+
+
+def train(engine: shoal.Engine, steps: range, *, rank: int | None = None) -> list[float]:
+    losses: list[float] = []
+    for step in steps:
+        x, y = batch(step, engine.global_rank if rank is None else rank)
+        loss = nn.functional.mse_loss(engine(x.to(next(engine.module.parameters()).dtype)).float(), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(engine: shoal.Engine) -> Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in engine.module.parameters()])
+
+
+def trained(stage: int, steps: int, kind: str = "OneBitAdam", **config: Any) -> tuple[list[float], Tensor, list[int]]:
+    params = PARAMS | ({"freeze_step": FREEZE} if kind == "OneBitAdam" else {})
+    engine = shoal.initialize(model=model(), config={
+        "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": kind, "params": params}, **config})[0]
+    losses, sent = [], []
+    for step in range(steps):
+        before = traffic.bytes["reduce"] + traffic.bytes["publish"]
+        losses += train(engine, range(step, step + 1))
+        sent.append(traffic.bytes["reduce"] + traffic.bytes["publish"] - before)
+    return losses, weights(engine), sent
+
+
+def test_until_the_freeze_it_is_adamw_to_the_last_bit() -> None:
+    ours, adamw = (run_ranks(2, trained, 1, FREEZE, kind) for kind in ("OneBitAdam", "AdamW"))
+    for (losses, weight, _), (expected, other, _) in zip(ours, adamw, strict=True):
+        assert losses == expected and torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_stages_0_to_2_are_one_and_every_rank_has_the_same_weights(ranks: int) -> None:
+    found = [each for stage in (0, 1, 2) for each in run_ranks(ranks, trained, stage, FREEZE + 5)]
+    assert all(torch.equal(weight, found[0][1]) for _, weight, _ in found)
+    assert found[0][0] == found[ranks][0] == found[2 * ranks][0]
+
+
+def sizes() -> list[int]:
+    return [unit.layout.size for unit in engine_of().sharded.units]  # pyright: ignore
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_sends_a_bit_an_element_each_way_and_a_scale_a_block(ranks: int) -> None:
+    spans = [size // ranks for size in run_ranks(ranks, sizes)[0]]
+    for _, _, sent in run_ranks(ranks, trained, 1, FREEZE + 2):
+        assert sent[:FREEZE] == [2 * 4 * (ranks - 1) * sum(spans)] * FREEZE
+        assert sent[FREEZE:] == [2 * (ranks - 1) * sum(signs.packed_bytes(span) for span in spans)] * 2
+
+
+def against_formula() -> None:
+    """Step beside the formula, written out for the whole buffer of every rank."""
+    engine = engine_of(build=Whole)
+    assert engine.sharded is not None and engine.optimizer is not None
+    rank, ranks = engine.global_rank, engine.world_size
+    (unit,) = engine.sharded.units
+    train(engine, range(FREEZE))
+    engine.sharded.settle()
+    layout, span = unit.layout, unit.layout.size // ranks
+    master = unit.full.clone()
+    (view,) = engine.optimizer.views.views
+    state = engine.optimizer.optimizer.state[view.parameter]
+    everywhere = engine.communicator.gather_objects((state["exp_avg"], state["exp_avg_sq"]))
+    pad = [torch.zeros(layout.size) for _ in range(2)]
+    for at, moments in enumerate(everywhere):
+        for whole, part in zip(pad, moments, strict=True):
+            whole[at * span:][:len(part)] = part
+    momentum, variance = pad
+    for part in variance.view(ranks, span):
+        settle(part[:len(everywhere[0][1])], 1 - 0.999**FREEZE, 0.1)
+    residuals, published, full = [torch.zeros(layout.size) for _ in range(ranks)], master.clone(), master.clone()
+    reference = Whole()
+    for step in range(FREEZE, FREEZE + 4):
+        total = torch.zeros(layout.size)
+        for at in range(ranks):
+            for parameter, values in zip(reference.parameters(), layout.views(published), strict=True):
+                parameter.data.copy_(values)
+                parameter.grad = None
+            x, y = batch(step, at)
+            nn.functional.mse_loss(reference(x), y).backward()
+            for parameter, into in zip(reference.parameters(), layout.views(residuals[at]), strict=True):
+                assert parameter.grad is not None
+                into += parameter.grad / ranks
+            for to in range(ranks):
+                mine, into = (whole.view(ranks, span)[to] for whole in (residuals[at], total))
+                if to == at:
+                    into += mine
+                    mine.zero_()
+                else:
+                    packed = torch.zeros(signs.packed_bytes(span), dtype=torch.uint8)
+                    signs.pack(mine, packed)
+                    signs.unpack(packed, into, accumulate=True)
+        for buffer in (total, *residuals):
+            layout.clear_gaps(buffer)
+        momentum = 0.9 * momentum + 0.1 * total
+        time = step + 1
+        full = full * (1 - 1e-3) - 1e-2 / (1 - 0.9**time) * momentum / (variance.sqrt() + 1e-8)
+        for ahead, behind in zip(full.view(ranks, span), published.view(ranks, span), strict=True):
+            packed = torch.zeros(signs.packed_bytes(span), dtype=torch.uint8)
+            signs.difference(ahead.contiguous(), behind, packed)
+            signs.unpack(packed, behind, accumulate=True)
+        layout.clear_gaps(published)
+        train(engine, range(step, step + 1))
+        for parameter, values in zip(engine.module.parameters(), layout.views(published), strict=True):
+            flipped = ((parameter.detach() - values).abs() > 3e-5).float().mean()  # a rounding decides the sign of nearly zero
+            assert flipped < 0.01
+    assert rank == engine.global_rank
+
+
+def test_a_step_is_the_formula() -> None:
+    run_ranks(2, against_formula)
+
+
+def lost() -> float:
+    """Return how far what was applied and what is still kept are from all gradients, over all ranks."""
+    engine = engine_of(build=Whole)
+    assert engine.sharded is not None
+    (unit,) = engine.sharded.units
+    train(engine, range(FREEZE))
+    gradient = unit.gradient
+    assert gradient is not None
+    applied, given = torch.zeros_like(gradient.own), torch.zeros(unit.layout.size)
+    for step in range(FREEZE, FREEZE + 6):
+        x, y = batch(step, engine.global_rank)
+        plain = Whole()
+        plain.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
+        nn.functional.mse_loss(plain(x), y).backward()
+        for into, parameter in zip(unit.layout.views(given), plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            into += parameter.grad / engine.world_size
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.sharded.flush()
+        applied += gradient.own
+        engine.step()
+    assert gradient.residual is not None
+    everything = engine.communicator.gather_objects((given - gradient.residual, applied))
+    span = len(applied)
+    sums = [sum(sent for sent, _ in everything)[rank * span:][:span] for rank in range(engine.world_size)]
+    return max((total - applied).abs().max().item() for total, (_, applied) in zip(sums, everything, strict=True))
+
+
+def test_what_signs_do_not_say_is_said_later() -> None:
+    assert max(run_ranks(3, lost)) < 1e-6
+
+
+def overflowing(bad: float) -> tuple[int, list[bool], bool, Tensor]:
+    engine = engine_of()
+    assert engine.sharded is not None
+    applied: list[bool] = []
+    for step in range(FREEZE + 5):
+        x, y = batch(step, engine.global_rank)
+        if step == FREEZE + 2 and engine.global_rank == 1:
+            x[0, 0] = bad
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        applied.append(engine.was_step_applied())
+    finite = all(bool(unit.gradient.residual.isfinite().all()) for unit in engine.sharded.trainable  # pyright: ignore
+                 if unit.gradient is not None and unit.gradient.residual is not None)
+    return engine.skipped_steps, applied, finite, weights(engine)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere_and_what_is_kept_stays_finite(bad: float) -> None:
+    found = run_ranks(2, overflowing, bad)
+    for skipped, applied, finite, weight in found:
+        assert skipped == 1 and applied == [step != FREEZE + 2 for step in range(FREEZE + 5)] and finite
+        assert weight.isfinite().all() and torch.equal(weight, found[0][3])
+
+
+def resumed(folder: str, first: int, last: int, config: dict[str, Any]) -> tuple[list[float], Tensor, Tensor]:
+    engine = engine_of(**config)
+    if first:
+        engine.load_checkpoint(folder)
+    losses = train(engine, range(first, last))
+    assert engine.sharded is not None
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    kept = torch.zeros(sum(unit.layout.elements for unit in engine.sharded.units))
+    at = 0
+    for unit in engine.sharded.units:
+        for view in unit.layout.views(unit.gradient.residual) if unit.gradient.residual is not None else ():  # pyright: ignore
+            kept[at:at + view.numel()] = view.flatten()
+            at += view.numel()
+    return losses, weights(engine), sum(engine.communicator.gather_objects(kept), torch.zeros_like(kept))
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_resumed_run_repeats_one_that_went_on_and_others_keep_the_sum(tmp_path: Path, config: dict[str, Any]) -> None:
+    whole = run_ranks(2, resumed, str(tmp_path / "a"), 0, FREEZE + 6, config)
+    run_ranks(2, resumed, str(tmp_path / "b"), 0, FREEZE + 3, config)
+    for ranks in (3, 1):
+        kept = run_ranks(2, resumed, str(tmp_path / "b"), FREEZE + 3, FREEZE + 3, config)[0][2]
+        (_, _, other), *_ = run_ranks(ranks, resumed, str(tmp_path / "b"), FREEZE + 3, FREEZE + 3, config)
+        if ranks > 1:
+            torch.testing.assert_close(other, kept, rtol=1e-5, atol=1e-8)
+    run_ranks(2, resumed, str(tmp_path / "c"), 0, FREEZE + 3, config)
+    again = run_ranks(2, resumed, str(tmp_path / "c"), FREEZE + 3, FREEZE + 6, config)
+    for (losses, weight, _), (expected, other, _) in zip(again, whole, strict=True):
+        assert losses == expected[FREEZE + 3:] and torch.equal(weight, other)
+
+
+def composed(config: dict[str, Any]) -> tuple[list[float], Tensor]:
+    engine = engine_of(**config)
+    losses = train(engine, range(3 * FREEZE * engine.gradient_accumulation_steps()), rank=engine.global_rank)
+    return losses, weights(engine)
+
+
+@pytest.mark.parametrize("config", [
+    {"gradient_clipping": 0.1}, {"gradient_accumulation_steps": 2}, {"bf16": {"enabled": True}},
+    {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 2}},
+    {"communication_data_type": "bf16"}, {"mesh": {"pipeline": 1}},
+], ids=lambda config: next(iter(config)))
+def test_it_trains_with_everything_else(config: dict[str, Any]) -> None:
+    (losses, weight), (_, other) = run_ranks(2, composed, config)
+    assert torch.equal(weight, other) and sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_a_settled_variance_is_bounded_from_below_and_never_used_elements_stand_still() -> None:
+    variance = torch.tensor([0.0, 1e-9, 1.0, 3.0])
+    settle(variance, 0.5, 0.1)
+    torch.testing.assert_close(variance, torch.tensor([float("inf"), 0.2, 2.0, 6.0]))
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([weight], lr=0.1, freeze_step=1)
+    for _ in range(3):
+        weight.grad = torch.tensor([0.0, 1.0, 1.0, 1.0])
+        optimizer.step()
+    assert weight[0] == 1 and (weight[1:] < 1).all()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[ShoalError], str]] = {
+    "stage": ({"zero_optimization": {"stage": 3}}, {}, ConfigError, r"stage: got 3 with OneBitAdam.*choose 0, 1 or 2"),
+    "copies": ({"zero_optimization": {"stage": 1, "mics_shard_size": 1}}, {}, ConfigError, "mics_shard_size: got 2 copies"),
+    "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, {}, NotSupportedYet,
+                "offload_optimizer.device: got 'cpu' with OneBitAdam"),
+    "late": ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}},
+             {"freeze_step": 50}, ConfigError, "freeze_step: got 50, and scheduler.params.total_num_steps 50: training"),
+    "amsgrad": ({}, {"amsgrad": True}, ConfigError, "amsgrad: got true"),
+    "freeze": ({}, {"freeze_step": 0}, ConfigError, "freeze_step: got 0"),
+    "floor": ({}, {"variance_floor": 2}, ConfigError, "variance_floor=2"),
+}  # fmt: skip
+
+
+def refused() -> dict[str, str]:
+    said: dict[str, str] = {}
+    for kind, (config, params, error, _) in REFUSED.items():
+        with pytest.raises(error) as caught:
+            engine_of(params=params, **config)
+        said[kind] = str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        shoal.initialize(model=model(), optimizer=lambda groups: OneBitAdam(groups), config={"train_batch_size": 2})
+    said["function"] = str(caught.value)
+    return said
+
+
+def test_what_it_cannot_serve_is_named_with_what_it_can() -> None:
+    said = run_ranks(2, refused)[0]
+    assert "name it in the configuration, or pass an instance" in said.pop("function")
+    assert [said[kind] for kind in said if not re.search(REFUSED[kind][3], said[kind])] == []
