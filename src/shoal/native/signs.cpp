@@ -176,7 +176,9 @@ void unpack_block(const uint8_t* packed, int64_t start, int64_t count, int64_t n
     std::memcpy(&step, packed + start / kBlock * kHeader, sizeof step);
     step *= factor;
     const uint8_t* from = packed + blocks_of(n) * kHeader + start / 8;
+    const bool more = dtype == kFloat32 && start + kAhead + kBlock <= n;
     for (int64_t i = 0; i < count; i += kGrain) {
+        if (more) ask_for(x + kAhead + i);
         uint16_t signs;
         std::memcpy(&signs, from + i / 8, sizeof signs);
         const Grain sent = signed_by(step, signs);
