@@ -53,7 +53,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in range(60):
         nouns = NOUNS[module % 10:] + NOUNS[:module % 10]
         (root / "package" / f"module{module:02}.py").write_text("\n".join(
-            f'def {verb}_{noun}(value):\n    """{said.title()} what is given, kind {module}."""\n    return {noun}.{verb}()\n'
+            f'def {verb}_{noun}():\n    """{said.title()} what is given, kind {module}."""\n    return {noun}.{verb}()\n'
             for verb, said, noun in zip(VERBS, SAID, nouns, strict=True)))
     (root / "copy.py").write_text((root / "package" / "module07.py").read_text())
     (root / "latin.py").write_bytes('def f():\n    """Say café to all."""\n    return 1\n'.encode("latin-1"))
@@ -235,7 +235,7 @@ def test_the_record_counts_what_a_rank_sends(runs: Runs) -> None:
 
 def test_a_resumed_run_repeats_what_the_first_one_did(runs: Runs) -> None:
     assert "step 12/24" in runs.said and "step 12/24" not in runs.said_again and "step 18/24" in runs.said_again
-    again, whole = ([(point.step, point.auc, point.loss) for point in found.points[1:]] for found in (runs.again, runs.whole))
+    again, whole = ([(p.step, p.auc, p.loss) for p in found.points[1:]] for found in (runs.again, runs.whole))
     assert again == whole
 
 
