@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory test check bench bench-tiers \
+.PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory rscan test check bench bench-tiers \
 	bench-slow-network peers clean
 .DEFAULT_GOAL := help
 
@@ -41,6 +41,10 @@ memory-lab: .venv/.installed  ## measure the memory of stages 0 to 3 beside thei
 bigger-than-memory: .venv/.installed  ## train a GPT of four times the memory it may take; CAP=512M STEPS=n DTYPE=fp32|bf16
 	$(BIN)/python examples/bigger_than_memory/train.py$(if $(CAP), --cap $(CAP))$(if $(STEPS), --steps $(STEPS))$(if \
 		$(DTYPE), --dtype $(DTYPE))
+
+rscan: .venv/.installed  ## learn which docstring belongs to which function, on 1 rank and RANKS=n; OURS='sparse onebit' SEEDS=n SLOW=rate QUICK=1
+	$(BIN)/python examples/rscan/compare.py --ranks $(RANKS)$(if $(OURS), --ours $(OURS))$(if $(SEEDS), --seeds $(SEEDS))$(if \
+		$(SLOW), --slow $(SLOW))$(if $(STEPS), --steps $(STEPS))$(if $(QUICK), --quick)
 
 test: .venv/.installed  ## run every test
 	$(BIN)/pytest

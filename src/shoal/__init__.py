@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.optim import register_optimizer
     from shoal.pipeline.module import PipelineModule
     from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
-    from shoal.schedule import register_schedule
+    from shoal.schedule import add_tuning_arguments, register_schedule
     from shoal.zero.gathered import gathered
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Unpacked",
     "__version__",
     "add_config_arguments",
+    "add_tuning_arguments",
     "gathered",
     "init_distributed",
     "initialize",
@@ -51,6 +52,7 @@ _HOMES = {
     "TiedLayerSpec": "shoal.pipeline.spec",
     "Unpacked": "shoal.pipeline.spec",
     "add_config_arguments": "shoal.entry",
+    "add_tuning_arguments": "shoal.schedule",
     "gathered": "shoal.zero.gathered",
     "init_distributed": "shoal.distributed",
     "initialize": "shoal.entry",

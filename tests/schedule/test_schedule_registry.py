@@ -5,7 +5,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from shoal.errors import ConfigError, NotSupportedYet, UsageError
+from shoal.errors import ConfigError, UsageError
 from shoal.schedule import WarmupDecayLR, WarmupLR, make_schedule, register_schedule
 
 
@@ -35,12 +35,6 @@ def test_others_can_register_a_name() -> None:
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.type: got 'WarmupLinearLR'; did you mean 'Warmup.*LR'\?"):
         make_schedule("WarmupLinearLR", {}, sgd())
-
-
-@pytest.mark.parametrize("name", ["OneCycle", "LRRangeTest"])
-def test_a_published_name_of_a_later_version_says_so(name: str) -> None:
-    with pytest.raises(NotSupportedYet, match=rf"scheduler\.type: '{name}' is not supported yet"):
-        make_schedule(name, {}, sgd())
 
 
 def test_a_missing_keyword_is_named() -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError, ConfigError, UsageError
 
-__all__ = ["Curve", "Limit", "Schedule", "torch_optimizer"]
+__all__ = ["Curve", "Limit", "Schedule", "count", "numbers", "torch_optimizer"]
 
 Curve = Callable[[int], float]
 Limit = float | Sequence[float]
@@ -37,6 +38,26 @@ def torch_optimizer(subject: object) -> Optimizer:
         return subject.optimizer
     raise UsageError(f"schedule: got {type(subject).__name__} as the optimizer; give a torch.optim.Optimizer, or an "
                      f"object that holds one as .optimizer")
+
+
+def count(keyword: str, value: object, *, least: int) -> int:
+    """Return `value` if it is a whole number of at least `least`; else raise `ConfigError` naming the keyword."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value != int(value) \
+            or value < least:
+        raise ConfigError(f"scheduler.params.{keyword}: got {value!r}; give a whole number of steps, {least} or more")
+    return int(value)
+
+
+def numbers(keyword: str, limit: object, groups: int) -> list[float]:
+    """Return the number of each group, given one or one per group; all are finite and not negative, else `ConfigError`."""
+    each = [limit] * groups if isinstance(limit, int | float) else limit
+    if not isinstance(each, list | tuple) or any(
+            isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < inf for number in each):
+        raise ConfigError(f"scheduler.params.{keyword}: got {limit!r}; give one finite number, 0 or more, or one per group")
+    if len(each) != groups:
+        raise ConfigError(f"scheduler.params.{keyword}: got {limit!r}, {len(each)} numbers for {groups} parameter groups; "
+                          f"give one number, or one per group")
+    return [float(number) for number in each]
 
 
 class Schedule:

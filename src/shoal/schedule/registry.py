@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.registry import Registry
 from shoal.schedule.base import torch_optimizer
+from shoal.schedule.cycle import OneCycle
+from shoal.schedule.range_test import LRRangeTest
 from shoal.schedule.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["AnySchedule", "make_schedule", "register_schedule"]
@@ -47,8 +49,7 @@ _TORCH: dict[str, Callable[..., AnySchedule]] = {
     if inspect.isclass(member) and issubclass(member, LRScheduler) and member is not LRScheduler
     and not name.startswith("_")
 }  # fmt: skip
-_LATER = frozenset({"lrrangetest", "onecycle"})
-_schedules: Registry[AnySchedule] = Registry("scheduler", lent=_TORCH, later=_LATER)
+_schedules: Registry[AnySchedule] = Registry("scheduler", lent=_TORCH, later=frozenset())
 
 
 def register_schedule(name: str) -> Callable[[F], F]:
@@ -66,8 +67,7 @@ def register_schedule(name: str) -> Callable[[F], F]:
 def make_schedule(type: str, params: Mapping[str, object] | None, optimizer: Optimizer) -> AnySchedule:
     """Build the schedule called `type` for `optimizer` (or the one it holds as `.optimizer`) with keywords `params`.
 
-    Raises `ConfigError` naming what is allowed for an unknown name or keyword or a bad value, `NotSupportedYet` for a
-    published name of a later version.
+    Raises `ConfigError` naming what is allowed for an unknown name or keyword or a bad value.
     """
     return _schedules.make(type, params, torch_optimizer(optimizer))
 
@@ -75,3 +75,5 @@ def make_schedule(type: str, params: Mapping[str, object] | None, optimizer: Opt
 register_schedule("WarmupLR")(WarmupLR)
 register_schedule("WarmupDecayLR")(WarmupDecayLR)
 register_schedule("WarmupCosineLR")(WarmupCosineLR)
+register_schedule("OneCycle")(OneCycle)
+register_schedule("LRRangeTest")(LRRangeTest)

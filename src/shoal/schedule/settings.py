@@ -17,7 +17,8 @@ class ScheduleSettings(Section):
     """The schedule that `initialize` builds when it is given none; it steps once per applied optimizer step."""
 
     type: Text | None = None
-    """WarmupLR, WarmupDecayLR or WarmupCosineLR, another registered name, or a class of `torch.optim.lr_scheduler`."""
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, another registered name, or a class of
+    `torch.optim.lr_scheduler`."""
 
     params: Mapping[str, Any] = Field(default_factory=dict[str, Any])
     """Keywords of the schedule's constructor."""

@@ -17,9 +17,8 @@ from functools import partial
 
 from torch.optim import Optimizer
 
-from shoal.errors import ConfigError
 from shoal.log import warn_once
-from shoal.schedule.base import Curve, Limit, Schedule
+from shoal.schedule.base import Curve, Limit, Schedule, count
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
@@ -98,18 +97,12 @@ def _cosine(steps: int, total: int, floor: float, step: int) -> float:
 
 
 def _warmup_steps(value: float) -> int:
-    return max(2, _positive("warmup_num_steps", value))  # ln 1 is 0, so one step would be no rise
+    return max(2, count("warmup_num_steps", value, least=1))  # ln 1 is 0, so one step would be no rise
 
 
 def _total_steps(value: float, steps: int) -> int:
-    total = _positive("total_num_steps", value)
+    total = count("total_num_steps", value, least=1)
     if total < steps:
         warn_once(f"scheduler.params.total_num_steps: got {total}, less than the warm-up of {steps} steps; the learning "
                   f"rate drops to its end at once after the warm-up")
     return total
-
-
-def _positive(keyword: str, value: float) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  JSON may hold anything
-        raise ConfigError(f"scheduler.params.{keyword}: got {value!r}; give a whole number of steps, 1 or more")
-    return int(value)
