@@ -31,10 +31,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "names": ("registry", "discovery", "cut", "topology"),
     "machine": ("halves", "native", "process_memory", "reduction"),
     "compression": ("signs",),
+    "record": ("recording",),
     "tiers": ("tier",),
     "neighbours": ("neighbours",),
     "transport": ("collectives", "distributed"),
-    "axes": ("mesh",),
+    "axes": ("comm", "mesh"),
     "holders": ("holders",),
     "precision": ("precision",),
     "sharding": ("zero",),
@@ -82,8 +83,8 @@ ZERO_APART = ("estimate.py", "settings.py", "working.py")
 ENVIRONMENT = ("launch/", "native/build.py", "distributed.py", "testing.py")
 """Where `os.environ` is read. (`discovery.py` reads the mapping that `distributed.py` hands it.)"""
 
-COLLECTIVE_FILES = ("collectives.py", "checkpoint/ranks.py", "distributed.py", "pipeline/wire.py", "tensor_parallel/axis.py",
-                    "testing.py")
+COLLECTIVE_FILES = ("collectives.py", "checkpoint/ranks.py", "comm.py", "distributed.py", "pipeline/wire.py",
+                    "tensor_parallel/axis.py", "testing.py")
 COLLECTIVES = frozenset({
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather", "allreduce", "alltoall", "barrier",

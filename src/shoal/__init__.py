@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.version import __version__
 
 if TYPE_CHECKING:
-    from shoal import zero
+    from shoal import comm, zero
     from shoal.data import RepeatingLoader
     from shoal.distributed import init_distributed
     from shoal.engine import Engine
@@ -33,6 +33,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
+    "comm",
     "gathered",
     "init_distributed",
     "initialize",
@@ -62,8 +63,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "zero":
-        return import_module("shoal.zero")
+    if name in ("comm", "zero"):
+        return import_module(f"shoal.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute '{name}'")
     home = import_module(_HOMES[name])

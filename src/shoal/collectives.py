@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.neighbours import Loan, Neighbours, neighbours_of
+from shoal.recording import Call, Traffic, Watched, over, traffic
 from shoal.reduction import Handle, Reduction, pieces
 
 __all__ = ["Communicator", "Handle", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
@@ -50,27 +51,6 @@ _WORDS, _SIZE, _OBJECT, _COLLECT = (_TAG_BASE - offset for offset in (1, 2, 3, 4
 
 _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many units were registered in each group, over all its communicators: several engines share no tag."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What this rank sent: calls and payload bytes by collective."""
-
-    calls: Counter[str] = field(default_factory=Counter[str])
-    bytes: Counter[str] = field(default_factory=Counter[str])
-    lent: int = 0
-    """Of these bytes, how many neighbours read from memory, by no network."""
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.bytes.total()
-
-    def count(self, kind: str, size: int) -> None:
-        self.calls[kind] += 1
-        self.bytes[kind] += size
-
-
-traffic = Traffic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +81,8 @@ class Communicator:
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        """The ranks of the job, by rank of this group."""
         self.timeout = timedelta(seconds=timeout)
         self.debug = debug
         self.piece_bytes = piece_bytes
@@ -135,14 +117,16 @@ class Communicator:
         """Fill the 1-D `full`, of which this rank holds its span, with the spans of all ranks."""
         self._check(label, full)
         span = full.numel() // self.ranks
-        traffic.count(label.kind, span * full.element_size() * (self.ranks - 1))
+        call = traffic.count(label.kind, span * full.element_size() * (self.ranks - 1), op="all_gather", of=full,
+                             ranks=self.members, what=label)
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span]
             work = native_all_gather(full, own, self.group, async_op=True)
-            return _Native(self, label, work)
+            return _watched(_Native(self, label, work), call)
         spans = full.view(self.ranks, span)
-        return _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
+        work = _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
                          send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
+        return _watched(work, call)
 
     def reduce_scatter(self, source: Tensor, target: Tensor, staging: Tensor, label: Label, *,
                        scale: float, accumulate: bool) -> Handle:
@@ -153,18 +137,20 @@ class Communicator:
         """
         self._check(label, source)
         span = source.numel() // self.ranks
-        traffic.count(label.kind, span * source.element_size() * (self.ranks - 1))
+        call = traffic.count(label.kind, span * source.element_size() * (self.ranks - 1), op="reduce_scatter", of=source,
+                             ranks=self.members, what=label)
         spans = source.view(self.ranks, span)
         if self.native:
             total = staging[:span]
             work = native_reduce_scatter(total, source, group=self.group, async_op=True)
-            return Reduction(_Native(self, label, work), [total], target, scale, accumulate, self.piece_bytes)
+            transfer = _watched(_Native(self, label, work), call)
+            return Reduction(transfer, [total], target, scale, accumulate, self.piece_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
         work = _Pairwise(self, label, label.tag, receive={peer: received[peer] for peer in peers},
                          send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
-        return Reduction(work, addends, target, scale, accumulate, self.piece_bytes)
+        return Reduction(_watched(work, call), addends, target, scale, accumulate, self.piece_bytes)
 
     def exchange(self, send: Tensor, receive: Tensor, label: Label) -> Handle:
         """Give rank r the row r of `send` (ranks, n), and take what it has for this rank as row r of `receive` (ranks, n).
@@ -187,20 +173,21 @@ class Communicator:
         """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
         what = "the decision at the end of a step"
         self._check(what, words)
-        traffic.count("words", words.numel() * 8 * (self.ranks - 1))
-        return self._gather_whole(words, what, _WORDS)
+        size = words.numel() * 8
+        call = traffic.count("words", size * (self.ranks - 1), op="all_gather", of=words, ranks=self.members)
+        return over(call, lambda: self._gather_whole(words, what, _WORDS))
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Give every rank the contiguous `tensor` of rank `source` of this group. Blocks."""
         if self.ranks == 1:
             return
         self._check(f"broadcast of {what}", tensor)
-        if self.rank == source:
-            traffic.count("broadcast", tensor.numel() * tensor.element_size())
+        size = tensor.numel() * tensor.element_size() if self.rank == source else 0
+        call = traffic.count("broadcast", size, op="broadcast", of=tensor, ranks=self.members, what=what)
         try:
             work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
             if work is not None:
-                work.wait() if self.native else work.wait(self.timeout)
+                over(call, work.wait if self.native else partial(work.wait, self.timeout))
         except RuntimeError as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
@@ -269,6 +256,10 @@ class Communicator:
         if len(set(said)) > 1:
             raise RanksDisagree(f"step {self.step}: ranks issue different collectives: " +
                                 "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said)))
+
+
+def _watched(handle: Handle, call: Call | None) -> Handle:
+    return handle if call is None else Watched(handle, call)
 
 
 class _Pairwise:

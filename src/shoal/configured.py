@@ -108,12 +108,14 @@ class Configured(nn.Module):
         return False
 
     def postscale_gradients(self) -> bool:
-        """Whether gradients are divided by the number of ranks after they are summed; always."""
-        return True
+        """Whether gradients are divided by the number of ranks, or by a part of it, after they are summed."""
+        return not self.policy.averaging.is_before(accumulate=self.policy.accumulate, wire=self.policy.reduce)
 
     def gradient_predivide_factor(self) -> float:
-        """The part of that division which is done before the sum: none of it."""
-        return 1.0
+        """What gradients are divided by before they are summed: 1, a part of the number of ranks, or all of it."""
+        factors = self.policy.averaging.factors(self.batch.data_ranks, accumulate=self.policy.accumulate,
+                                                wire=self.policy.reduce)
+        return 1 / factors.before
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from shoal import comm
 from shoal.controls import Controls
 from shoal.errors import UsageError
 from shoal.holders import Census
@@ -157,8 +158,10 @@ class Engine(Controls):
         return self._applied
 
     def destroy(self) -> None:
-        """Detach from the model, and leave it whole and plain. Every rank calls it."""
+        """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it."""
         self.wait_for_checkpoint()
+        if self.settings.comms_logger.enabled:
+            comm.log_summary()
         self.restore_forwards()
         if self.sharded is not None:
             self.sharded.destroy()

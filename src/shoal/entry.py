@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal import distributed
+from shoal import comm, distributed
 from shoal.arrange import census_of, mesh_of
 from shoal.collectives import Communicator
 from shoal.compression import check_compressing
@@ -36,6 +36,7 @@ from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
 from shoal.optim.views import Views
 from shoal.pipeline.module import PipelineModule
+from shoal.precision.averaging import Averaging
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
@@ -77,8 +78,11 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
-    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state):
+    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state
+                                     or settings.comms_logger.verbose):
         logger.setLevel(INFO)  # who asks for lines is to see them
+    if settings.comms_logger.enabled:
+        comm.record(settings.comms_logger)
     zero = settings.zero_optimization
     census = census_of(mesh, model, zero.stage, partial(
         Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
@@ -152,7 +156,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
-    engine.policy = dtypes = _policy(settings, model, stepping)
+    engine.policy = dtypes = _policy(settings, model, stepping, engine.communicator.ranks)
     zero = settings.zero_optimization
     trained = groups.of if optimizer is not None or named else {}
     place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device)
@@ -252,13 +256,16 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         raise
 
 
-def _policy(settings: Config, model: nn.Module, stepping: _Stepping) -> Policy:
+def _policy(settings: Config, model: nn.Module, stepping: _Stepping, data_ranks: int) -> Policy:
     accumulate = settings.data_types.grad_accum_dtype
     if stepping.compressing and accumulate is None:  # what signs do not say would be rounded away
         accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    averaging = Averaging(prescale=settings.prescale_gradients, predivide=settings.gradient_predivide_factor,
+                          times=data_ranks if settings.gradient_allreduce_op == "sum" else 1)
     return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
-                  communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate)
+                  communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
+                  averaging=averaging)
 
 
 def _loss_scale(settings: Config) -> LossScale:

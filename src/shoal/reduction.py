@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -37,6 +38,23 @@ class Reduction:
         for addends, target in zip(columns, pieces(self._target, size, like=self._addends[0]), strict=True):
             _fold(addends, target, self._scale, self._accumulate)
         self._addends = []
+
+
+class Widened:
+    """A transfer into a buffer of a narrower dtype, whose end is the copy of all of it."""
+
+    def __init__(self, transfer: Handle, narrow: Tensor, whole: Tensor, give_back: Callable[[Tensor], None]):
+        self._transfer: Handle | None = transfer
+        self._narrow, self._whole = narrow, whole
+        self._give_back = give_back
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+            self._whole.copy_(self._narrow)
+            self._give_back(self._narrow)
 
 
 def _fold(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:

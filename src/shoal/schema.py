@@ -30,6 +30,7 @@ from shoal.mesh import MeshSettings
 from shoal.optim.settings import OptimizerSettings
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
+from shoal.recording.settings import CommsLoggerSettings
 from shoal.schedule.settings import ScheduleSettings
 from shoal.tensor_parallel.settings import TensorParallelSettings
 from shoal.tier.settings import AioSettings
@@ -68,6 +69,17 @@ class Config(Section):
     communication_data_type: Dtype | None = None
     """The dtype in which gradients are reduced over ranks; null: the compute dtype."""
 
+    prescale_gradients: Switch | None = None
+    """Divide gradients by the number of ranks before they are summed (true) or after (false). null: before in fp32, where it
+    is free, and after in 16 bits. All three work at every stage."""
+
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
+    """Divide gradients by so much before they are summed, and by the rest after; null: by nothing, unless
+    `prescale_gradients` or its null say otherwise."""
+
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(any_case("mean", "sum"))] = "mean"
+    """Train by the mean of the data ranks' gradients, or by their sum."""
+
     zero_allow_untested_optimizer: Switch = False
     """Let an optimizer that is not known to be elementwise step on slices of parameters."""
 
@@ -100,6 +112,9 @@ class Config(Section):
 
     checkpoint: CheckpointSettings = CheckpointSettings()
     """How checkpoints are written and kept."""
+
+    comms_logger: CommsLoggerSettings = CommsLoggerSettings()
+    """What ranks say to each other, recorded."""
 
     steps_per_print: Every = None
     """Report progress every so many steps; null or infinity: never."""
@@ -199,6 +214,14 @@ class Config(Section):
             yield Conflict(keys=("fp16.enabled", "bf16.enabled"), message="got true beside bf16.enabled; choose one")
         if self.zero_optimization.offload_optimizer.step_in_backward:
             yield from self._against_step_in_backward()
+        if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1):
+            yield Conflict(keys=("prescale_gradients", "gradient_predivide_factor"),
+                           message="got true beside gradient_predivide_factor: the whole division is before the sum, or a "
+                                   "part of it; remove one of them")
+        if self.prescale_gradients and self.gradient_allreduce_op == "sum":
+            yield Conflict(keys=("prescale_gradients", "gradient_allreduce_op"),
+                           message="got true beside gradient_allreduce_op \"sum\", which divides by nothing; remove one of "
+                                   "them, or give gradient_predivide_factor against overflow")
         accumulate = self.data_types.grad_accum_dtype
         if accumulate not in (None, "fp32", self.compute_dtype):
             choices = "'fp32'" if self.compute_dtype == "fp32" else f"'fp32' or '{self.compute_dtype}'"

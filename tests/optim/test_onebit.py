@@ -159,7 +159,7 @@ def against_formula() -> None:
         layout.clear_gaps(published)
         train(engine, range(step, step + 1))
         for parameter, values in zip(engine.module.parameters(), layout.views(published), strict=True):
-            flipped = ((parameter.detach() - values).abs() > 3e-5).float().mean()  # a rounding decides the sign of nearly zero
+            flipped = ((parameter.detach() - values).abs() > 3e-5).float().mean()  # rounding decides signs near zero
             assert flipped < 0.01
     assert rank == engine.global_rank
 

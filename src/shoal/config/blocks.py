@@ -10,9 +10,6 @@ __all__ = ["BLOCKS", "SCALARS"]
 
 SCALARS: Mapping[str, Published] = {
     "managed_gradient_accumulation": later("let each `step()` be the boundary", True),
-    "prescale_gradients": later("divide gradients before they are summed", False),
-    "gradient_predivide_factor": later("the part of the division that is done before the sum", 1.0),
-    "gradient_allreduce_op": later("sum gradients over ranks in place of their mean", "mean"),
     "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
     "sparse_gradients": later("exchange embedding gradients as indices and values", False),
     "use_data_before_expert_parallelism": later("the order of ranks with experts", False),
@@ -123,12 +120,6 @@ BLOCKS: Mapping[str, Published] = {
             "online": None,
             "mode": None,
         },
-        switch="enabled",
-    ),
-    # Its presence alone switches it on.
-    "comms_logger": later_block(
-        "the log of collectives",
-        {"enabled": True, "prof_all": True, "prof_ops": [], "verbose": False, "debug": False},
         switch="enabled",
     ),
     "elasticity": later_block(

@@ -11,11 +11,12 @@ bf16 drops three of fp16's eleven significant bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from shoal.errors import ConfigError
+from shoal.precision.averaging import Averaging
 
 __all__ = ["Policy", "dtype_named", "policy"]
 
@@ -36,6 +37,8 @@ class Policy:
     reduce: torch.dtype
     accumulate: torch.dtype
     master: torch.dtype
+    averaging: Averaging = field(default_factory=Averaging)
+    """Where the mean over ranks is divided."""
 
 
 def dtype_named(name: str | torch.dtype, *, key: str) -> torch.dtype:
@@ -52,7 +55,8 @@ def dtype_named(name: str | torch.dtype, *, key: str) -> torch.dtype:
 
 
 def policy(*, fp16: bool = False, bf16: bool = False, communication_data_type: str | torch.dtype | None = None,
-           grad_accum_dtype: str | torch.dtype | None = None, model_dtype: torch.dtype = torch.float32) -> Policy:
+           grad_accum_dtype: str | torch.dtype | None = None, model_dtype: torch.dtype = torch.float32,
+           averaging: Averaging | None = None) -> Policy:
     """Build the policy of a model of `model_dtype` from the configuration's flags.
 
     Raises `ConfigError` for combinations that cannot train: fp16 with bf16, the two 16-bit formats mixed, or a 16-bit
@@ -65,7 +69,8 @@ def policy(*, fp16: bool = False, bf16: bool = False, communication_data_type: s
         raise ConfigError(f"communication_data_type: got {_SHORT[reduce]} with data_types.grad_accum_dtype "
                           f"{_SHORT[accumulate]}; the two 16-bit formats cannot be mixed: choose one of them, or fp32")
     master = torch.float64 if model_dtype == torch.float64 else torch.float32
-    return Policy(compute=compute, reduce=reduce, accumulate=accumulate, master=master)
+    return Policy(compute=compute, reduce=reduce, accumulate=accumulate, master=master,
+                  averaging=averaging or Averaging())
 
 
 def _compute(fp16: bool, bf16: bool, model: torch.dtype) -> torch.dtype:

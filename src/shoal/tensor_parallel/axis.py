@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
 from shoal.errors import CollectiveFailed, CollectiveTimeout
+from shoal.recording import Call, over
 from shoal.reduction import Reduction
 from shoal.tensor_parallel.shelf import PLACE_BYTES, Shelves, open_shelves
 
@@ -50,6 +51,7 @@ class Axis:
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
         self._asked = False
         self._shelves: Shelves | None = None
 
@@ -68,11 +70,11 @@ class Axis:
                 return Pending(self, "all-reduce", total, self._swap(tensor, total, size, shelves))
         if tensor.device.type == "cpu" and self.ranks > 2:
             return self._reduce_by_spans(tensor, total)
-        traffic.count("tensor all-reduce", 2 * size * (self.ranks - 1) // self.ranks)
         if keep:
             total.copy_(tensor)
+        call = self._count("all-reduce", 2 * size * (self.ranks - 1) // self.ranks, "all_reduce", tensor)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        return Pending(self, "all-reduce", total, _waiting(work))
+        return Pending(self, "all-reduce", total, _recorded(_waiting(work), call))
 
     def reduce_scatter(self, addends: Tensor) -> Pending:
         """Sum the contiguous `addends` (ranks, ...) over the ranks; the result is this rank's (...)."""
@@ -80,9 +82,10 @@ class Axis:
             return Pending(self, "reduce-scatter", addends[0], _nothing)
         total = torch.empty_like(addends[0])
         if addends.device.type != "cpu":
-            traffic.count("tensor reduce-scatter", total.numel() * total.element_size() * (self.ranks - 1))
+            sent = total.numel() * total.element_size() * (self.ranks - 1)
+            call = self._count("reduce-scatter", sent, "reduce_scatter", addends)
             work = native_reduce_scatter(total.view(-1), addends.view(-1), group=self.group, async_op=True)
-            return Pending(self, "reduce-scatter", total, _waiting(work))
+            return Pending(self, "reduce-scatter", total, _recorded(_waiting(work), call))
         received = torch.empty_like(addends)
         finish = self._spread(addends.view(-1), received, [total.numel()] * self.ranks, kind="reduce-scatter")
         return Pending(self, "reduce-scatter", total, lambda: (finish(), _sum(received, total)))
@@ -96,14 +99,14 @@ class Axis:
         if part.device.type == "cpu":
             return Pending(self, "all-gather", whole,
                            self._collect(part, whole, [part.numel()] * self.ranks, size, kind="all-gather"))
-        traffic.count("tensor all-gather", size * (self.ranks - 1))
-        return Pending(self, "all-gather", whole,
-                       _waiting(native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)))
+        call = self._count("all-gather", size * (self.ranks - 1), "all_gather", whole)
+        work = native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)
+        return Pending(self, "all-gather", whole, _recorded(_waiting(work), call))
 
     def _swap(self, tensor: Tensor, total: Tensor, size: int, shelves: Shelves | None) -> _Finish:
         """Exchange whole tensors with the other of two ranks, and add: the same bits in either order."""
         peer = 1 - self.rank
-        traffic.count("tensor all-reduce", size)
+        call = self._count("all-reduce", size, "all_reduce", tensor)
         if shelves is not None:
             traffic.lent += size
             number = shelves.lay(tensor)
@@ -112,11 +115,12 @@ class Axis:
                 torch.add(tensor.view(-1), shelves.look(peer, number, tensor), out=total.view(-1))
                 shelves.sign(peer, number)
 
-            return add
+            return _recorded(add, call)
         other = torch.empty_like(tensor)
         splits = [0 if rank == self.rank else tensor.numel() for rank in range(2)]
         work = self.group.alltoall_base(other.view(-1), tensor.view(-1), splits, splits)
-        return lambda: (work.wait(), torch.add(tensor, other, out=total))
+        arrived = _recorded(_waiting(work), call)
+        return lambda: (arrived(), torch.add(tensor, other, out=total))
 
     def _reduce_by_spans(self, tensor: Tensor, total: Tensor) -> Pending:
         """Sum a span of the tensor on each rank, then gather the spans."""
@@ -136,36 +140,40 @@ class Axis:
         """Send each rank its span of `flat`; `received` (ranks, own span) has this rank's from everyone."""
         own = spans[self.rank]
         size = (flat.numel() - own) * flat.element_size()
-        traffic.count(f"tensor {kind}", size)
+        call = self._count(kind, size, "reduce_scatter", flat)
         shelves = self._shelves_for(flat.numel() * flat.element_size())
         if shelves is None:
             work = self.group.alltoall_base(received.view(-1), flat, [own] * self.ranks, list(spans))
-            return _waiting(work)
+            return _recorded(_waiting(work), call)
         traffic.lent += size
         start = sum(spans[:self.rank])
         number = shelves.lay(flat)
         rows = received.view(self.ranks, own)
         rows[self.rank] = flat[start:start + own]
-        return lambda: [shelves.take(peer, number, rows[peer], start, flat) for peer in self._peers()]
+        return _recorded(lambda: [shelves.take(peer, number, rows[peer], start, flat) for peer in self._peers()], call)
 
     def _collect(self, part: Tensor, whole: Tensor, spans: Sequence[int], size: int, *,
                  kind: str = "all-reduce") -> _Finish:
         """Send everyone `part`; `whole` has the spans of all ranks, of at most `size` bytes each."""
         sent = part.numel() * part.element_size() * (self.ranks - 1)
-        traffic.count(f"tensor {kind}", sent)
+        call = self._count(kind, sent, "all_gather", whole)
         rows = whole.view(-1).split(list(spans))
         shelves = self._shelves_for(size)
         if shelves is not None:
             traffic.lent += sent
             number = shelves.lay(part)
             rows[self.rank].copy_(part.view(-1))
-            return lambda: [shelves.take(peer, number, rows[peer]) for peer in self._peers()]
+            return _recorded(lambda: [shelves.take(peer, number, rows[peer]) for peer in self._peers()], call)
         if self.ranks == 2:
             rows[self.rank].copy_(part.view(-1))
             splits = [part.numel() if peer != self.rank else 0 for peer in range(2)]
-            return _waiting(self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits))
+            return _recorded(_waiting(self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits)), call)
         copies = part.view(-1).repeat(self.ranks)
-        return _waiting(self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks))
+        work = self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks)
+        return _recorded(_waiting(work), call)
+
+    def _count(self, kind: str, sent: int, op: str, buffer: Tensor) -> Call | None:
+        return traffic.count(f"tensor {kind}", sent, op=op, of=buffer, ranks=self.members)
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
@@ -218,6 +226,10 @@ def _nothing() -> None:
 
 def _waiting(work: dist.Work | None) -> _Finish:
     return _nothing if work is None else work.wait
+
+
+def _recorded(finish: _Finish, call: Call | None) -> _Finish:
+    return finish if call is None else lambda: over(call, finish)
 
 
 def _sum(addends: Tensor, total: Tensor) -> Tensor:

@@ -12,13 +12,15 @@ this rank's first addend of the next step. Division by the ranks then comes befo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoal.collectives import Handle, Label
+from shoal.collectives import Communicator, Handle, Label
 from shoal.holders import Holders
+from shoal.precision.averaging import Averaging
+from shoal.reduction import Widened
 from shoal.tier import Kept, Store, Transfer, above
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -28,10 +30,11 @@ from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientDtypes:
-    """The dtype in which a gradient rests, and the one in which it travels."""
+    """The dtype in which a gradient rests, the one in which it travels, and where between them it is divided."""
 
     accumulate: torch.dtype
     wire: torch.dtype
+    averaging: Averaging = field(default_factory=Averaging)
 
 
 class Gradient:
@@ -61,7 +64,10 @@ class Gradient:
         self._communicator = communicator = holders.communicator
         self._replicas = holders.replicas
         self._dtypes, self._pool = dtypes, pool
-        self._before, self._after = _division(1 / holders.addends, dtypes, early=signs is not None)
+        factors = dtypes.averaging.factors(holders.addends, accumulate=dtypes.accumulate, wire=dtypes.wire)
+        self._before, self._after = factors.before, factors.after
+        if signs is not None:  # what was not sent is an addend of the mean
+            self._before, self._after = factors.before * factors.after, 1.0
         self._signs = signs
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
@@ -182,7 +188,7 @@ class Gradient:
         if self.signed:
             self._launch_signs()
             return
-        source = self._on_wire(self._close())
+        source = self._closed_on_wire()
         self._owed = False
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
@@ -238,7 +244,7 @@ class Gradient:
         while flight.borrowed:
             self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
-            flight.handle = self._communicator.all_gather(self.reduced, self._replicate_label)
+            flight.handle = self._replicate(self._communicator, self.reduced)
         else:
             self._flight = None
             self.leave()
@@ -260,10 +266,13 @@ class Gradient:
         self._norm = None
         size = self.own.numel() // self._replicas.ranks
         part = self.own[self._replicas.rank * size:][:size]
-        staging = self._pool.borrow(self._replicas.staging_elements(self.own.numel()), self.own.dtype)
-        self._replicas.reduce_scatter(self.own, part, staging, self._reduce_label, scale=1.0, accumulate=False).wait()
+        source = self._on_wire(self.own)
+        staging = self._pool.borrow(self._replicas.staging_elements(source.numel()), source.dtype)
+        self._replicas.reduce_scatter(source, part, staging, self._reduce_label, scale=1.0, accumulate=False).wait()
         self._pool.give_back(staging)
-        self._replicas.all_gather(self.own, self._replicate_label).wait()
+        if source is not self.own:
+            self._pool.give_back(source)
+        self._replicate(self._replicas, self.own).wait()
         self.leave()
 
     def leave(self) -> None:
@@ -325,22 +334,28 @@ class Gradient:
         self._open, self._views, self._filled = None, [], 0
         return source
 
-    def _on_wire(self, source: Tensor) -> Tensor:
-        """Return `source` in the wire's dtype."""
-        if source.dtype == self._dtypes.wire:
-            return source
-        wire = self._pool.borrow(self.layout.size, self._dtypes.wire).copy_(source)
-        if source is not self._resting:
+    def _closed_on_wire(self) -> Tensor:
+        """Return the open buffer in the wire's dtype."""
+        source = self._close()
+        wire = self._on_wire(source)
+        if wire is not source and source is not self._resting:
             self._pool.give_back(source)
         return wire
 
+    def _on_wire(self, source: Tensor) -> Tensor:
+        """Return `source` in the wire's dtype: itself, or a borrowed copy."""
+        if source.dtype == self._dtypes.wire:
+            return source
+        return self._pool.borrow(source.numel(), self._dtypes.wire).copy_(source)
 
-def _division(mean: float, dtypes: GradientDtypes, *, early: bool) -> tuple[float, float]:
-    """Return the factors before and after the sum: in the copy that collects division is free; 16-bit addends are divided
-    after their sum in fp32, unless it has to be `early`.
-    """
-    wide = dtypes.accumulate == dtypes.wire and dtypes.wire.itemsize >= torch.float32.itemsize
-    return (mean, 1.0) if early or wide else (1.0, mean)
+    def _replicate(self, communicator: Communicator, whole: Tensor) -> Handle:
+        """Give every rank the spans of `whole`. Where the wire is narrower they are rounded to it, this rank's own too."""
+        if self._dtypes.wire.itemsize >= whole.dtype.itemsize:
+            return communicator.all_gather(whole, self._replicate_label)
+        narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
+        rows = whole.view(communicator.ranks, -1)
+        narrow.view(communicator.ranks, -1)[communicator.rank] = rows[communicator.rank]
+        return Widened(communicator.all_gather(narrow, self._replicate_label), narrow, whole, self._pool.give_back)
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -189,7 +189,8 @@ class ShardedModel:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
-            accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute))
+            accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute,
+            averaging=policy.averaging))
         values = self._values(share)
         elements = sum(member.parameter.numel() for member in share.members)
         tiers = self.residence.tiers(elements, elements if share.trainable else 0)
