@@ -22,6 +22,7 @@ from shoal.arrange import census_of, mesh_of
 from shoal.collectives import Communicator
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
+from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
 from shoal.log import logger, warn_once
@@ -149,6 +150,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     engine.policy = dtypes = _policy(settings, model)
     zero = settings.zero_optimization
+    if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
+        raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
     place = residence(settings, model, trained, moments, dtypes, engine.census, engine.device)
     engine.sharded = ShardedModel(model, trained, _plan(settings), engine.census, dtypes, place,
@@ -190,7 +193,7 @@ def _plan(settings: Config) -> Plan:
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-                in_backward=zero.offload_optimizer.step_in_backward)
+                in_backward=zero.offload_optimizer.step_in_backward, by_rows=settings.sparse_gradients)
 
 
 def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSource | None) -> int:

@@ -68,6 +68,9 @@ class Config(Section):
     communication_data_type: Dtype | None = None
     """The dtype in which gradients are reduced over ranks; null: the compute dtype."""
 
+    sparse_gradients: Switch = False
+    """Exchange, of embeddings made with sparse=True, only the rows that a step touches."""
+
     zero_allow_untested_optimizer: Switch = False
     """Let an optimizer that is not known to be elementwise step on slices of parameters."""
 

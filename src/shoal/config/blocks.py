@@ -14,7 +14,6 @@ SCALARS: Mapping[str, Published] = {
     "gradient_predivide_factor": later("the part of the division that is done before the sum", 1.0),
     "gradient_allreduce_op": later("sum gradients over ranks in place of their mean", "mean"),
     "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
-    "sparse_gradients": later("exchange embedding gradients as indices and values", False),
     "use_data_before_expert_parallelism": later("the order of ranks with experts", False),
     "sequence_parallel_size": later("ranks that share one sequence", 1),
     "data_parallel_size": later("data ranks of a mesh with sequence parallelism"),

@@ -50,6 +50,8 @@ class Plan:
     """Units whose weights are brought from another tier ahead of use."""
     read_elements: int = sys.maxsize
     """Elements of such units together."""
+    by_rows: bool = False
+    """Embeddings whose gradient is rows exchange rows alone."""
     in_backward: bool = False
     """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
 
@@ -80,7 +82,8 @@ class ShardedModel:
         """Units that several stages hold: reduced when a step begins."""
         try:
             for share in shares:
-                unit = self._unit(share, STAGES[2] if share.persistent and row.weight is SHARD else row, policy)
+                stage = STAGES[2] if share.persistent and row.weight is SHARD else row
+                unit = self._unit(share, stage, policy, by_rows=plan.by_rows)
                 self.units.append(unit)
                 self.by_module.setdefault(share.module, []).append(unit)
                 if share.holders.late and share.trainable:
@@ -177,7 +180,7 @@ class ShardedModel:
             unit.close()
         self.residence.close()
 
-    def _unit(self, share: Share, stage: Stage, policy: Policy) -> Unit:
+    def _unit(self, share: Share, stage: Stage, policy: Policy, *, by_rows: bool) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
@@ -188,7 +191,7 @@ class ShardedModel:
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
         unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
-                    trainable=share.trainable)
+                    trainable=share.trainable, columns=share.columns, by_rows=by_rows)
         flat = _flatten(unit, values, self.pool.device)
         for communicator in (share.holders.replicas, share.holders.communicator):
             if communicator is not None:

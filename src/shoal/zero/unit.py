@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
+from shoal.sparse_gradients import Rows
 from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
@@ -71,7 +72,9 @@ class Unit:
     """Backward has begun its step already, which the engine's `step` will finish."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
-                 dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True):
+                 dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
+                 columns: int | None = None, by_rows: bool = False):
+        """A table of so many `columns` is cut between rows; with `by_rows` its rows travel alone."""
         self.name = name
         self.stage = stage
         self.trainable = trainable
@@ -91,7 +94,7 @@ class Unit:
         self.holders, self.communicator = holders, holders.communicator
         self.dtypes = dtypes
         self.layout = Layout.pack([(m.name, tuple(m.parameter.shape), m.group) for m in members],
-                                  self.communicator.ranks, holders.copies)
+                                  self.communicator.ranks, holders.copies, columns or 1)
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
@@ -108,8 +111,7 @@ class Unit:
         self.state: State | None = None
         self.gradient: Gradient | None = None
         if trainable:
-            self.gradient = Gradient(self.layout, stage, holders, dtypes.gradient, pool, tiers.state, unit=name,
-                                     index=index)
+            self.gradient = self._new_gradient(dtypes.gradient, pool, tiers.state, columns if by_rows else None)
             self.state = self._new_state(tiers.state)
 
     @property
@@ -233,7 +235,9 @@ class Unit:
         elif self.stage.master is SHARD:
             for parameter in self._parameters:
                 guard(parameter)
-            self._handle = self.communicator.all_gather(self.full, self._publish_label)
+            rows = None if self.gradient is None else self.gradient.rows
+            self._handle = (self.communicator.all_gather(self.full, self._publish_label) if rows is None
+                            else rows.publish(self.full, written=self._versions() != self._version))
             self.phase = Phase.IN_FLIGHT
 
     @torch.no_grad()
@@ -297,6 +301,14 @@ class Unit:
             span = self.master_span
             with held(self.state.master, changed=True) as master:
                 master.copy_(values[span.start:span.stop])
+
+    def _new_gradient(self, dtypes: GradientDtypes, pool: Pool, store: Store, columns: int | None) -> Gradient:
+        """Return the gradient, of which rows of so many `columns` may travel alone."""
+        rows = None if columns is None else Rows(
+            self.communicator, self.layout.size, columns, dtypes.accumulate, dtypes.wire, pool.device,
+            unit=self.name, index=self.index)
+        return Gradient(self.layout, self.stage, self.holders, dtypes, pool, store, unit=self.name, index=self.index,
+                        rows=rows)
 
     def _new_state(self, store: Store) -> State:
         """Return the state that the optimizer steps, its master of its own, or the resting weights."""
