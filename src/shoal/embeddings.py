@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.log import warn_once
 
-__all__ = ["Embeddings", "check_embeddings", "gives_rows", "no_rows_error", "row_weights"]
+__all__ = ["Embeddings", "check_embeddings", "gives_rows", "looked_up", "no_rows_error", "row_weights"]
 
 Embeddings = (nn.Embedding, nn.EmbeddingBag)
 """The modules that can give rows."""
+
+OUR_HOOKS = 2
+"""On the module of a unit: one before its forward, and one after."""
 
 LARGE = 1 << 18
 """Elements from which an embedding that gives dense gradients is worth a word."""
@@ -26,6 +29,18 @@ LARGE = 1 << 18
 def gives_rows(module: nn.Module) -> bool:
     """Whether the gradient of the module's weight is rows."""
     return isinstance(module, Embeddings) and module.sparse
+
+
+def looked_up(module: nn.Module, args: object) -> Tensor | None:
+    """Return the numbers of the only rows that a call of `module` reads, where that is certain.
+
+    That is so in the plain modules' own forward, called by position, with no hooks beside ours: one may read any row.
+    """
+    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)  # pyright: ignore  there is no public question
+    if type(module) not in Embeddings or hooks > OUR_HOOKS or not isinstance(args, tuple) or not args:
+        return None
+    numbers: object = args[0]
+    return numbers if isinstance(numbers, Tensor) else None
 
 
 def row_weights(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -3,6 +3,7 @@
     reduce       each rank sends its rows to their owners, which sum them in rank order     in place of a reduce-scatter
     replicate    each owner sends the rows that were summed to all                          in place of an all-gather
     publish      each owner sends the rows whose weights have changed since the last time   in place of an all-gather
+    look up      each rank asks the owners of sharded weights for the rows of its batch     in place of an all-gather
 
 The gradient of a row that nobody sends is zero, and a sum of zeros and addends is the sum of the addends: the bits are
 those of the dense way. Each exchange begins with the numbers of rows, which all ranks see, so that all choose alike
@@ -12,70 +13,18 @@ between rows and the whole: rows where those of the busiest rank are fewer bytes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.collectives import Communicator, Handle, Label
 from shoal.log import warn_once
+from shoal.row_tables import Table, changed_rows, summed_duplicates
 
-__all__ = ["ROW_COST", "Rows", "Table", "changed_rows", "summed_duplicates", "whole"]
-
-ROW_COST = 1.5
-"""What a byte of a row costs in bytes of the whole: rows are found, sorted, gathered and scattered one by one. Measured
-between ranks of one machine, where the wire hides none of it: docs/sparse.md."""
+__all__ = ["Rows"]
 
 MOST_SKIPPED = 15
 """Publications without a comparison, at most, after one that found nearly every row changed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """The rows of an embedding over the ranks: rank r owns those from `r * span` on."""
-
-    columns: int
-    span: int
-    """Rows that a rank owns, padding included."""
-    ranks: int
-
-    @property
-    def index(self) -> torch.dtype:
-        """The dtype of a row's number within its owner's span."""
-        return torch.int32 if self.span <= torch.iinfo(torch.int32).max else torch.int64
-
-    def row_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one row on the wire, with its number."""
-        return self.columns * dtype.itemsize + self.index.itemsize
-
-    def prefers_rows(self, busiest: int, dtype: torch.dtype) -> bool:
-        """Whether rows are cheaper than the whole, when the busiest rank sends or receives so many."""
-        whole = (self.ranks - 1) * self.span * self.columns * dtype.itemsize
-        return busiest * self.row_bytes(dtype) * ROW_COST <= whole
-
-
-def summed_duplicates(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of a COO `gradient`, each once and in order, and their values (rows, columns).
-
-    On the host duplicates are added in the order of their occurrence, as the dense gradient of an embedding adds them,
-    but 16-bit ones are summed in fp32.
-    """
-    if gradient.is_coalesced() or gradient.device.type != "cpu":
-        gradient = gradient.coalesce()
-        return gradient.indices()[0], gradient.values()
-    values = gradient._values()  # pyright: ignore[reportPrivateUsage]  the public name coalesces
-    rows, place = torch.unique(gradient._indices()[0], return_inverse=True)  # pyright: ignore[reportPrivateUsage]
-    return rows, values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
-
-
-def whole(gradient: Tensor, name: str) -> Tensor:
-    """Return the gradient of the parameter `name`, made dense where it is not."""
-    if not gradient.is_sparse:
-        return gradient
-    warn_once(f"the sparse gradient of '{name}' is made dense, and travels whole; set \"sparse_gradients\": true to "
-              f"exchange only the rows that a step touches, if nothing but embeddings uses the weight")
-    rows, values = summed_duplicates(gradient)
-    return values.new_zeros(gradient.shape).index_copy_(0, rows, values)
 
 
 class Rows:
@@ -151,15 +100,9 @@ class Rows:
             return not dense
         counts = torch.full((self.table.ranks,), -1, dtype=torch.int64, device=self._device)
         if not dense:
-            borders = torch.arange(self.table.ranks + 1, device=self._device) * self.table.span
-            counts = torch.searchsorted(borders[:0] if self._rows is None else self._rows, borders).diff()
+            counts = self.table.count_by_owner(counts[:0] if self._rows is None else self._rows)
         self._counts = self._communicator.gather_words(counts, self._counting).tolist()
-        if any(row[0] < 0 for row in self._counts):
-            return False
-        ranks = range(self.table.ranks)
-        busiest = max(max(sum(self._counts[rank][other] for other in ranks if other != rank),
-                          sum(self._counts[other][rank] for other in ranks if other != rank)) for rank in ranks)
-        return self.table.prefers_rows(busiest, self._wire)
+        return all(row[0] >= 0 for row in self._counts) and self.table.prefers_rows(_busiest(self._counts), self._wire)
 
     def reduce(self, own: Tensor, *, scale: float, accumulate: bool) -> Handle:
         """Sum the collected rows of all ranks, times `scale`, into this rank's span `own` (1-D).
@@ -211,6 +154,28 @@ class Rows:
             self._published = None if self._skip else own.clone()
         return self._communicator.all_gather(whole, self._labels["publish"])
 
+    def look_up(self, whole: Tensor, numbers: Tensor) -> bool:
+        """Bring the rows called `numbers` (of any shape) from their owners into `whole` (1-D), which holds this rank's span.
+
+        Returns, on all ranks alike, whether that was done: where all are cheaper to gather it is not. Blocks.
+        """
+        rank, table = self._communicator.rank, whole.view(-1, self.table.columns)
+        wanted = torch.unique(numbers.long().clamp(0, len(table) - 1))  # torch says what is wrong with one out of range
+        counts: list[list[int]] = self._communicator.gather_words(self.table.count_by_owner(wanted), self._counting).tolist()
+        if not self.table.prefers_rows(_busiest(counts), whole.dtype):
+            return False
+        label, asked = self._labels["gather rows"], [row[rank] for row in counts]
+        mine = list((wanted % self.table.span).to(self.table.index).split(counts[rank]))
+        theirs = [mine[rank].new_empty(count) for count in asked]
+        self._communicator.exchange(_to_others(mine, rank), _to_others(theirs, rank), label).wait()
+        theirs[rank] = mine[rank]
+        given = [table[self._own + numbers.long()] for numbers in theirs]
+        values = [given[rank].new_empty(count, self.table.columns) for count in counts[rank]]
+        self._communicator.exchange(_to_others(given, rank), _to_others(values, rank), label).wait()
+        values[rank] = given[rank]
+        table.index_copy_(0, wanted, torch.cat(values))
+        return True
+
     def _counted(self, rows: Tensor | None) -> list[int]:
         """Return how many `rows` each rank has to send; -1: it cannot name them."""
         if self.table.ranks == 1:
@@ -236,18 +201,11 @@ class Rows:
                         _to_others(given, self._communicator.rank))
 
 
-def changed_rows(now: Tensor, before: Tensor) -> Tensor:
-    """Return the rows (n, columns) of `now` in which any bit differs from `before`."""
-    def words(table: Tensor, width: int) -> Tensor:
-        fits = (word for word in (torch.int64, torch.int32, torch.int16)
-                if table.shape[1] * width % word.itemsize == 0 and table.storage_offset() * width % word.itemsize == 0)
-        return table.view(next(fits, torch.uint8))
-
-    width = now.element_size()
-    different = torch.ne(words(now, width), words(before, width))
-    if different.shape[1] % torch.int64.itemsize == 0:  # eight answers at once
-        different = different.view(torch.int64)
-    return different.any(1).nonzero().flatten()
+def _busiest(counts: list[list[int]]) -> int:
+    """Return the most rows that one rank sends or receives, of those that each rank has for, or from, each other."""
+    ranks = range(len(counts))
+    return max(max(sum(counts[rank][other] for other in ranks if other != rank),
+                   sum(counts[other][rank] for other in ranks if other != rank)) for rank in ranks)
 
 
 def _to_others(tensors: Sequence[Tensor], rank: int) -> list[Tensor]:

@@ -33,7 +33,7 @@ KEYS: list[tuple[str, Any, Any, str]] = [
     ("prescale_gradients", False, True, LATER),
     ("gradient_predivide_factor", 1.0, 2.0, LATER),
     ("communication_data_type", None, "fp32", HONOURED),
-    ("sparse_gradients", False, True, LATER),
+    ("sparse_gradients", False, True, HONOURED),
     ("disable_allgather", False, True, WARNED),
     ("dataloader_drop_last", False, True, HONOURED),
     ("vocabulary_size", None, 64, HONOURED),

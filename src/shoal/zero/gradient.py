@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
-from shoal.sparse_gradients import Rows, whole
+from shoal.row_tables import whole
+from shoal.sparse_gradients import Rows
 from shoal.tier import Kept, Store, Transfer, above
 from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
@@ -164,7 +165,6 @@ class Gradient:
         if self._open is None:
             self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
             self._views = self.layout.views(self._open)
-            self._filled = 0
         return self._views
 
     def conclude(self) -> None:

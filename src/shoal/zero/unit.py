@@ -36,6 +36,7 @@ class Phase(Enum):
     RELEASED = "no memory"
     ARRIVING = "what rests on this rank is on its way"
     IN_FLIGHT = "a collective writes it"
+    LOOKED_UP = "the rows that the present call looks up"
     GATHERED = "the values"
 
 
@@ -183,6 +184,8 @@ class Unit:
             return
         if self.owed is not None:
             self.owed()
+        if self.phase is Phase.LOOKED_UP:
+            self._shrink()
         self.prefetch()
         with torch.no_grad():
             self._arriving.wait()
@@ -194,14 +197,41 @@ class Unit:
             unguard(parameter)
         self._version = self._versions()
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a call of the embedding can do with the rows that it looks up."""
+        by_rows = self.gradient is not None and self.gradient.rows is not None
+        return by_rows and self._is_gathered_by_ranks and not self.away
+
+    @torch.no_grad()
+    def look_up(self, numbers: Tensor) -> None:
+        """Have the rows called `numbers` in memory until the unit is released, or all of them where that is cheaper."""
+        if self.phase is Phase.RELEASED:
+            rows = None if self.gradient is None else self.gradient.rows
+            assert self._memory is not None and rows is not None
+            self.fetch()
+            self._arriving.wait()
+            if rows.look_up(self.full, numbers):
+                self.phase = Phase.LOOKED_UP
+                for parameter in self._parameters:
+                    unguard(parameter)
+        if self.phase is not Phase.LOOKED_UP:
+            self.gather()
+
     def release(self) -> None:
         """Give up the memory that the resting weights do not need, unless somebody holds it."""
+        if self.phase is Phase.LOOKED_UP:
+            self._shrink()
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
         if self.written or (self.stage.weight is not SHARD and self._versions() != self._version):
             self._memory.keep()
             self.written = False
+        self._shrink()
+
+    def _shrink(self) -> None:
+        assert self._memory is not None
         for parameter in self._parameters:
             guard(parameter)
         self._memory.shrink()
