@@ -57,7 +57,7 @@ def row_weights(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def check_embeddings(model: nn.Module) -> Iterator[str]:
-    """Yield the embeddings that give rows, and warn of those that do not. Raises `UsageError` for what cannot be right."""
+    """Yield the embeddings made to give rows, and warn of others. Raises `UsageError` for what cannot be right."""
     rows = row_weights(model)
     for path, module in model.named_modules():
         if not isinstance(module, Embeddings) or not module.weight.requires_grad:
@@ -69,9 +69,8 @@ def check_embeddings(model: nn.Module) -> Iterator[str]:
                           f"it with sparse=True to exchange only the rows that a step touches")
             continue
         _refuse(path, kind, module)
-        if module.weight in rows:
-            yield path
-        else:
+        yield path
+        if module.weight not in rows:
             warn_once(f"sparse_gradients: embedding '{path}', {kind}, shares its weight with a module that gives dense "
                       f"gradients, and their sum is dense: it travels whole. Untie them to exchange rows")
 
@@ -94,7 +93,8 @@ def _refuse(path: str, kind: str, module: nn.Embedding | nn.EmbeddingBag) -> Non
 def no_rows_error(model: nn.Module) -> UsageError:
     """Return what to raise when `sparse_gradients` is on and no embedding gives rows."""
     dense = [f"'{path}' ({', '.join(map(str, module.weight.shape))})" for path, module in model.named_modules()
-             if isinstance(module, Embeddings) and not module.sparse]
-    fix = f"build {', '.join(dense[:5])} with sparse=True" if dense else "the model has no nn.Embedding or nn.EmbeddingBag"
+             if isinstance(module, Embeddings) and module.weight.requires_grad]
+    none = "the model has no trainable nn.Embedding or nn.EmbeddingBag"
+    fix = f"build {', '.join(dense[:5])} with sparse=True" if dense else none
     return UsageError(f"sparse_gradients: got true, and no embedding of the model gives sparse gradients: "
                       f"{fix}, or set it to false")
