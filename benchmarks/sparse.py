@@ -1,7 +1,7 @@
 """An embedding of 200,000 rows on two hosts with a slow link: by rows beside dense gradients, at every stage.
 
     python benchmarks/sparse.py [--rate 1gbit] [--stages 0 1 2 3] [--optimizers Adam Adagrad]
-    python benchmarks/sparse.py --rule      # what a byte of a row costs between two ranks of this machine
+    python benchmarks/sparse.py --rule      # what a byte of a row costs: between such hosts, and on one machine
 
 Hosts are those of hosts.py, with one rank of one thread each. Both ways train the same model on the same batches, in turns;
 a ratio is taken within a round. Without --rule it needs root and iproute2.
@@ -10,6 +10,7 @@ a ratio is taken within a round. Without --rule it needs root and iproute2.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -18,12 +19,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from outcome import Outcome, Sheet, Target
 from progress import progress
 from sweep import Found, sweep
 from workloads import parameters
+
+from shoal.collectives import Communicator, Label
+from shoal.row_tables import changed_rows
+from shoal.sparse_gradients import Rows
+from shoal.testing import run_ranks
 
 FEWER, FASTER = 6.0, 3.0  # bytes, and samples a second, over those of dense gradients
 ROWS, COLUMNS = 200_000, 128
@@ -32,25 +39,30 @@ DENSITIES = (0.02, 0.1, 0.25, 0.5, 0.75, 1.0)
 
 def main() -> None:
     options = _options()
+    if options.costs:
+        dist.init_process_group("gloo")
+        found = costs(False, options.rounds)
+        sys.stdout.write(json.dumps({"costs": [(density, *pair) for density, pair in found.items()]}) + "\n")
+        return
     if options.rule:
         _rule(options)
         return
     plan = Plan(workload="towers", ranks=2, rounds=options.rounds, steps=0, warm=6, microbatch=options.batch,
                 length=options.length)
     cases = [(stage, optimizer) for optimizer in options.optimizers for stage in options.stages]
-    found: dict[tuple[int, str], Found] = {}
+    results: dict[tuple[int, str], Found] = {}
     try:
         with Hosts(plan.ranks) as hosts, progress() as tell:
             for stage, optimizer in cases:
                 names = [f"{way}-{stage}-{optimizer}" for way in ("dense", "rows")]
                 whole = (6 if stage == 3 else 4) * parameters("towers")
                 sends = {names[0]: float(whole), names[1]: whole / 8}
-                found[stage, optimizer] = sweep(names, plan, [options.rate], hosts, sends=sends, seconds=options.seconds,
-                                                tell=tell)
+                results[stage, optimizer] = sweep(names, plan, [options.rate], hosts, sends=sends, seconds=options.seconds,
+                                                  tell=tell)
     except HostsUnavailable as reason:
         sys.stderr.write(f"skipped: {reason}\n")
         return
-    _outcome(found, plan, options).publish(options.out)
+    _outcome(results, plan, options).publish(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -64,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="pairs of query and passage a rank and step (32)")
     parser.add_argument("--length", type=int, default=48, help="words of a query or passage (48)")
     parser.add_argument("--rule", action="store_true", help="measure what a byte of a row costs instead")
+    parser.add_argument("--costs", action="store_true", help=argparse.SUPPRESS)  # what --rule runs on each host
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/sparse.json)")
     return parser.parse_args()
 
@@ -104,28 +117,30 @@ def _outcome(found: dict[tuple[int, str], Found], plan: Plan, options: argparse.
 
 
 def _rule(options: argparse.Namespace) -> None:
-    """Print what a byte of a row costs over one of the whole, by density, between two ranks of this machine."""
-    from shoal.testing import run_ranks
-
-    found = {direct: run_ranks(2, costs, direct, options.rounds)[0] for direct in (True, False)}
-    rows = [(f"{density:g}", *(f"{found[direct][density][kind]:.2f}" for direct in (True, False) for kind in range(2)))
+    """Print what a byte of a row costs over one of the whole, by density: between hosts, and on one machine."""
+    found: dict[str, dict[float, tuple[float, float]]] = {}
+    try:
+        with Hosts(2, rate=options.rate) as hosts:
+            said = hosts.launch([Path(__file__), "--costs", "--rounds", str(options.rounds)], seconds=300.0)
+            found[options.rate] = {density: (reduce, publish) for density, reduce, publish in said[0][-1]["costs"]}
+    except HostsUnavailable as reason:
+        sys.stderr.write(f"skipped: {reason}\n")
+    found["sockets"] = run_ranks(2, costs, False, options.rounds)[0]
+    found["memory"] = run_ranks(2, costs, True, options.rounds)[0]
+    rows = [(f"{density:g}", *(f"{costs[density][kind]:.2f}" for costs in found.values() for kind in range(2)))
             for density in DENSITIES]
     sheet = Sheet(title="Cost of a byte of a row, in bytes of the whole", rows=tuple(rows), columns=(
-        "rows touched", "reduce", "publish", "reduce, sockets", "publish, sockets"))
+        "rows touched", *(f"{kind}, {where}" for where in found for kind in ("reduce", "publish"))))
     Outcome(benchmark="sparse-rule", command=" ".join(["python", *sys.argv]), sheets=(sheet,), targets=(), raw=found,
-            note=f"A table of {ROWS:,} x {COLUMNS} in fp32 between two ranks of one machine, each touching as many rows at "
+            note=f"A table of {ROWS:,} x {COLUMNS} in fp32 between two ranks of one thread, each touching as many rows at "
                  f"random: seconds a byte by rows over seconds a byte of the whole. Reduce is from the gradient that "
-                 f"autograd gives to the sum; publish from the stepped weights to the others' copy. Without sockets the "
-                 f"whole is read from the other rank's memory.").publish(options.out)
+                 f"autograd gives to the sum; publish from the stepped weights to the others' copy. Between hosts with that "
+                 f"link; on one machine through sockets; and there with the whole read from the other rank's memory."
+            ).publish(options.out)
 
 
 def costs(direct: bool, rounds: int) -> dict[float, tuple[float, float]]:
     """Return, on each of two ranks, the cost of a byte of a row by density: of a reduction, and of a publication."""
-    import torch.distributed as dist
-
-    from shoal.collectives import Communicator, Label
-    from shoal.sparse_gradients import Rows
-
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, timeout=60, direct_bytes=256 << 10 if direct else None)
     size, index = ROWS * COLUMNS, communicator.register()
@@ -165,11 +180,9 @@ def costs(direct: bool, rounds: int) -> dict[float, tuple[float, float]]:
 class _Publishing:
     """Publications of some rows, however many they are."""
 
-    def __init__(self, rows: object, mine: torch.Tensor, touched: torch.Tensor, full: torch.Tensor) -> None:
-        from shoal.row_tables import changed_rows
-
+    def __init__(self, rows: Rows, mine: torch.Tensor, touched: torch.Tensor, full: torch.Tensor) -> None:
         self._rows, self._mine, self._touched, self._full = rows, mine, touched, full
-        self._before, self._changed_rows = mine.clone(), changed_rows
+        self._before = mine.clone()
 
     def change(self) -> None:
         self._before.copy_(self._mine)
@@ -177,16 +190,14 @@ class _Publishing:
 
     def publish(self) -> None:
         rows = self._rows
-        changed = self._changed_rows(self._mine, self._before)
-        counts = rows._counted(changed)  # type: ignore[attr-defined]
+        changed = changed_rows(self._mine, self._before)
+        counts = rows._counted(changed)
         self._before.index_copy_(0, changed, self._mine[changed])
-        rows._spread(self._full, changed, counts, rows._labels["publish rows"]).wait()  # type: ignore[attr-defined]
+        rows._spread(self._full, changed, counts, rows._labels["publish rows"]).wait()
 
 
 def _seconds(action: Callable[[], None], rounds: int, before: Callable[[], None] = lambda: None) -> float:
     """Return the seconds of the median of some runs, after one that is not counted."""
-    import torch.distributed as dist
-
     found: list[float] = []
     for _ in range(2 * rounds + 1):
         before()
