@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from systems import System, ddp, ddp_half, deepspeed, fsdp2, pipeline, plain, shoal, zero_redundancy
+from systems import System, ddp, ddp_half, deepspeed, fsdp2, lookups, pipeline, plain, shoal, zero_redundancy
 
 BASELINE = "ddp"
+
+LOOKUPS = {
+    f"{way}-{stage}-{optimizer}": System(title=f"{way}, stage {stage}, {optimizer}", settings=f"sparse_gradients {rows}",
+                                         build=lookups(stage, optimizer, rows=rows), ratio=1.5 if stage == 3 else 1.0)
+    for stage in (0, 1, 2, 3) for optimizer in ("Adam", "Adagrad") for way, rows in (("dense", False), ("rows", True))
+}
+"""The systems of sparse.py."""
 
 SYSTEMS = {
     "plain": System(title="one process alone", settings="fused AdamW, no communication", build=plain, ratio=0.0),
@@ -27,4 +34,5 @@ SYSTEMS = {
     **{f"shoal-pipeline-{schedule}": System(title=f"Shoal pipeline, {title}", settings="a stage a rank", whole=True,
                                             build=pipeline(schedule))
        for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "zero-bubble"))},
+    **LOOKUPS,
 }

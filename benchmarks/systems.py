@@ -117,6 +117,21 @@ def shoal(stage: int, **more: Any) -> Callable[[nn.Module, Workload], Step]:
     return build
 
 
+def lookups(stage: int, optimizer: str, *, rows: bool) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of this library for a model that looks words up: by `rows`, or with dense gradients."""
+    def build(model: nn.Module, workload: Workload) -> Step:
+        import shoal
+
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.sparse = rows
+        config = _config({"stage": stage}, {"type": optimizer, "params": {"lr": 1e-3}}, workload)
+        engine, *_ = shoal.initialize(model=model, config={**config, "sparse_gradients": rows})
+        return _engine_step(engine, workload)
+
+    return build
+
+
 def pipeline(schedule: str) -> Callable[[nn.Module, Workload], Step]:
     """Return the builder of this library's pipeline: a stage a rank, the weights of the one model that all systems train."""
     def build(model: nn.Module, workload: Workload) -> Step:

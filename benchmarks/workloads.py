@@ -98,8 +98,37 @@ def gpt(preset: str, *, microbatch: int, length: int, pieces: int = 1) -> Worklo
                     chain=chain, link_bytes=4 * microbatch * length * shape.dim, pieces=pieces)
 
 
+class Towers(nn.Module):
+    """Similarity of queries and passages, both read by one bidirectional GRU over one embedding: [2 B, length] to [B, B]."""
+
+    def __init__(self, words: int, columns: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, columns)
+        self.gru = nn.GRU(columns, hidden, batch_first=True, bidirectional=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        read = self.gru(self.embed(words))[0].mean(1)
+        query, passage = functional.normalize(read, dim=-1).chunk(2)
+        return 10 * query @ passage.t()
+
+
+def towers(*, microbatch: int, length: int, words: int = 200_000, columns: int = 128, hidden: int = 64) -> Workload:
+    """Describe the two towers on words by Zipf's law: word k is as frequent as 1/k, and the frequent ones come first."""
+    frequency = (1 / torch.arange(1, words + 1, dtype=torch.float64)).cumsum(0)
+
+    def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(SEED + 1000 * step + rank)
+        drawn = torch.rand(2 * microbatch, length, generator=generator, dtype=torch.float64) * frequency[-1]
+        return torch.searchsorted(frequency, drawn).clamp_(max=words - 1), torch.arange(microbatch)
+
+    return Workload(build=lambda: Towers(words, columns, hidden), blocks=lambda model: [], batch=batch,
+                    loss=functional.cross_entropy, chain=lambda model: [model], link_bytes=4 * microbatch * microbatch)
+
+
 def workload(name: str, *, microbatch: int = 2, length: int = 128, pieces: int = 1) -> Workload:
-    """Return the workload called `layers`, or `gpt` of the preset `name`, built under one seed."""
+    """Return the workload called `layers` or `towers`, or `gpt` of the preset `name`, built under one seed."""
+    if name == "towers":
+        return towers(microbatch=microbatch, length=length)
     return layers(pieces=pieces) if name == "layers" else gpt(name, microbatch=microbatch, length=length, pieces=pieces)
 
 

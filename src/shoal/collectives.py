@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -38,7 +38,6 @@ T = TypeVar("T")
 # Newer torch calls the two native collectives `*_single` and deprecates the names that torch 2.11 has.
 native_all_gather: Callable[..., dist.Work | None] = (vars(dist).get("all_gather_single")
                                                       or vars(dist)["all_gather_into_tensor"])
-native_all_to_all: Callable[..., dist.Work | None] = dist.all_to_all_single
 native_reduce_scatter: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
                                                           or vars(dist)["reduce_scatter_tensor"])
 
@@ -62,7 +61,8 @@ class Label:
     index: int
     """The unit's number within its communicator."""
 
-    KINDS: ClassVar[tuple[str, ...]] = ("gather", "publish", "reduce", "replicate")
+    KINDS: ClassVar[tuple[str, ...]] = ("gather", "publish", "reduce", "replicate",
+                                        "gather rows", "publish rows", "reduce rows", "replicate rows")
 
     @property
     def tag(self) -> int:
@@ -101,7 +101,8 @@ class Communicator:
     def lend(self, peer: int, tag: int, send: Tensor, receive: Tensor) -> Loan | None:
         """Exchange two tensors of one size with `peer` by memory; None where that is not possible, or not worth it."""
         size = send.numel() * send.element_size()
-        worthwhile = send.device.type == "cpu" and size >= (self.direct_bytes or 1)
+        alike = send.numel() == receive.numel()  # both sides see the same two sizes, and choose the same way
+        worthwhile = alike and send.device.type == "cpu" and size >= (self.direct_bytes or 1)
         if self._neighbours is None or peer not in self._neighbours or not worthwhile:
             return None
         traffic.lent += size
@@ -152,26 +153,24 @@ class Communicator:
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
         return Reduction(_watched(work, call), addends, target, scale, accumulate, self.piece_bytes)
 
-    def exchange(self, send: Tensor, receive: Tensor, label: Label) -> Handle:
-        """Give rank r the row r of `send` (ranks, n), and take what it has for this rank as row r of `receive` (ranks, n).
-
-        This rank's own row stays where it is.
-        """
-        self._check(label, send)
-        traffic.count(label.kind, send[0].numel() * send.element_size() * (self.ranks - 1))
+    def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: Label) -> Handle:
+        """Send each rank a contiguous tensor and receive one of each, of any sizes, this rank's own being empty."""
+        self._check(label, send[self.rank])
+        call = traffic.count(label.kind, sum(tensor.numel() * tensor.element_size() for tensor in send), op="all_to_all",
+                             of=send, ranks=self.members, what=label)
         if self.native:
-            return _Native(self, label, native_all_to_all(receive, send, group=self.group, async_op=True))
-        peers = self._peers()
-        return _Pairwise(self, label, label.tag, receive={peer: receive[peer] for peer in peers},
-                         send={peer: send[peer] for peer in peers}, elements=self.reduce_elements)
+            work = dist.all_to_all(list(receive), list(send), self.group, async_op=True)
+            return _watched(_Native(self, label, work), call)
+        work = _Pairwise(self, label, label.tag, receive={peer: receive[peer] for peer in self._peers()},
+                         send={peer: send[peer] for peer in self._peers()}, elements=sys.maxsize)
+        return _watched(work, call)
 
     def staging_elements(self, elements: int) -> int:
         """How many elements of staging a `reduce_scatter` of a buffer of `elements` needs."""
         return elements // self.ranks * (1 if self.native else self.ranks - 1)
 
-    def gather_words(self, words: Tensor) -> Tensor:
+    def gather_words(self, words: Tensor, what: str = "the decision at the end of a step") -> Tensor:
         """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
-        what = "the decision at the end of a step"
         self._check(what, words)
         size = words.numel() * 8
         call = traffic.count("words", size * (self.ranks - 1), op="all_gather", of=words, ranks=self.members)
@@ -276,8 +275,10 @@ class _Pairwise:
         far = [peer for peer, loan in loans.items() if loan is None]
         width = next((tensor.element_size() for tensor in send.values()), 1)
         size = min(communicator.piece_bytes, elements // communicator.ranks * width)
-        self._works = [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)]
-        self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)]
+        self._works = [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)
+                       if piece.numel()]
+        self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)
+                        if piece.numel()]
 
     def wait(self) -> None:
         works, self._works = self._works, []  # a gloo work that is waited for twice never returns

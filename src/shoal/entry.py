@@ -24,6 +24,7 @@ from shoal.collectives import Communicator
 from shoal.compression import check_compressing
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
+from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
 from shoal.log import logger, warn_once
@@ -158,6 +159,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     engine.policy = dtypes = _policy(settings, model, stepping, engine.communicator.ranks)
     zero = settings.zero_optimization
+    if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
+        raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
     place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device)
     engine.sharded = ShardedModel(model, trained, _plan(settings, stepping), engine.census, dtypes, place,
@@ -203,7 +206,7 @@ def _plan(settings: Config, stepping: _Stepping) -> Plan:
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-                in_backward=zero.offload_optimizer.step_in_backward)
+                in_backward=zero.offload_optimizer.step_in_backward, by_rows=settings.sparse_gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,9 @@ class Config(Section):
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(any_case("mean", "sum"))] = "mean"
     """Train by the mean of the data ranks' gradients, or by their sum."""
 
+    sparse_gradients: Switch = False
+    """Exchange, of embeddings made with sparse=True, only the rows that a step touches."""
+
     zero_allow_untested_optimizer: Switch = False
     """Let an optimizer that is not known to be elementwise step on slices of parameters."""
 

@@ -34,7 +34,7 @@ KEYS: list[tuple[str, Any, Any, str]] = [
     ("gradient_predivide_factor", 1.0, 2.0, HONOURED),
     ("communication_data_type", None, "fp32", HONOURED),
     ("gradient_allreduce_op", "mean", "sum", HONOURED),
-    ("sparse_gradients", False, True, LATER),
+    ("sparse_gradients", False, True, HONOURED),
     ("disable_allgather", False, True, WARNED),
     ("dataloader_drop_last", False, True, HONOURED),
     ("vocabulary_size", None, 64, HONOURED),

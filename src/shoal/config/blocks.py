@@ -11,7 +11,6 @@ __all__ = ["BLOCKS", "SCALARS"]
 SCALARS: Mapping[str, Published] = {
     "managed_gradient_accumulation": later("let each `step()` be the boundary", True),
     "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
-    "sparse_gradients": later("exchange embedding gradients as indices and values", False),
     "use_data_before_expert_parallelism": later("the order of ranks with experts", False),
     "sequence_parallel_size": later("ranks that share one sequence", 1),
     "data_parallel_size": later("data ranks of a mesh with sequence parallelism"),

@@ -51,7 +51,8 @@ class Signs:
         ranks, rank = self._communicator.ranks, self._communicator.rank
         spans = addend.view(ranks, self._span)
         borrowed = [self._borrow(), self._borrow()]
-        sent, received = (flat.view(ranks, self._row) for flat in borrowed)
+        sent, received = (list(flat.view(ranks, self._row)) for flat in borrowed)
+        sent[rank] = received[rank] = borrowed[0][:0]
         for peer in range(ranks):
             if peer != rank:
                 signs.pack(spans[peer], sent[peer])

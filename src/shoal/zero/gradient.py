@@ -21,6 +21,8 @@ from shoal.collectives import Communicator, Handle, Label
 from shoal.holders import Holders
 from shoal.precision.averaging import Averaging
 from shoal.reduction import Widened
+from shoal.row_tables import whole
+from shoal.sparse_gradients import Rows
 from shoal.tier import Kept, Store, Transfer, above
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -52,8 +54,9 @@ class Gradient:
     _valid = False  # `reduced` holds a sum
 
     def __init__(self, layout: Layout, stage: Stage, holders: Holders, dtypes: GradientDtypes, pool: Pool,
-                 store: Store, *, unit: str, index: int, signs: Signs | None = None):
+                 store: Store, *, unit: str, index: int, rows: Rows | None = None, signs: Signs | None = None):
         self.layout = layout
+        self.rows = rows  # what moves those of an embedding; None: the gradient is always whole
         self.stage = stage
         self.touched = 0
         """Bit i: slot i received a gradient on this rank since the last step."""
@@ -98,7 +101,7 @@ class Gradient:
     @property
     def reopened(self) -> bool:
         """Whether gradients arrived after the present pass had reduced this one (re-entrant recompute)."""
-        return self.launched and self._open is not None
+        return self.launched and (self._open is not None or bool(self.rows and self.rows.collected))
 
     @property
     def missing(self) -> list[int]:
@@ -152,29 +155,35 @@ class Gradient:
         A pass may complete a gradient more than once: re-entrant recompute runs a backward of its own for each call.
         """
         bit = 1 << slot
-        if self._open is not None and self._open is self._resting:
-            self._bring(fresh=not self._filled)
-        if self._open is None:
-            self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
-            self._views = self.layout.views(self._open)
-            self._filled = 0
         self._collected = True
-        view = self._views[slot]
-        if self._filled & bit:
-            view.add_(gradient, alpha=self._before)
-        elif self._before == 1:
-            view.copy_(gradient)
-        elif gradient.dtype == view.dtype:
-            torch.mul(gradient, self._before, out=view)
+        if gradient.is_sparse and self.rows:
+            self.rows.collect(gradient, self._before)
         else:
-            view.copy_(gradient).mul_(self._before)
-        self._filled |= bit
+            gradient = whole(gradient, self.layout.slots[slot].name)
+            view = self._opened()[slot]
+            if self._filled & bit:
+                view.add_(gradient, alpha=self._before)
+            elif self._before == 1:
+                view.copy_(gradient)
+            elif gradient.dtype == view.dtype:
+                torch.mul(gradient, self._before, out=view)
+            else:
+                view.copy_(gradient).mul_(self._before)
+            self._filled |= bit
         self.touched |= bit
         self._seen |= bit
         if self._seen.bit_count() < self._slots:
             return False
         self._seen, self.complete = 0, True
         return True
+
+    def _opened(self) -> list[Tensor]:
+        if self._open is not None and self._open is self._resting:
+            self._bring(fresh=not self._filled)
+        if self._open is None:
+            self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
+            self._views = self.layout.views(self._open)
+        return self._views
 
     def conclude(self) -> None:
         """Take the slots that the present backward pass gave nothing so far to receive nothing from it."""
@@ -183,21 +192,32 @@ class Gradient:
     def launch(self) -> None:
         """Start reducing the open buffer; slots that received nothing count as zero."""
         self.fold()
-        self._bring(fresh=not (self._valid or self._filled))
         self._norm = None
         if self.signed:
             self._launch_signs()
             return
+        by_rows = self.rows and self.rows.agree(dense=bool(self._filled))
+        self._flight = self._launch_rows(self.rows) if self.rows and by_rows else self._launch_whole()
+        self._valid = self.launched = True
+        self.unsynced = self._owed = False
+
+    def _launch_whole(self) -> _Flight:
+        if self.rows and self.rows.collected:
+            self.rows.spill(self._opened()[0], onto=bool(self._filled))
+            self._filled = 1
+        self._bring(fresh=not (self._valid or self._filled))
         source = self._closed_on_wire()
-        self._owed = False
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
                                                    scale=self._after, accumulate=self._valid)
-        borrowed = [staging] if source is self._resting else [staging, source]
-        self._flight = _Flight(handle=handle, borrowed=borrowed)
-        self._valid = True
-        self.launched = True
-        self.unsynced = False
+        return _Flight(handle=handle, borrowed=[staging] if source is self._resting else [staging, source])
+
+    def _launch_rows(self, rows: Rows) -> _Flight:
+        self._bring(fresh=not self._valid)
+        if not self._valid:
+            self.reduced.zero_()
+        self._open, self._views = None, []
+        return _Flight(handle=rows.reduce(self.own, scale=self._after, accumulate=self._valid), borrowed=[], rows=rows)
 
     def _launch_signs(self) -> None:
         """Start reducing the resting buffer by its signs, with what was collected elsewhere after a first sum was there."""
@@ -244,7 +264,8 @@ class Gradient:
         while flight.borrowed:
             self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
-            flight.handle = self._replicate(self._communicator, self.reduced)
+            flight.handle = (self._replicate(self._communicator, self.reduced) if flight.rows is None
+                             else flight.rows.replicate(self.reduced))
         else:
             self._flight = None
             self.leave()
@@ -277,9 +298,8 @@ class Gradient:
 
     def leave(self) -> None:
         """Let what was collected or reduced rest in its tier."""
-        if not self._here or self._flight is not None or isinstance(self._span, Kept):
-            return
-        if self.stays and self._span is self.rest:
+        kept = isinstance(self._span, Kept) or (self.stays and self._span is self.rest)
+        if kept or not self._here or self._flight is not None:
             return
         if self.measured and self._valid and self._norm is None:
             self._norm = _norm(self.own)
@@ -294,6 +314,8 @@ class Gradient:
         self._open = self._resting
         self._views = [] if self._resting is None else self._resting_views
         self.spend()
+        if self.rows:
+            self.rows.forget()
         self._norm = None
         self._owed = self._owed and (self._valid or not self._collected)  # of a gradient that is dropped, all goes
         if self._owed and self._valid:
@@ -368,4 +390,5 @@ class _Flight:
 
     handle: Handle
     borrowed: list[Tensor]
+    rows: Rows | None = None
     summed: bool = False

@@ -1,6 +1,6 @@
 """When units are used: before and after each module's forward and backward, and when a backward pass ends.
 
-    forward of a module     gather its units before, release them after
+    forward of a module     gather its units before, release them after; of an embedding the rows that it looks up may do
     backward of a module    gather them when the gradient of one of its outputs arrives
     saved for backward      a weight that autograd unpacks is gathered first, whatever led to it
     gradient of a slot      collect it; a complete unit is reduced and released
@@ -26,6 +26,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from shoal.embeddings import looked_up
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.nested import tensors_within
@@ -120,9 +121,15 @@ class Hooks:
                 self._saving = saved_tensors_hooks(self._pack, self._unpack)
                 self._saving.__enter__()
         for unit in self._units.get(module, ()):
-            self._window.use(unit)
+            if unit.looks_up and (numbers := looked_up(module, args)) is not None:
+                unit.look_up(numbers)
+            else:
+                self._window.use(unit)
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        for unit in self._units.get(module, ()):
+            if unit.phase is Phase.LOOKED_UP:
+                unit.release()
         if self._recomputing():
             self._watch(module, output)
             return
@@ -174,7 +181,8 @@ class Hooks:
         self._begin_backward()
         self._leave(module)
         for unit in self._units.get(module, ()):
-            self._enter(module, unit)
+            if not unit.looks_up:  # the gradient of a look-up does not need the weights; if it does, `_unpack` knows
+                self._enter(module, unit)
 
     def _enter(self, module: nn.Module, unit: Unit) -> None:
         self._window.use(unit)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from torch import Tensor
 
@@ -56,15 +56,18 @@ class Layout:
     """Elements of the whole buffer, padding included."""
 
     @classmethod
-    def pack(cls, shapes: Sequence[tuple[str, tuple[int, ...], int]], ranks: int, copies: int = 1) -> Layout:
-        """Lay (name, shape, group) one after the other; the groups must be in order. Each span is a multiple of `copies`."""
+    def pack(cls, shapes: Sequence[tuple[str, tuple[int, ...], int]], ranks: int, copies: int = 1,
+             grain: int = 1) -> Layout:
+        """Lay (name, shape, group) one after the other; the groups must be in order. Each span is a multiple of `copies`
+        and of `grain`.
+        """
         slots: list[Slot] = []
         end = 0
         for name, shape, group in shapes:
             assert not slots or slots[-1].group <= group, "slots of one group lie together"
             slots.append(Slot(name=name, shape=tuple(shape), start=_round_up(end, ALIGNMENT), group=group))
             end = slots[-1].stop
-        return cls(slots=tuple(slots), ranks=ranks, size=_round_up(end, ranks * copies * ALIGNMENT))
+        return cls(slots=tuple(slots), ranks=ranks, size=_round_up(end, ranks * copies * lcm(ALIGNMENT, grain)))
 
     @property
     def elements(self) -> int:

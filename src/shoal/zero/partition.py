@@ -2,9 +2,9 @@
 
 A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once; a large layer, such as an
 embedding, has no children and `LARGE` elements or more. Every parameter belongs to the outermost of these around it; one
-that several share belongs to the root. A unit is of one dtype, is trainable or frozen, and rests over the same ranks, so
-that a block may give several. Parameters that are neither floating point nor complex, and those of no elements, stay whole
-on every rank.
+that several share belongs to the root. The weight of embeddings made with `sparse=True` is a unit by itself wherever it is.
+A unit is of one dtype, is trainable or frozen, and rests over the same ranks, so that a block may give several. Parameters
+that are neither floating point nor complex, and those of no elements, stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal.embeddings import gives_rows, row_weights
 from shoal.holders import Holders
 from shoal.zero.unit import Member
 
@@ -35,6 +36,8 @@ class Share:
     dtype: torch.dtype
     persistent: bool
     holders: Holders
+    columns: int | None = None
+    """Of an embedding whose gradient is rows: each rank owns whole ones."""
 
 
 def blocks(model: nn.Module) -> dict[nn.Module, str]:
@@ -54,7 +57,7 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
                 visit(child, path + ".")
 
     visit(model, "")
-    return found
+    return {module: path for path, module in model.named_modules() if module in found or gives_rows(module)}
 
 
 def _is_large_layer(module: nn.Module) -> bool:
@@ -76,6 +79,7 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
     roots = roots or {model: ""}
     names = {parameter: (aliases or {}).get(name, name) for name, parameter in model.named_parameters()}
     paths = {module: path for path, module in model.named_modules()} | dict(roots)
+    tables = row_weights(model)
     shares: dict[_Key, list[Member]] = {}
     order: dict[nn.Module, int] = {}
     seen: set[nn.Parameter] = set()
@@ -92,11 +96,12 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
             persistent = parameter.numel() <= persistent_below and kept + parameter.numel() <= persistent_at_most
             kept += parameter.numel() if persistent else 0
             key = _Key(module=root if held.late else module, trainable=parameter.requires_grad and parameter in groups,
-                       dtype=parameter.dtype, persistent=persistent or held.late, holders=held)
+                       dtype=parameter.dtype, persistent=persistent or held.late, holders=held,
+                       table=parameter if parameter in tables and not held.late else None)
             member = Member(name=names[parameter], parameter=parameter, group=groups.get(parameter, 0))
             shares.setdefault(key, []).append(member)
     several = len({key.holders for key in shares}) > 1
-    return [key.share(_unit_name(paths[key.module], key, several), members)
+    return [key.share(_unit_name(paths[key.module], key, several, tables), members)
             for key, members in sorted(shares.items(), key=lambda item: order[item[0].module])]
 
 
@@ -109,11 +114,14 @@ class _Key:
     dtype: torch.dtype
     persistent: bool
     holders: Holders
+    table: nn.Parameter | None = None
+    """The embedding that is a unit by itself."""
 
     def share(self, name: str, members: list[Member]) -> Share:
         ordered = sorted(members, key=lambda member: (member.group, member.name if self.holders.late else ""))
+        columns = None if self.table is None else self.table.shape[1]
         return Share(name=name, module=self.module, trainable=self.trainable, dtype=self.dtype, persistent=self.persistent,
-                     holders=self.holders, members=tuple(ordered))
+                     holders=self.holders, members=tuple(ordered), columns=columns)
 
 
 def _owners(root: nn.Module, found: dict[nn.Module, str]) -> dict[nn.Parameter, nn.Module]:
@@ -142,7 +150,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _unit_name(path: str, key: _Key, several: bool) -> str:
+def _unit_name(path: str, key: _Key, several: bool, tables: Mapping[nn.Parameter, str]) -> str:
+    if key.table is not None and not gives_rows(key.module):  # several embeddings share it
+        path = tables[key.table]
     if key.holders.late:
         return "tied" if key.trainable else "tied frozen"
     shared = several and key.holders.shared

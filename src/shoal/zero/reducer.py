@@ -1,7 +1,8 @@
 """Gradients are reduced in one fixed order, each as soon as it and all before it are complete.
 
 The order is a contract between ranks. A gradient that a pass did not complete is reduced when the pass ends, with zeros
-for what is missing, so that a rank that skips a module does not hang the others.
+for what is missing, so that a rank that skips a module does not hang the others. Those that travel by rows come last, when
+the pass ends: they begin with a word from every rank, which within a pass might be waiting for something of this one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Reducer:
     """The reductions of one backward pass, and those that a step still owes."""
 
     def __init__(self, gradients: list[Gradient], *, overlap: bool, ranks: int = 1):
-        self._order = gradients
+        self._order = sorted(gradients, key=lambda gradient: gradient.rows is not None)
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
         self._flight: deque[Gradient] = deque()
@@ -39,7 +40,8 @@ class Reducer:
 
     def advance(self) -> None:
         """Launch what is complete, in order."""
-        while self._overlap and self._next < len(self._due) and self._due[self._next].complete:
+        while (self._overlap and self._next < len(self._due) and self._due[self._next].complete
+               and self._due[self._next].rows is None):
             self._launch(self._due[self._next])
             self._next += 1
 

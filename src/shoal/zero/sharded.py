@@ -52,6 +52,8 @@ class Plan:
     """Elements of such units together."""
     signs: bool = False
     """Gradients and weights may travel as signs: state rests as at stage 1, whichever of 0 to 2 is asked for."""
+    by_rows: bool = False
+    """Embeddings whose gradient is rows exchange rows alone."""
     in_backward: bool = False
     """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
 
@@ -82,8 +84,8 @@ class ShardedModel:
         """Units that several stages hold: reduced when a step begins."""
         try:
             for share in shares:
-                unit = self._unit(share, STAGES[2] if share.persistent and row.weight is SHARD else row, policy,
-                                  signs=plan.signs)
+                stage = STAGES[2] if share.persistent and row.weight is SHARD else row
+                unit = self._unit(share, stage, policy, plan)
                 self.units.append(unit)
                 self.by_module.setdefault(share.module, []).append(unit)
                 if share.holders.late and share.trainable:
@@ -185,7 +187,7 @@ class ShardedModel:
             unit.close()
         self.residence.close()
 
-    def _unit(self, share: Share, stage: Stage, policy: Policy, *, signs: bool) -> Unit:
+    def _unit(self, share: Share, stage: Stage, policy: Policy, plan: Plan) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
@@ -197,7 +199,7 @@ class ShardedModel:
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
         unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
-                    trainable=share.trainable, signs=signs)
+                    trainable=share.trainable, columns=share.columns, by_rows=plan.by_rows, signs=plan.signs)
         flat = _flatten(unit, values, self.pool.device)
         for communicator in (share.holders.replicas, share.holders.communicator):
             if communicator is not None:

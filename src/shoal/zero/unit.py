@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
+from shoal.sparse_gradients import Rows
 from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
@@ -36,6 +37,7 @@ class Phase(Enum):
     RELEASED = "no memory"
     ARRIVING = "what rests on this rank is on its way"
     IN_FLIGHT = "a collective writes it"
+    LOOKED_UP = "the rows that the present call looks up"
     GATHERED = "the values"
 
 
@@ -81,7 +83,8 @@ class Unit:
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
-                 signs: bool = False):
+                 columns: int | None = None, by_rows: bool = False, signs: bool = False):
+        """A table of so many `columns` is cut between rows; with `by_rows` its rows travel alone, with `signs` signs do."""
         self.name = name
         self.stage = stage
         self.trainable = trainable
@@ -93,7 +96,7 @@ class Unit:
         self.holders, self.communicator = holders, holders.communicator
         self.dtypes = dtypes
         self.layout = Layout.pack([(m.name, tuple(m.parameter.shape), m.group) for m in members],
-                                  self.communicator.ranks, holders.copies)
+                                  self.communicator.ranks, holders.copies, columns or 1)
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
@@ -111,8 +114,7 @@ class Unit:
         self.gradient: Gradient | None = None
         self._signs = Signs.between(self.layout, self.communicator, pool, dtypes.compute) if signs and trainable else None
         if trainable:
-            self.gradient = Gradient(self.layout, stage, holders, dtypes.gradient, pool, tiers.state, unit=name,
-                                     index=index, signs=self._signs)
+            self.gradient = self._new_gradient(dtypes.gradient, pool, tiers.state, columns if by_rows else None)
             self.state = self._new_state(tiers.state)
 
     @property
@@ -189,6 +191,8 @@ class Unit:
             return
         if self.owed is not None:
             self.owed()
+        if self.phase is Phase.LOOKED_UP:
+            self._shrink()
         self.prefetch()
         with torch.no_grad():
             self._arriving.wait()
@@ -200,14 +204,41 @@ class Unit:
             unguard(parameter)
         self._version = self._versions()
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a call of the embedding can do with the rows that it looks up."""
+        by_rows = self.gradient is not None and self.gradient.rows is not None
+        return by_rows and self._is_gathered_by_ranks and not self.away
+
+    @torch.no_grad()
+    def look_up(self, numbers: Tensor) -> None:
+        """Have the rows called `numbers` in memory until the unit is released, or all of them where that is cheaper."""
+        if self.phase is Phase.RELEASED:
+            rows = None if self.gradient is None else self.gradient.rows
+            assert self._memory is not None and rows is not None
+            self.fetch()
+            self._arriving.wait()
+            if rows.look_up(self.full, numbers):
+                self.phase = Phase.LOOKED_UP
+                for parameter in self._parameters:
+                    unguard(parameter)
+        if self.phase is not Phase.LOOKED_UP:
+            self.gather()
+
     def release(self) -> None:
         """Give up the memory that the resting weights do not need, unless somebody holds it."""
+        if self.phase is Phase.LOOKED_UP:
+            self._shrink()
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
         if self.written or (self.stage.weight is not SHARD and self._versions() != self._version):
             self._memory.keep()
             self.written = False
+        self._shrink()
+
+    def _shrink(self) -> None:
+        assert self._memory is not None
         for parameter in self._parameters:
             guard(parameter)
         self._memory.shrink()
@@ -254,6 +285,8 @@ class Unit:
         if self.state is not None and self.state.follows:
             assert self._signs is not None
             return self._signs.publish(self.state.master.tensor, self.full, self._publish_label)
+        if self.gradient is not None and self.gradient.rows is not None:
+            return self.gradient.rows.publish(self.full, written=self._versions() != self._version)
         return self.communicator.all_gather(self.full, self._publish_label)
 
     @torch.no_grad()
@@ -317,6 +350,14 @@ class Unit:
             span = self.master_span
             with held(self.state.master, changed=True) as master:
                 master.copy_(values[span.start:span.stop])
+
+    def _new_gradient(self, dtypes: GradientDtypes, pool: Pool, store: Store, columns: int | None) -> Gradient:
+        """Return the gradient, of which rows of so many `columns` may travel alone."""
+        rows = None if columns is None or self._signs is not None else Rows(
+            self.communicator, self.layout.size, columns, dtypes.accumulate, dtypes.wire, pool.device,
+            unit=self.name, index=self.index)
+        return Gradient(self.layout, self.stage, self.holders, dtypes, pool, store, unit=self.name, index=self.index,
+                        rows=rows, signs=self._signs)
 
     def _new_state(self, store: Store) -> State:
         """Return the state that the optimizer steps, its master of its own, or the resting weights."""
