@@ -27,7 +27,7 @@ from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierErr
 from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
 from shoal.offload import residence
-from shoal.optim.elementwise import ADAM_MOMENTS, check_elementwise, moments_of
+from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -170,7 +170,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         assert settings.optimizer.type is not None
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
-    check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+    _check_optimizer(settings, inner)
     overflows = torch.float16 in (dtypes.compute, dtypes.reduce)
     offload = zero.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
@@ -199,7 +199,7 @@ def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSourc
     Returns how many tensors of its shape the optimizer keeps for it.
     """
     if isinstance(optimizer, Optimizer):
-        check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+        _check_optimizer(settings, optimizer)
         Groups.check_new(optimizer)
         return moments_of(type(optimizer), optimizer.defaults)
     if optimizer is not None and not callable(optimizer):
@@ -209,9 +209,19 @@ def _check_objects(settings: Config, model: nn.Module, optimizer: OptimizerSourc
     if optimizer is None and settings.optimizer.type is not None:
         weight = nn.Parameter(torch.zeros(2))
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
-        check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+        _check_optimizer(settings, inner)
         return moments_of(type(inner), inner.defaults)
     return ADAM_MOMENTS
+
+
+def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
+    """Raise unless `optimizer` can step slices, in the way that the configuration asks for."""
+    check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+    name = type(optimizer).__name__
+    if settings.zero_optimization.offload_optimizer.step_in_backward and type(optimizer) in LAYERWISE:
+        raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "
+                          f"norms that all ranks add up together, after backward; set it to false, or use an elementwise "
+                          f"optimizer such as AdamW")
 
 
 @contextmanager
