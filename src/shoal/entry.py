@@ -31,7 +31,7 @@ from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.compressing import Compressing
-from shoal.optim.elementwise import ADAM_MOMENTS, check_elementwise, moments_of
+from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -182,7 +182,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         assert settings.optimizer.type is not None
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
-    check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+    _check_optimizer(settings, inner)
     if isinstance(inner, Compressing) and not stepping.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
@@ -226,7 +226,7 @@ class _Stepping:
 def _check_objects(settings: Config, optimizer: OptimizerSource | None) -> _Stepping:
     """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in."""
     if isinstance(optimizer, Optimizer):
-        check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+        _check_optimizer(settings, optimizer)
         Groups.check_new(optimizer)
         return _Stepping.of(optimizer)
     if optimizer is not None and not callable(optimizer):
@@ -236,9 +236,19 @@ def _check_objects(settings: Config, optimizer: OptimizerSource | None) -> _Step
     if optimizer is None and settings.optimizer.type is not None:
         weight = nn.Parameter(torch.zeros(2))
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
-        check_elementwise(type(inner), inner.defaults, trusted=settings.zero_allow_untested_optimizer)
+        _check_optimizer(settings, inner)
         return _Stepping.of(inner)
     return _Stepping()
+
+
+def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
+    """Raise unless `optimizer` can step slices, in the way that the configuration asks for."""
+    check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+    name = type(optimizer).__name__
+    if settings.zero_optimization.offload_optimizer.step_in_backward and type(optimizer) in LAYERWISE:
+        raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "
+                          f"norms that all ranks add up together, after backward; set it to false, or use an elementwise "
+                          f"optimizer such as AdamW")
 
 
 @contextmanager

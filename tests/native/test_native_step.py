@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shoal.native import build
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.lion import Lion
-from shoal.optim.stepping import _PLANS, _is_plain  # pyright: ignore[reportPrivateUsage]
+from shoal.optim.stepping import _PLANS, is_plain  # pyright: ignore[reportPrivateUsage]
 
 SIZE = 100_003
 pytestmark = pytest.mark.skipif(not available(), reason="native code needs a C++ compiler")
@@ -123,17 +123,17 @@ def test_every_16_bit_value_is_read_and_every_edge_is_rounded_as_torch_does(dtyp
 
 def test_options_hooks_and_patches_leave_the_step_to_torch() -> None:
     parameter = nn.Parameter(torch.zeros(4))
-    assert _is_plain(AdamW([parameter]))
-    assert not _is_plain(AdamW([parameter], amsgrad=True))
-    assert not _is_plain(AdamW([parameter], maximize=True))
+    assert is_plain(AdamW([parameter]))
+    assert not is_plain(AdamW([parameter], amsgrad=True))
+    assert not is_plain(AdamW([parameter], maximize=True))
     hooked = AdamW([parameter])
     hooked.register_step_post_hook(lambda *_: None)
-    assert not _is_plain(hooked)
+    assert not is_plain(hooked)
     scheduled, patched = AdamW([parameter]), AdamW([parameter])
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    assert _is_plain(scheduled)
+    assert is_plain(scheduled)
     patched.step = lambda: None  # type: ignore[method-assign]
-    assert not _is_plain(patched)
+    assert not is_plain(patched)
 
 
 # Building
@@ -147,7 +147,7 @@ def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_library_is_built_once_and_a_damaged_one_again(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.load("step").shoal_step_version() == 1
+    assert build.load("step").shoal_step_version() == 2
     [library] = (fresh / "cache").iterdir()
     built = library.read_bytes()
     with monkeypatch.context() as patched:
@@ -157,7 +157,7 @@ def test_a_library_is_built_once_and_a_damaged_one_again(fresh: Any, monkeypatch
     other.mkdir()
     monkeypatch.setenv("SHOAL_CACHE", str(other))
     (other / library.name).write_bytes(built[:1000])
-    assert build.load("step").shoal_step_version() == 1
+    assert build.load("step").shoal_step_version() == 2
     assert [path.name for path in other.iterdir()] == [library.name]
 
 

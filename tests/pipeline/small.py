@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,12 @@ def train(case: Case, steps: int = STEPS) -> Result:
     return Result(losses, norms, engine.consolidated_state_dict(torch.float32) or {})
 
 
-def train_plain(case: Case, ranks: int, steps: int = STEPS) -> Result:
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1)
+
+
+def train_plain(case: Case, ranks: int, steps: int = STEPS,
+                make: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adamw) -> Result:
     """Train by plain PyTorch in one process, on the samples of `ranks` data ranks; in fp32."""
     model = nn.Sequential()
     for number, spec in enumerate(layers(tied=case.tied)):
@@ -126,7 +131,7 @@ def train_plain(case: Case, ranks: int, steps: int = STEPS) -> Result:
         model.append(spec.build())
     if case.tied:
         model[-1].words.weight = model[0].words.weight
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    optimizer = make(model.parameters())
     losses, norms = [], []
     for step in range(steps):
         total = 0.0

@@ -5,22 +5,28 @@
 // the weights rest so. A byte moves once; what is computed is computed in registers and in a block that stays in the L1
 // cache.
 //
-// Every element steps by itself and no sum runs over elements, and no multiplication is fused with an addition but where
+// Every element steps by itself and, LAMB's measure apart, no sum runs over elements, and no multiplication is fused with an addition but where
 // it says so (-ffp-contract=off), so that the result has the same bits however the slice is cut: into threads, vectors or calls.
 
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "rounding.h"
 
 namespace {
 
 constexpr int64_t kBlock = 1024;          // elements converted at a time: 4 KiB of L1
+constexpr int64_t kLanes = 8;             // partial sums in fp64: a vector of AVX-512, two of AVX2
 constexpr int64_t kWorthAThread = 1 << 15;  // elements below which a thread costs more than it brings
 
 enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5 };
 
 // --- The rules. `c` holds what is the same for all elements, `g` the gradient times the factor. ---
+
+inline float first_moment(float m, float g, float into) { return m + into * (g - m); }
+
+inline float second_moment(float v, float g, float keep, float into) { return keep * v + into * g * g; }
 
 // c: 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(bias correction 2), eps, decay
 void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
@@ -29,8 +35,8 @@ void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict
     for (int64_t i = 0; i < n; ++i) {
         float weight = decoupled ? w[i] * (1.0f - decay) : w[i];
         float gradient = decoupled ? g[i] : g[i] + decay * weight;
-        float first = m[i] + into_m * (gradient - m[i]);
-        float second = keep_v * v[i] + into_v * gradient * gradient;
+        float first = first_moment(m[i], gradient, into_m);
+        float second = second_moment(v[i], gradient, keep_v, into_v);
         m[i] = first;
         v[i] = second;
         w[i] = weight - size * first / (std::sqrt(second) * root + eps);
@@ -77,6 +83,64 @@ void lion(int64_t n, float* __restrict w, float* __restrict m, const float* __re
     }
 }
 
+// LAMB in two sweeps.
+// c: 1 - beta1, beta2, 1 - beta2, corrections of the two moments, eps under the root, eps beside it, decay
+
+inline float lamb_update(float w, float m, float v, const float* c) {
+    return m * c[3] / (std::sqrt(v * c[4] + c[5]) + c[6]) + c[7] * w;
+}
+
+// The moments take the gradient, and u the update, which the weights will make.
+void lamb_advance(int64_t n, const float* __restrict w, float* __restrict m, float* __restrict v,
+                  const float* __restrict g, float* __restrict u, const float* c) {
+    const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
+    for (int64_t i = 0; i < n; ++i) {
+        float first = first_moment(m[i], g[i], constants[0]);
+        float second = second_moment(v[i], g[i], constants[1], constants[2]);
+        m[i] = first;
+        v[i] = second;
+        u[i] = lamb_update(w[i], first, second, constants);
+    }
+}
+
+void lamb_apply(int64_t n, float* __restrict w, const float* __restrict m, const float* __restrict v, const float* c,
+                float length) {
+    const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
+    for (int64_t i = 0; i < n; ++i) w[i] -= length * lamb_update(w[i], m[i], v[i], constants);
+}
+
+// The sum of squares: exact products, added in lanes and the lanes in order.
+double squares(int64_t n, const float* x) {
+    double lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            double value = x[i + lane];
+            lanes[lane] += value * value;
+        }
+    double sum = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+    for (; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
+    return sum;
+}
+
+// A block of one stretch of a slice.
+struct Block {
+    int64_t stretch, start, count;
+};
+
+// Cut the stretches, of which each ends where `ends` says, into blocks that begin anew with each.
+std::vector<Block> blocks_of(int64_t stretches, const int64_t* ends) {
+    std::vector<Block> blocks;
+    int64_t start = 0;
+    for (int64_t stretch = 0; stretch < stretches; ++stretch)
+        for (; start < ends[stretch]; start += blocks.back().count) {
+            const int64_t left = ends[stretch] - start;
+            blocks.push_back({stretch, start, left < kBlock ? left : kBlock});
+        }
+    return blocks;
+}
+
 void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* g, const float* c) {
     switch (rule) {
         case kAdam: return adam(n, w, a, b, g, c, false);
@@ -93,7 +157,7 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
 extern "C" {
 
 // Which layout of arguments this library has; the caller asks before it calls.
-int shoal_step_version() { return 1; }
+int shoal_step_version() { return 2; }
 
 // Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
 // dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).
@@ -114,6 +178,48 @@ void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g
             widen(converted, g, g_dtype, start, count, factor);
         step_block(rule, count, w + start, a == nullptr ? nullptr : a + start, b == nullptr ? nullptr : b + start,
                    gradient, c);
+        if (out_dtype != kNone) narrow(out, out_dtype, w + start, start, count);
+    }
+}
+
+// LAMB's first sweep over a slice that is so many stretches, the last of which ends the slice: the moments `m` and `v` take
+// the gradient, and `sums` receives for each stretch the sums of squares of the weight and of the update, which do not
+// depend on the number of threads.
+void shoal_lamb_measure(int64_t stretches, const int64_t* ends, const float* w, float* m, float* v, const void* g,
+                        int g_dtype, float factor, const float* c, double* sums, int threads) {
+    const std::vector<Block> blocks = blocks_of(stretches, ends);
+    std::vector<double> found(2 * blocks.size());
+    const bool parallel = threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kWorthAThread;
+    const bool as_it_is = g_dtype == kFloat32 && factor == 1.0f;
+#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
+    for (int64_t at = 0; at < static_cast<int64_t>(blocks.size()); ++at) {
+        const int64_t start = blocks[at].start, count = blocks[at].count;
+        float converted[kBlock], update[kBlock];
+        const float* gradient = converted;
+        if (as_it_is)
+            gradient = static_cast<const float*>(g) + start;
+        else
+            widen(converted, g, g_dtype, start, count, factor);
+        lamb_advance(count, w + start, m + start, v + start, gradient, update, c);
+        found[2 * at] = squares(count, w + start);
+        found[2 * at + 1] = squares(count, update);
+    }
+    for (int64_t i = 0; i < 2 * stretches; ++i) sums[i] = 0;
+    for (size_t at = 0; at < blocks.size(); ++at) {
+        sums[2 * blocks[at].stretch] += found[2 * at];
+        sums[2 * blocks[at].stretch + 1] += found[2 * at + 1];
+    }
+}
+
+// The second sweep: each stretch changes by its own multiple, of `lengths`, of the update.
+void shoal_lamb_apply(int64_t stretches, const int64_t* ends, float* w, const float* m, const float* v, void* out,
+                      int out_dtype, const float* c, const float* lengths, int threads) {
+    const std::vector<Block> blocks = blocks_of(stretches, ends);
+    const bool parallel = threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kWorthAThread;
+#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
+    for (int64_t at = 0; at < static_cast<int64_t>(blocks.size()); ++at) {
+        const int64_t start = blocks[at].start, count = blocks[at].count;
+        lamb_apply(count, w + start, m + start, v + start, c, lengths[blocks[at].stretch]);
         if (out_dtype != kNone) narrow(out, out_dtype, w + start, start, count);
     }
 }

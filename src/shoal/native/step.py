@@ -2,7 +2,7 @@
 
 A gradient of 16 or 32 bits comes in, is scaled, steps the fp32 master and its moments, and the new weight goes out in the
 dtype in which it rests: 7 accesses of 4 bytes per element for Adam, where torch adds passes for scaling, casting and
-rounding.
+rounding. LAMB takes two passes, and 10 accesses.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shoal.native.build import load
 
-__all__ = ["DTYPES", "Rule", "available", "step"]
+__all__ = ["DTYPES", "Rule", "apply", "available", "measure", "step"]
 
-_VERSION = 1
+_VERSION = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that gradients and weights may have, by their number in step.cpp."""
 _NOWHERE = 3
@@ -54,18 +54,52 @@ def step(rule: Rule, master: Tensor, moments: Sequence[Tensor], gradient: Tensor
     `weight` (n,), of 16 or 32 bits, receives the new values. All are contiguous and on the host. The result has the same
     bits however many threads work and wherever a longer slice was cut.
     """
-    library = load("step")
-    assert library is not None
-    tensors = [master, *moments, gradient, *([] if weight is None else [weight])]
-    for tensor in tensors:
-        assert tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.shape == master.shape, "not flat slices"
-    assert all(tensor.dtype == torch.float32 for tensor in (master, *moments)), "masters and moments are fp32"
+    library = _checked(master, moments, gradient, *([] if weight is None else [weight]))
     first, second = (_pointer(moments[index] if index < len(moments) else None) for index in range(2))
-    values = (ctypes.c_float * len(constants))(*constants)
     library.shoal_step(
         int(rule), ctypes.c_int64(master.numel()), _pointer(master), first, second,
         _pointer(gradient), DTYPES[gradient.dtype], ctypes.c_float(factor),
-        _pointer(weight), _NOWHERE if weight is None else DTYPES[weight.dtype], values, torch.get_num_threads())
+        _pointer(weight), _NOWHERE if weight is None else DTYPES[weight.dtype], _floats(constants), torch.get_num_threads())
+
+
+def measure(master: Tensor, moments: Sequence[Tensor], gradient: Tensor, ends: Sequence[int], constants: Sequence[float], *,
+            factor: float = 1.0) -> Tensor:
+    """Let LAMB's fp32 `moments` (n,) take `gradient` (n,) times `factor`; return sums of squares (stretches, 2) in fp64.
+
+    The slice is stretches that end at `ends`, the last at n; of each, the squares of the `master` are added up, and those
+    of its update. `constants` are those of `shoal.optim.lamb.Constants`, in their order.
+    """
+    library = _checked(master, moments, gradient)
+    sums = torch.empty(len(ends), 2, dtype=torch.float64)
+    first, second = map(_pointer, moments)
+    library.shoal_lamb_measure(
+        ctypes.c_int64(len(ends)), (ctypes.c_int64 * len(ends))(*ends), _pointer(master), first, second, _pointer(gradient),
+        DTYPES[gradient.dtype], ctypes.c_float(factor), _floats(constants), _pointer(sums), torch.get_num_threads())
+    return sums
+
+
+def apply(master: Tensor, moments: Sequence[Tensor], ends: Sequence[int], constants: Sequence[float],
+          lengths: Sequence[float], *, weight: Tensor | None = None) -> None:
+    """Change the `master` (n,) by LAMB's update times minus the length of each stretch; `weight` is as `step` has it."""
+    library = _checked(master, moments, *([] if weight is None else [weight]))
+    first, second = map(_pointer, moments)
+    library.shoal_lamb_apply(
+        ctypes.c_int64(len(ends)), (ctypes.c_int64 * len(ends))(*ends), _pointer(master), first, second, _pointer(weight),
+        _NOWHERE if weight is None else DTYPES[weight.dtype], _floats(constants), _floats(lengths), torch.get_num_threads())
+
+
+def _checked(master: Tensor, moments: Sequence[Tensor], *others: Tensor) -> ctypes.CDLL:
+    """Return the library, once the tensors are what it takes."""
+    library = load("step")
+    assert library is not None
+    for tensor in (master, *moments, *others):
+        assert tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.shape == master.shape, "not flat slices"
+    assert all(tensor.dtype == torch.float32 for tensor in (master, *moments)), "masters and moments are fp32"
+    return library
+
+
+def _floats(values: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(values))(*values)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -1,7 +1,7 @@
 """A rank steps flat slices of parameters; that is the same training only if each element steps by itself.
 
 Torch's own classes are known by exact class. Any other class is asked: three steps on one random matrix, and on the
-same numbers cut into two flat pieces, must give bitwise equal weights.
+same numbers cut into two flat pieces, must give bitwise equal weights. LAMB is neither, and has a way of its own.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from shoal.errors import OptimizerError
 from shoal.log import warn_once
+from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam
 
-__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "WHOLE_TENSOR", "check_elementwise", "moments_of"]
+__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "check_elementwise", "moments_of"]
 
 ADAM_MOMENTS = 2
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, OneBitAdam, RAdam, RMSprop, Rprop, SGD,
 })  # fmt: skip
+LAYERWISE: frozenset[type[Optimizer]] = frozenset({Lamb})
+"""Classes whose update is elementwise but for one factor of the whole parameter (layerwise.py)."""
 WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
     torch.optim.Adafactor: "keeps row and column means of whole matrices, and the norm of whole tensors",
     torch.optim.LBFGS: "takes inner products over all parameters at once, and evaluates the model many times a step",
     torch.optim.Muon: "orthogonalises whole matrices",
     torch.optim.SparseAdam: "steps only sparse gradients, and slices of a flat buffer are dense",
 }
-_USE_INSTEAD = "use an elementwise one instead: AdamW, Adam, SGD, Adagrad, Lion, RMSprop, RAdam, NAdam or Adamax"
+_USE_INSTEAD = "use an elementwise one instead: AdamW, Adam, SGD, Adagrad, Lion, RMSprop, RAdam, NAdam or Adamax; or Lamb"
 
 # The matrix of a probe and where its flat pieces are cut: whole vectors on either side, since a kernel may round the
 # elements of a last, partial vector differently without mixing any.
@@ -40,13 +43,13 @@ _SHAPE, _CUT, _STEPS = (16, 12), 64, 3
 
 
 def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, Any], *, trusted: bool = False) -> None:
-    """Raise `OptimizerError` unless `optimizer_class` steps every element by itself.
+    """Raise `OptimizerError` unless `optimizer_class` steps every element by itself, or is one of `LAYERWISE`.
 
     `defaults` are an instance's (they become the keywords of a probe). `trusted` (`zero_allow_untested_optimizer`)
     lets a class through that cannot be probed; one that was seen to mix elements is refused all the same.
     """
     name = optimizer_class.__name__
-    if optimizer_class in ELEMENTWISE:
+    if optimizer_class in ELEMENTWISE or optimizer_class in LAYERWISE:
         return
     if optimizer_class in WHOLE_TENSOR:
         raise OptimizerError(f"optimizer: {name} {WHOLE_TENSOR[optimizer_class]}, but a rank steps flat slices of "

@@ -7,6 +7,7 @@
 
 A piece is what the optimizer steps at once: views that are always there go together, up to a number of elements; a view
 whose state rests elsewhere goes alone. A unit is published as soon as its last piece is stepped, on every rank in one order.
+A step that must know something of all pieces before it changes a weight sweeps over them twice: `measure`, and then `run`.
 
 Nobody sees the weights of a released unit before it is gathered. So units whose weights and state both come and go are
 *owed*: a thread takes their step while the next forward computes, and whoever asks for the weights of one waits for it.
@@ -26,7 +27,7 @@ from functools import partial
 import torch
 
 from shoal.errors import TierError
-from shoal.optim.stepping import Options, Stepping
+from shoal.optim.stepping import Sweep
 from shoal.optim.views import View
 from shoal.tier import Lanes, Together, Transfer
 from shoal.tier.span import DONE
@@ -38,10 +39,9 @@ __all__ = ["Pipeline"]
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """Views that are stepped together by one factor, and the units that are whole once they are."""
+    """Views that are stepped together, and the units that are whole once they are."""
 
-    factor: float
-    options: Options
+    sweep: Sweep
     views: list[View] = field(default_factory=list[View])
     units: list[Unit] = field(default_factory=list[Unit])
     arriving: Transfer = DONE
@@ -65,8 +65,7 @@ class Pipeline:
     Units that are taken in backward hold at most `waiting` bytes in memory together, or one does more.
     """
 
-    def __init__(self, step: Stepping, *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
-        self._step = step
+    def __init__(self, *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
         self._at_once = at_once
         self._ahead = ahead
         self._behind = behind
@@ -83,12 +82,25 @@ class Pipeline:
         self._owner = os.getpid()
         self._changed = threading.Condition()
 
-    def run(self, touched: Mapping[Unit, int], views: Sequence[View], factor: float, options: Options, *,
-            wait: bool) -> None:
+    def measure(self, touched: Mapping[Unit, int], views: Sequence[View], sweep: Sweep, agree: Callable[[], None]) -> None:
+        """Take `sweep` over the `views` that `run` will step, and let the ranks `agree` on what it found.
+
+        It consumes the gradients, and changes moments but no weights.
+        """
+        self.settle()
+        self._join()
+        try:
+            pieces = self._pieces([unit for unit, mask in touched.items() if mask], views, sweep)
+            deque(self._stream(_given(pieces)), maxlen=0)
+            agree()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def run(self, touched: Mapping[Unit, int], views: Sequence[View], sweep: Sweep, *, wait: bool) -> None:
         """Step `views`, those of the units of `touched` that received a gradient on some rank, and publish these units.
 
-        With `wait`, units that can are stepped later, by the `options` that the optimizer's groups have now. Units that
-        backward has taken are only published.
+        With `wait`, units that can are stepped later. Units that backward has taken are only published.
         """
         units = [unit for unit, mask in touched.items() if mask]
         taken = any(unit.stepped for unit in units)
@@ -98,7 +110,7 @@ class Pipeline:
         if now or not taken:
             self._join()
         try:
-            for unit in self._stream(_given(self._pieces(now, views, factor, options))):
+            for unit in self._stream(_given(self._pieces(now, views, sweep))):
                 unit.stepped = taken
                 _finish(unit)
             for unit in units:
@@ -106,14 +118,14 @@ class Pipeline:
         except BaseException as error:
             self._failure = error
             raise
-        self._owe(later, self._pieces(later, views, factor, options))
+        self._owe(later, self._pieces(later, views, sweep))
 
     @torch.no_grad()
-    def take(self, unit: Unit, views: Sequence[View], factor: float, options: Options, *, beside: bool) -> None:
+    def take(self, unit: Unit, views: Sequence[View], sweep: Sweep, *, beside: bool) -> None:
         """Step the `views` of `unit`, all that it has, while backward goes on with others; at once unless `beside`."""
         self.check()
         unit.stepped = True
-        pieces = self._pieces([unit], views, factor, options)
+        pieces = self._pieces([unit], views, sweep)
         if beside:
             self._admit(unit)
             self._owe([unit], pieces)
@@ -229,7 +241,7 @@ class Pipeline:
                 piece.arriving.wait()
             if piece.views:
                 with self._lanes.during("step", piece.name):
-                    self._step(piece.views, piece.factor, piece.options)
+                    piece.sweep.step(piece.views, piece.sweep.factor, piece.sweep.options)
             self._leaving.append(_commit(piece))
             for unit in piece.units:
                 _let_go(unit)
@@ -238,18 +250,18 @@ class Pipeline:
                 with self._lanes.during("commit", piece.name):
                     self._leaving.popleft().wait()
 
-    def _pieces(self, units: Sequence[Unit], views: Sequence[View], factor: float, options: Options) -> Iterator[_Piece]:
+    def _pieces(self, units: Sequence[Unit], views: Sequence[View], sweep: Sweep) -> Iterator[_Piece]:
         of_unit: dict[Unit, list[View]] = {unit: [] for unit in units}
         for view in views:
             if view.unit in of_unit:
                 of_unit[view.unit].append(view)
-        piece, elements = _Piece(factor=factor, options=options), 0
+        piece, elements = _Piece(sweep=sweep), 0
         for unit, some in of_unit.items():
             for view in some:
                 size = view.stop - view.start
                 if piece.views and (_is_away(unit) or piece.away or elements + size > self._at_once):
                     yield piece
-                    piece, elements = _Piece(factor=factor, options=options), 0
+                    piece, elements = _Piece(sweep=sweep), 0
                 piece.views.append(view)
                 elements += size
             piece.units.append(unit)
@@ -289,9 +301,11 @@ def _finish(unit: Unit) -> None:
 
 
 def _fetch(piece: _Piece) -> _Piece:
-    piece.arriving = Together([view.unit.state.fetch(view.part) for view in piece.views if view.unit.state is not None])
+    piece.arriving = Together([view.unit.state.fetch(view.part, piece.sweep.use)
+                               for view in piece.views if view.unit.state is not None])
     return piece
 
 
 def _commit(piece: _Piece) -> Transfer:
-    return Together([view.unit.state.commit(view.part) for view in piece.views if view.unit.state is not None])
+    return Together([view.unit.state.commit(view.part, piece.sweep.use)
+                     for view in piece.views if view.unit.state is not None])

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
+from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam
 from shoal.registry import Registry
@@ -25,14 +26,14 @@ __all__ = ["Groups", "make_optimizer", "register_optimizer"]
 Groups = list[Tensor] | list[dict[str, Any]]
 F = TypeVar("F", bound=Callable[..., Optimizer])
 
-_LATER = frozenset({"lamb", "muon", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
+_LATER = frozenset({"muon", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
 _TORCH: dict[str, Callable[..., Optimizer]] = {
     name: member for name, member in vars(torch.optim).items()
     if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
     and member not in WHOLE_TENSOR
 }  # fmt: skip
 _WHOLE_TENSOR = {member.__name__: member for member in WHOLE_TENSOR if member.__name__.lower() not in _LATER}
-_PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "onebitadam"})
+_PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "lamb", "onebitadam"})
 _optimizers: Registry[Optimizer] = Registry("optimizer", lent=_TORCH, later=_LATER)
 
 
@@ -107,6 +108,9 @@ def lion(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
     return Lion(groups, lr=lr, betas=(betas[0], betas[1]), weight_decay=weight_decay)
 
 
+register_optimizer("Lamb")(Lamb)
+
+
 @register_optimizer("OneBitAdam")
 def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
@@ -127,7 +131,7 @@ register_optimizer("Adagrad")(torch.optim.Adagrad)
 
 def _check_values(params: Mapping[str, object]) -> None:
     """Refuse what arithmetic would stumble over, by the key where it stands."""
-    for name in ("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha"):
+    for name in ("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha", "max_coeff", "min_coeff"):
         value = params.get(name, 0.0)
         if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int | float | Tensor)):
             raise ConfigError(f"optimizer.params.{name}: got {value!r}; give a number")

@@ -1,6 +1,7 @@
 """A step: reduce, decide for all ranks, scale, let the optimizer step its slices, publish.
 
-The optimizer is torch's own, or any that works element by element; it sees views of the masters that rest on this rank.
+The optimizer is torch's own, or any that works element by element, or LAMB; it sees views of the masters that rest on
+this rank.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from shoal.gradients import Verdict, judge
 from shoal.holders import Census
 from shoal.optim.brought import Brought
 from shoal.optim.compressing import Compressing
+from shoal.optim.lamb import Lamb
+from shoal.optim.layerwise import Layerwise
 from shoal.optim.pipeline import Pipeline
-from shoal.optim.stepping import Options, by_native, by_optimizer, is_native, options_of, settle
+from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, is_native, options_of, settle
 from shoal.optim.views import View, Views
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.opening import WRITE_AHEAD
@@ -76,8 +79,9 @@ class ShardedOptimizer:
         self._model = model
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         step = by_optimizer(optimizer, views)
-        self._stepping = Pipeline(by_native(optimizer, step) if rules.native else step, at_once=rules.at_once,
-                                  ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
+        self._step = by_native(optimizer, step) if rules.native else step
+        self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
+        self._stepping = Pipeline(at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
                                   lanes=model.residence.lanes)
         self.route()
         self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
@@ -146,10 +150,8 @@ class ShardedOptimizer:
                 _refuse_unused(verdict, census)
             self.scaler.update(self.overflow)
             if not self.overflow:
-                views = self.views.touched(verdict.touched, self.optimizer)
                 options = self._options if begun else options_of(self.optimizer)
-                self._stepping.run(verdict.touched, views, self._factor(self.norm, loss_scale), options,
-                                   wait=self.rules.native and is_native(self.optimizer, views))
+                self._change(verdict.touched, self._factor(self.norm, loss_scale), options)
                 vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
                 if isinstance(self.optimizer, Compressing):
                     self.optimizer.advance()
@@ -161,6 +163,15 @@ class ShardedOptimizer:
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
+
+    def _change(self, touched: dict[Unit, int], factor: float, options: Options) -> None:
+        """Step what received gradients, times `factor`, and publish it."""
+        views = self.views.touched(touched, self.optimizer)
+        sweep = Sweep(step=self._step, factor=factor, options=options)
+        if (layers := self._layers) is not None:
+            self._stepping.measure(touched, views, layers.measure(factor, options), lambda: layers.agree(touched, options))
+            sweep = layers.apply(options)
+        self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
 
     @contextmanager
     def within_backward(self) -> Generator[None]:
@@ -208,6 +219,18 @@ class ShardedOptimizer:
         with torch.no_grad():
             self._stepping.settle()
 
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """LAMB's trust ratios at the last step, by the names of the parameters of this rank that it changed."""
+        if self._layers is None:
+            raise UsageError(f"coefficients: the optimizer is {type(self.optimizer).__name__}, which has no trust ratios; "
+                             f"Lamb has")
+        return self._layers.coefficients
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return the values of `coefficients`."""
+        return list(self.coefficients.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Raise `UsageError`: this rank's slices alone say nothing; the engine saves and loads all of them."""
         raise UsageError("optimizer.state_dict: the optimizer's state is sharded over the ranks; call "
@@ -237,7 +260,8 @@ class ShardedOptimizer:
             unit.state.let_go()
             return False
         beside = self.rules.native and is_native(self.optimizer, views)
-        self._stepping.take(unit, views, self._factor(None, self.scaler.value), self._options, beside=beside)
+        sweep = Sweep(step=self._step, factor=self._factor(None, self.scaler.value), options=self._options)
+        self._stepping.take(unit, views, sweep, beside=beside)
         return True
 
     def _rescale(self, factor: float) -> None:

@@ -6,7 +6,9 @@ lie in the spans of their unit's state where that rests away, so that they rest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from typing import Any, cast
@@ -16,18 +18,31 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.native.step import DTYPES, Rule, available, step
+from shoal.optim.elementwise import LAYERWISE
 from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, one_bit_terms
 from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
-from shoal.zero.state import State
+from shoal.zero.state import WHOLE_STEP, State, Use
 
-__all__ = ["Options", "Stepping", "by_native", "by_optimizer", "is_native", "options_of", "settle"]
+__all__ = ["Options", "Stepping", "Sweep", "by_native", "by_optimizer", "fits", "is_native", "is_plain", "moments_of",
+           "options_of", "rounding", "settle"]
 
 Options = list[dict[str, Any]]
 """The options of each group when the step was decided on: a schedule may have changed them since."""
 Stepping = Callable[[Sequence[View], float, Options], None]
 """Steps views that are in memory by their reduced gradients times a factor, and rounds them to where the weights rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One pass over views: what is done to each, and what of its state that needs."""
+
+    step: Stepping
+    factor: float
+    options: Options
+    use: Use = WHOLE_STEP
+
 
 _State = dict[str, Any]
 _Plan = tuple[Rule, list[Tensor], list[float]]
@@ -45,9 +60,7 @@ def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
         views.take_back(some)
         for view in some:
             settle(view, optimizer)
-            assert view.unit.state is not None
-            if view.unit.state.rounded is not None:
-                view.unit.state.rounded.tensor[view.start:view.stop].copy_(view.parameter)
+            round_off(view)
 
     return stepping
 
@@ -62,17 +75,18 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
         return otherwise
 
     def stepping(some: Sequence[View], factor: float, options: Options) -> None:
-        native = [view for view in some if _fits(view)] if _is_plain(optimizer) else []
+        native = [view for view in some if fits(view)] if is_plain(optimizer) else []
         for view in native:
-            _step(view, plan(options[view.group], optimizer.state[view.parameter], _moments_of(view)), factor)
+            _step(view, plan(options[view.group], optimizer.state[view.parameter], moments_of(view)), factor)
         if others := [view for view in some if view not in native]:
             otherwise(others, factor, options)
     return stepping
 
 
 def is_native(optimizer: Optimizer, views: Sequence[View]) -> bool:
-    """Whether `by_native` steps all `views` by itself, which any thread may do."""
-    return type(optimizer) in _PLANS and available() and _is_plain(optimizer) and all(_fits(view) for view in views)
+    """Whether native code steps all `views` by itself, which any thread may do."""
+    known = type(optimizer) in _PLANS or type(optimizer) in LAYERWISE
+    return known and available() and is_plain(optimizer) and all(fits(view) for view in views)
 
 
 def settle(view: View, optimizer: Optimizer) -> None:
@@ -88,36 +102,55 @@ def settle(view: View, optimizer: Optimizer) -> None:
                 state[kind] = there.copy_(value)
 
 
+def round_off(view: View) -> None:
+    """Bring the master of a view, rounded, to where the weights rest."""
+    assert view.unit.state is not None
+    if view.unit.state.rounded is not None:
+        view.unit.state.rounded.tensor[view.start:view.stop].copy_(view.parameter)
+
+
+@contextmanager
+def rounding(view: View) -> Generator[Tensor | None]:
+    """Give where native code is to write the rounded weights of a view, and bring them to where they rest."""
+    assert view.unit.state is not None
+    rounded = None if view.unit.state.rounded is None else view.unit.state.rounded.tensor[view.start:view.stop]
+    if rounded is None or rounded.device.type == "cpu":
+        yield rounded
+        return
+    way = upload(rounded.device)
+    weight = way.borrow(rounded.numel(), rounded.dtype)
+    yield weight
+    way.send(weight, rounded)
+
+
 def options_of(optimizer: Optimizer) -> Options:
     """Return the options of each group as they are now."""
     return [{name: value.clone() if isinstance(value, Tensor) else value
              for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _moments_of(view: View) -> _Moment:
+def moments_of(view: View) -> Callable[[str], Tensor]:
+    """Return what gives the moments of a view by name, zeros at first."""
     assert view.unit.state is not None
     return lambda kind: cast("State", view.unit.state).moment(kind, torch.float32)[view.start:view.stop].zero_()
 
 
 def _step(view: View, plan: _Plan, factor: float) -> None:
-    state, gradient = view.unit.state, view.unit.gradient
-    assert state is not None and gradient is not None
+    assert view.unit.gradient is not None
     rule, moments, constants = plan
-    rounded = None if state.rounded is None else state.rounded.tensor[view.start:view.stop]
-    way = None if rounded is None or rounded.device.type == "cpu" else upload(rounded.device)
-    weight = rounded if way is None or rounded is None else way.borrow(rounded.numel(), rounded.dtype)
-    step(rule, view.parameter.detach(), moments, gradient.at_rest(view.part), constants, factor=factor, weight=weight)
-    if way is not None and rounded is not None and weight is not None:
-        way.send(weight, rounded)
+    gradient = view.unit.gradient.at_rest(view.part)
+    with rounding(view) as weight:
+        step(rule, view.parameter.detach(), moments, gradient, constants, factor=factor, weight=weight)
 
 
-def _fits(view: View) -> bool:
+def fits(view: View) -> bool:
+    """Whether native code can step a view, whatever the rule."""
     master, gradient = view.parameter, view.unit.gradient
     return (master.dtype == torch.float32 and master.device.type == "cpu" and view.unit.full.dtype in DTYPES
             and gradient is not None and gradient.rest.tensor.device.type == "cpu" and gradient.rest.tensor.dtype in DTYPES)
 
 
-def _is_plain(optimizer: Optimizer) -> bool:
+def is_plain(optimizer: Optimizer) -> bool:
     """Whether nothing asks for more than the rule: no option beyond it, no hook, no step that somebody put in its place."""
     options = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

@@ -36,6 +36,12 @@ class View:
     def part(self) -> range:
         return range(self.start, self.stop)
 
+    def gradient(self, factor: float) -> Tensor:
+        """Return the reduced gradient of its elements times `factor`, in the master's dtype."""
+        assert self.unit.gradient is not None
+        gradient = self.unit.gradient.at_rest(self.part)
+        return (gradient if factor == 1 else gradient.mul_(factor)).to(self.parameter.dtype)
+
 
 class Views:
     """The masters of all units, cut for the optimizer."""
@@ -51,9 +57,7 @@ class Views:
     def lend(self, views: Sequence[View], factor: float) -> None:
         """Give `views` their reduced gradients times `factor`, for the optimizer to step."""
         for view in views:
-            assert view.unit.gradient is not None
-            gradient = view.unit.gradient.at_rest(view.part)
-            view.parameter.grad = (gradient if factor == 1 else gradient.mul_(factor)).to(view.parameter.dtype)
+            view.parameter.grad = view.gradient(factor)
 
     def take_back(self, views: Sequence[View]) -> None:
         """Take the gradients of `views` back."""

@@ -11,12 +11,29 @@ All are spans over the elements whose master rests on this rank, so that a piece
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from shoal.tier import Kept, Span, Store, Together, Transfer
 from shoal.tier.swapped import CHUNK
 from shoal.zero.gradient import Gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What a pass over the state needs beside the master and the moments, all of which it reads."""
+
+    gradient: bool = True
+    """Reads the gradient."""
+    moments: bool = True
+    """Writes the moments."""
+    weights: bool = True
+    """Writes the master and the rounded weights."""
+
+
+WHOLE_STEP = Use()
 
 
 class State:
@@ -70,17 +87,19 @@ class State:
             self._kept = False
             self.master.commit(changed=False)
 
-    def fetch(self, part: range) -> Transfer:
-        """Bring what the step of `part` needs."""
+    def fetch(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
+        """Bring what the step of `part` needs, or one pass of it."""
         self._held.append(part)
         arriving = [span.fetch(part.start, part.stop) for span in (self.master, *self.moments.values())]
-        if self.rounded is not None:
+        if self.rounded is not None and use.weights:
             arriving.append(self.rounded.fetch(part.start, part.stop, fresh=True))
-        return Together([*arriving, self._gradient.fetch(part)])
+        return Together([*arriving, *([self._gradient.fetch(part)] if use.gradient else [])])
 
-    def commit(self, part: range) -> Transfer:
-        """Let what the step of `part` left rest again."""
+    def commit(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
+        """Let what the step of `part` left rest again; `use` is what it was fetched for."""
         self._held.remove(part)
-        written = (self.master, *self.moments.values(), *([] if self.rounded is None else [self.rounded]))
-        leaving = [span.commit(part.start, part.stop) for span in written]
-        return Together([*leaving, self._gradient.commit(part)])
+        leaving = [self.master.commit(part.start, part.stop, changed=use.weights)]
+        leaving += [span.commit(part.start, part.stop, changed=use.moments) for span in self.moments.values()]
+        if self.rounded is not None and use.weights:
+            leaving.append(self.rounded.commit(part.start, part.stop))
+        return Together([*leaving, *([self._gradient.commit(part)] if use.gradient else [])])

@@ -1,0 +1,177 @@
+"""The step of slices whose update is multiplied by one number of the whole parameter, in two sweeps.
+
+    measure   the moments take the gradient; weight and update are squared and summed, over the elements that this rank owns
+    agree     the ranks that hold a parameter add their sums, in rank order
+    apply     the weights change by the update, which is computed again, times the coefficient
+
+Every element has one owner (holders.py), so it counts once, and every rank finds the same bits. What tensor ranks cut is
+added up over them as well. One message carries the sums of all parameters that the same ranks hold: 16 bytes for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.collectives import Communicator
+from shoal.errors import OptimizerError
+from shoal.holders import Census
+from shoal.native import step as native
+from shoal.optim.lamb import Lamb, constants, squares
+from shoal.optim.stepping import Options, Sweep, fits, is_plain, moments_of, round_off, rounding, settle
+from shoal.optim.views import View
+from shoal.zero.state import Use
+from shoal.zero.unit import Unit
+
+__all__ = ["Layerwise"]
+
+MEASURE, APPLY = Use(weights=False), Use(gradient=False, moments=False)
+
+
+class Layerwise:
+    """What of a step is more than elementwise, for one optimizer."""
+
+    def __init__(self, optimizer: Lamb, census: Census, *, native: bool):
+        """With `native` the sweeps are passes of native code where it can take them."""
+        self._optimizer = optimizer
+        self._census = census
+        self._native = native
+        self._cutting = census.communicator("tensor") if census.mesh.size("tensor") > 1 else None
+        self._sums: dict[Unit, Tensor] = {}
+        self._scales: dict[Unit, list[float]] = {}
+        self.coefficients: dict[str, float] = {}
+        """By parameter: those that the last step multiplied updates by."""
+
+    def measure(self, factor: float, options: Options) -> Sweep:
+        """Return the sweep that consumes the gradients, times `factor`."""
+        if not is_plain(self._optimizer):
+            raise OptimizerError(f"optimizer: {type(self._optimizer).__name__} has a step hook, or another step in place of "
+                                 f"its own, which nobody calls: its step is taken in two sweeps over slices; remove them")
+        return Sweep(step=self._measure, factor=factor, options=options, use=MEASURE)
+
+    def apply(self, options: Options) -> Sweep:
+        """Return the sweep that changes the weights, once the ranks agree."""
+        return Sweep(step=self._apply, factor=1.0, options=options, use=APPLY)
+
+    def agree(self, touched: Mapping[Unit, int], options: Options) -> None:
+        """Add up what the ranks have measured; all ranks call it, with all units that they train.
+
+        `touched` has a bit for each slot that was stepped.
+        """
+        sums = {unit: self._sums.pop(unit, _nothing(unit)) for unit in touched}
+        for communicator in self._census.communicators:
+            _add_up(communicator, sums, [unit for unit in sums if unit.communicator is communicator])
+        if self._cutting is not None:
+            _add_up(self._cutting, sums, [unit for unit in sums if not unit.holders.shared])
+        self.coefficients, self._scales = {}, {}
+        for unit, found in sums.items():
+            self._scales[unit] = [0.0] * len(unit.layout.slots)
+            for index, (slot, (weight, update)) in enumerate(zip(unit.layout.slots, found.tolist(), strict=True)):
+                if touched[unit] >> index & 1:
+                    group = options[slot.group]
+                    coefficient = self._optimizer.coefficient(group, weight, update)
+                    self.coefficients[slot.name] = coefficient
+                    self._scales[unit][index] = float(group["lr"]) * coefficient
+
+    def _measure(self, some: Sequence[View], factor: float, options: Options) -> None:
+        for view in some:
+            unit, group = view.unit, options[view.group]
+            own = range(unit.span.start - unit.master_span.start, unit.span.stop - unit.master_span.start)
+            stretches = list(_stretches(view, own))
+            found = self._measured(view, stretches, factor, group)
+            sums = self._sums.setdefault(unit, _nothing(unit))
+            for stretch, row in zip(stretches, found, strict=True):
+                if stretch.slot is not None:
+                    sums[stretch.slot] += row
+
+    def _measured(self, view: View, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
+        """Let the moments take the gradient, and return the two sums of squares of each stretch, of no slot anything."""
+        optimizer, weight = self._optimizer, view.parameter.detach()
+        if self._is_native(view):
+            assert view.unit.gradient is not None
+            state = optimizer.state[view.parameter]
+            optimizer.begin(state, moments_of(view))
+            gradient = view.unit.gradient.at_rest(view.part)
+            return native.measure(weight, [state["exp_avg"], state["exp_avg_sq"]], gradient, _ends(stretches),
+                                  _constants(group, state), factor=factor)
+        optimizer.advance(view.parameter, view.gradient(factor), group)
+        settle(view, optimizer)
+        update = optimizer.direction(view.parameter, group).detach()
+        return torch.stack([squares(each[stretch.start:stretch.stop]) for stretch in stretches
+                            for each in (weight, update)]).view(-1, 2)
+
+    def _apply(self, some: Sequence[View], factor: float, options: Options) -> None:
+        optimizer = self._optimizer
+        for view in some:
+            group, weight, scales = options[view.group], view.parameter.detach(), self._scales[view.unit]
+            stretches = list(_stretches(view, range(view.stop)))
+            if self._is_native(view):
+                state = optimizer.state[view.parameter]
+                lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
+                with rounding(view) as rounded:
+                    native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
+                                 _constants(group, state), lengths, weight=rounded)
+                continue
+            update = optimizer.direction(view.parameter, group)
+            for stretch in stretches:
+                if stretch.slot is not None:
+                    part = slice(stretch.start, stretch.stop)
+                    weight[part].add_(update[part], alpha=-scales[stretch.slot])
+            round_off(view)
+
+    def _is_native(self, view: View) -> bool:
+        return self._native and native.available() and fits(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """Elements [start, stop) of a view, of one slot or of none that counts."""
+
+    slot: int | None
+    start: int
+    stop: int
+
+
+def _stretches(view: View, within: range) -> Iterator[_Stretch]:
+    """Cover a view; what of a slot does not lie `within`, counted as the master's elements are, does not count."""
+    at = 0
+    for part in view.parts:
+        start = max(part.offset, within.start) - view.start
+        stop = min(part.offset + part.stop - part.start, within.stop) - view.start
+        if start < stop:
+            if at < start:
+                yield _Stretch(slot=None, start=at, stop=start)
+            yield _Stretch(slot=part.slot, start=start, stop=stop)
+            at = stop
+    if at < view.stop - view.start:
+        yield _Stretch(slot=None, start=at, stop=view.stop - view.start)
+
+
+def _ends(stretches: list[_Stretch]) -> list[int]:
+    return [stretch.stop for stretch in stretches]
+
+
+def _constants(group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
+    return astuple(constants(group, state["step"].item()))
+
+
+def _nothing(unit: Unit) -> Tensor:
+    """Return for each slot two sums of nothing: the squares of its weight, and of its update."""
+    assert unit.master is not None
+    return torch.zeros(len(unit.layout.slots), 2, dtype=torch.float64, device=unit.master.device)
+
+
+def _add_up(communicator: Communicator, sums: dict[Unit, Tensor], units: list[Unit]) -> None:
+    """Let the sums of `units` be those of all ranks of `communicator`, added in the order of the ranks."""
+    if not units:
+        return
+    mine = torch.cat([sums[unit].flatten().to(unit.full.device) for unit in units])
+    total, *others = communicator.gather_words(mine.view(torch.int64)).view(torch.float64)
+    for other in others:
+        total += other
+    for unit, found in zip(units, total.split([sums[unit].numel() for unit in units]), strict=True):
+        sums[unit] = found.view(-1, 2)
