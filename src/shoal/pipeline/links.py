@@ -9,7 +9,7 @@ Either way what arrives are leaves: autograd ends at the border of a stage.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,6 +50,7 @@ class Source(Protocol):
 class Sink(Protocol):
     """An end that values go into."""
 
+    def expect(self, count: int) -> None: ...
     def send(self, value: object) -> None: ...
     def flush(self) -> None: ...
     def abort(self, message: str) -> None: ...
@@ -63,6 +64,7 @@ class Links:
         self._owner = owner
         self._sources: dict[Edge, Source] = {}
         self._sinks: dict[Edge, Sink] = {}
+        self._begun = _Announced(row=(), inputs=Counter(), outputs=Counter())
         for edge, giver in _edges(len(owner)):
             ends = owner[giver], owner[edge.stage]
             if ends == (rank, rank):
@@ -72,13 +74,14 @@ class Links:
             elif rank == ends[1]:
                 self._sources[edge] = connect.receiver(edge, ends[0])
 
-    def begin(self, row: Iterable[Instruction]) -> None:
-        """Announce what the instructions of `row` will ask for."""
-        counts: dict[Edge, int] = {}
-        for instruction in row:
-            for edge in self.inputs(instruction):
-                counts[edge] = counts.get(edge, 0) + 1
-        for edge, count in counts.items():
+    def begin(self, row: tuple[Instruction, ...]) -> None:
+        """Announce what the instructions of `row` will ask for, and what they will give."""
+        if self._begun.row is not row:  # the same from step to step
+            self._begun = _Announced(row=row, inputs=Counter(edge for each in row for edge in self.inputs(each)),
+                                     outputs=Counter(edge for each in row for edge in self.outputs(each)))
+        for edge, count in self._begun.outputs.items():
+            self._sinks[edge].expect(count)
+        for edge, count in self._begun.inputs.items():
             self._sources[edge].expect(count)
 
     def inputs(self, instruction: Instruction) -> list[Edge]:
@@ -89,6 +92,17 @@ class Links:
                 return [Edge(ACTIVATIONS, stage)] if stage else []
             case Kind.BACKWARD | Kind.INPUT:
                 return [Edge(GRADIENTS, stage)] if stage < last else []
+            case Kind.WEIGHT:
+                return []
+
+    def outputs(self, instruction: Instruction) -> list[Edge]:
+        """Return the edge that `instruction` gives a value to, if it does."""
+        stage, last = instruction.stage, len(self._owner) - 1
+        match instruction.kind:
+            case Kind.FORWARD:
+                return [Edge(ACTIVATIONS, stage + 1)] if stage < last else []
+            case Kind.BACKWARD | Kind.INPUT:
+                return [Edge(GRADIENTS, stage - 1)] if stage else []
             case Kind.WEIGHT:
                 return []
 
@@ -113,6 +127,15 @@ class Links:
     def close(self) -> None:
         for end in (*self._sinks.values(), *self._sources.values()):
             end.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announced:
+    """How many values the instructions of a row take from each edge, and give to it."""
+
+    row: tuple[Instruction, ...]
+    inputs: Counter[Edge]
+    outputs: Counter[Edge]
 
 
 class Connect(Protocol):

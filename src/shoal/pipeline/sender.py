@@ -32,7 +32,7 @@ class Sender(End):
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, *, device: torch.device, timeout: float, what: str):
         self._posted: list[Transfer] = []
-        self._posted_bytes = 0
+        self._posted_bytes = self._announced = self._handed = self._gone = 0
         self._sent: SimpleQueue[list[Transfer] | SimpleQueue[None] | None] = SimpleQueue()
         self._known: dict[bytes, int] = {}
         self._headers: dict[int, Tensor] = {}
@@ -41,6 +41,10 @@ class Sender(End):
         self._foresight = Foresight()
         self._failure: str | None = None
         super().__init__(group, peer, number, device=device, timeout=timeout, what=what)
+
+    def expect(self, count: int) -> None:
+        """Announce that `count` more messages will be sent: after the last of them, nothing is kept back until `flush`."""
+        self._announced = self._count + count
 
     def send(self, value: object) -> None:
         """Start sending `value`: tensors, containers of them, and objects that pickle.
@@ -55,7 +59,7 @@ class Sender(End):
         self._post([*self._opening(number, header), *((tag, tensor) for tensor in carried)])
         self._foresight.came(number)
         self._count += 1
-        if self._posted_bytes >= WATCHED_BYTES or len(self._posted) >= WATCHED:
+        if self._posted_bytes >= WATCHED_BYTES or len(self._posted) >= WATCHED or self._count == self._announced:
             self._watch()
 
     def flush(self) -> None:
@@ -63,14 +67,16 @@ class Sender(End):
 
         Raises `CollectiveTimeout` after `timeout` seconds, `CollectiveFailed` where the other end is gone.
         """
-        reached: SimpleQueue[None] = SimpleQueue()
         self._watch()
-        self._sent.put(reached)
-        try:
-            reached.get(timeout=self._timeout)
-        except Empty:
-            raise CollectiveTimeout(f"{self._where}: rank {self._wire.peer} did not take them within {self._timeout:g} s: "
-                                    f"it took a different path, stopped, or is that slow; raise \"timeout\"") from None
+        if self._gone < self._handed:
+            reached: SimpleQueue[None] = SimpleQueue()
+            self._sent.put(reached)
+            try:
+                reached.get(timeout=self._timeout)
+            except Empty:
+                raise CollectiveTimeout(f"{self._where}: rank {self._wire.peer} did not take them within "
+                                        f"{self._timeout:g} s: it took a different path, stopped, or is that slow; raise "
+                                        f"\"timeout\"") from None
         if self._failure is not None:
             raise self._broke(self._failure)
 
@@ -122,7 +128,9 @@ class Sender(End):
     def _watch(self) -> None:
         """Have the thread wait for what was posted, and let go of it."""
         posted, self._posted, self._posted_bytes = self._posted, [], 0
-        self._sent.put(posted)
+        if posted:
+            self._handed += len(posted)
+            self._sent.put(posted)
 
     def _next(self) -> bool:
         match self._sent.get():
@@ -131,6 +139,7 @@ class Sender(End):
             case list() as posted:
                 while posted:
                     self._let_go(posted.pop(0))
+                    self._gone += 1
             case reached:
                 reached.put(None)
         return True

@@ -15,8 +15,7 @@ its own begins and the graph holds no more gradients for it. During recompute th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,11 +84,10 @@ class Hooks:
         """Start what the next forward uses first."""
         self._window.open("forward")
 
-    @contextmanager
-    def ensure_pass(self) -> Generator[None]:
-        """A context that is one backward pass, even if nothing in it runs: what the others reduce, this rank does too."""
+    def as_pass(self, run: Callable[[], None]) -> None:
+        """Call `run` as one backward pass, even if nothing runs in it: what the others reduce, this rank does too."""
         begun = self._begun
-        yield
+        run()
         if self._begun == begun:
             self.before_backward()
             self.reducer.begin(boundary=self._boundary(), sync=self._sync())
@@ -265,12 +263,14 @@ def _task() -> int:
 
 def _collect(unit: Unit, slot: int, parameter: nn.Parameter, *, again: bool = False) -> bool:
     """Take the gradient of one slot, of a pass within the pass or not; return whether it was the last of the pass."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         gradient, parameter.grad = parameter.grad, None
     if gradient is None:  # a node that leaves the weight's gradient for later leads here all the same
         return False
     assert unit.gradient is not None
     unit.gradient.again |= again
+    if not torch.is_grad_enabled():  # as in any pass but one with create_graph
+        return unit.gradient.collect(slot, gradient)
     with torch.no_grad():
         return unit.gradient.collect(slot, gradient)
 

@@ -88,14 +88,11 @@ class ShardedModel:
         except TierError:
             self._give_back()
             raise
+        self.trainable = [unit for unit in self.units if unit.trainable]
         self.late.sort(key=lambda unit: census.communicators.index(unit.communicator))
         trim()  # the parameters' own memory is free now
         self.passes = [self._pass(root, plan, boundary, sync) for root in roots or (model,)]
         """What drives the units of each root, in the order of the roots."""
-
-    @property
-    def trainable(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.trainable]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank by their first names in the whole model."""
