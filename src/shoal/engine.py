@@ -41,6 +41,9 @@ class Engine(Controls):
     under_way: ClassVar[UnderWay] = UnderWay()
     """The backward that some engine of this process is running."""
 
+    announces: ClassVar[bool] = False
+    """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
+
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, device: torch.device):
         super().__init__()
         self.module = model

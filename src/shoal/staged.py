@@ -35,6 +35,7 @@ class PipelineEngine(Engine):
     """One pipeline in training. Build it with `shoal.initialize`, from a `PipelineModule`."""
 
     module: PipelineModule
+    announces = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

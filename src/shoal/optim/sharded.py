@@ -193,8 +193,7 @@ class ShardedOptimizer:
 
     def settle(self) -> None:
         """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
-        with torch.no_grad():
-            self._stepping.settle()
+        self._stepping.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Raise `UsageError`: this rank's slices alone say nothing; the engine saves and loads all of them."""

@@ -158,8 +158,8 @@ class Executor:
             self._links.send(ACTIVATIONS, instruction.stage + 1, output)
         stage = instruction.stage
         self._held[stage, instruction.microbatch] = _Held(
-            inputs=_wanting(value, f"the input of stage {stage}") if stage > 0 else [],
-            outputs=_wanting(output, f"the output of stage {stage}"), deferred=deferred)
+            inputs=_wanting(value, "the input", stage) if stage > 0 else [],
+            outputs=_wanting(output, "the output", stage), deferred=deferred)
         return [output.detach()] if instruction.stage == self._last else []
 
     def _backward(self, instruction: Instruction, factor: float, *, last: bool) -> None:
@@ -173,12 +173,13 @@ class Executor:
             gradients = cast("list[Tensor | None]", self._links.receive(GRADIENTS, stage))
         outputs = [output for output, gradient in zip(held.outputs, gradients, strict=True) if gradient is not None]
         given = [gradient for gradient in gradients if gradient is not None]
-        held.outputs = []
+        inputs, held.outputs, held.inputs = held.inputs, [], []
+        onward = _Onward(inputs, partial(self._links.send, GRADIENTS, stage - 1)) if stage > 0 else None
+        if onward is not None and last and whole:
+            onward.early()
         self._pass(stage, partial(half, outputs, given) if outputs else _nothing, last and whole, whole)
-        del outputs, given, gradients
-        if stage > 0:
-            self._links.send(GRADIENTS, stage - 1, [tensor.grad for tensor in held.inputs])
-        held.inputs = []
+        if onward is not None:
+            onward.finish()
 
     def _input(self, instruction: Instruction, batches: Batches) -> Any:
         if instruction.stage == 0:
@@ -221,10 +222,42 @@ class Executor:
         self._links.abort(message)
 
 
+class _Onward:
+    """The gradients of a stage's inputs, which the stage before waits for.
+
+    They are sent when the pass is over. One that reduces gradients of weights before it ends sends them early, as soon as
+    the last of them is there: who waits for them need not wait for a reduction too.
+    """
+
+    def __init__(self, inputs: list[Tensor], send: Callable[[list[Tensor | None]], None]):
+        self._inputs = inputs
+        self._send = send
+        self._sent = False
+        self._missing = len(inputs)
+
+    def early(self) -> None:
+        for tensor in self._inputs:
+            tensor.register_post_accumulate_grad_hook(self._came)
+
+    def finish(self) -> None:
+        """Send them, unless that is done; an input that nothing led to has none."""
+        if not self._sent:
+            self._sent = True
+            inputs, self._inputs = self._inputs, []  # whose hooks lead here
+            self._send([tensor.grad for tensor in inputs])
+
+    def _came(self, tensor: Tensor) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.finish()
+
+
 def _nothing() -> None:
     """Be a pass in which nothing runs."""
 
 
-def _wanting(value: object, what: str) -> list[Tensor]:
+def _wanting(value: object, what: str, stage: int) -> list[Tensor]:
     """Return the tensors within `value` that take part in backward."""
-    return [tensor for tensor in tensors_in(value, what) if tensor.requires_grad]
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    return [tensor for tensor in tensors_in(value, f"{what} of stage {stage}") if tensor.requires_grad]

@@ -36,7 +36,7 @@ class Sender(End):
         self._sent: SimpleQueue[list[Transfer] | SimpleQueue[None] | None] = SimpleQueue()
         self._known: dict[bytes, int] = {}
         self._headers: dict[int, Tensor] = {}
-        self._sizes: dict[int, tuple[int, ...]] = {}
+        self._small: dict[int, tuple[int, ...] | None] = {}
         self._forms = self._count = 0
         self._foresight = Foresight()
         self._failure: str | None = None
@@ -56,7 +56,7 @@ class Sender(End):
         carried = [tensor.to(self._wire.way(on_host=tensor.device.type == "cpu")) for tensor in ready]
         number, header = self._header(skeleton, carried)
         tag = tag_of(number)
-        self._post([*self._opening(number, header), *((tag, tensor) for tensor in carried)])
+        self._post([*self._opening(number, header), *[(tag, tensor) for tensor in carried]])
         self._foresight.came(number)
         self._count += 1
         if self._posted_bytes >= WATCHED_BYTES or len(self._posted) >= WATCHED or self._count == self._announced:
@@ -99,7 +99,8 @@ class Sender(End):
         self._forms += 1
         self._headers[number] = self._wire.words(number, 0)
         if number < KNOWN:
-            self._sizes[number] = tuple(tensor.nbytes for tensor in tensors)
+            sizes = tuple(tensor.nbytes for tensor in tensors)
+            self._small[number] = sizes if is_small(sizes) else None
         if len(self._known) > KNOWN:
             del self._headers[self._known.pop(next(iter(self._known)))]
         return number, [(HEADERS, self._wire.words(NEW, len(skeleton))), (TEXTS, self._wire.text(skeleton))]
@@ -107,12 +108,13 @@ class Sender(End):
     def _opening(self, number: int, header: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """Return what goes before the tensors of the next message: its header, unless both ends foresee a small form."""
         foreseen = self._foresight.of(self._count) if self._wire.waits_idly else -1
-        if foreseen < 0 or not is_small(self._sizes[foreseen]):
+        sizes = self._small[foreseen] if foreseen >= 0 else None
+        if sizes is None:
             return header
         if foreseen == number:
             return []
         tag = tag_of(foreseen)
-        return [*((tag, _filler(size)) for size in self._sizes[foreseen]), *header]
+        return [*((tag, _filler(size)) for size in sizes), *header]
 
     def _post(self, message: Sequence[tuple[int, Tensor]]) -> None:
         if self._failure is not None:

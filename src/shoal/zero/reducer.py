@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from shoal.zero.gradient import Gradient
 
 IN_FLIGHT = 2
@@ -51,16 +53,21 @@ class Reducer:
 
     def finish(self) -> None:
         """End the backward pass: reduce the rest, and wait for all."""
+        for gradient in self._order:
+            if gradient not in self._is_due:
+                gradient.unsynced = True
+                gradient.leave()
+        if self._due:
+            self._reduce_rest()
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
         for gradient in self._due:
             if not gradient.launched:
                 self._launch(gradient)
         for gradient in self._due:
             if gradient.reopened:
                 self._launch(gradient)
-        for gradient in self._order:
-            if gradient not in self._is_due:
-                gradient.unsynced = True
-                gradient.leave()
         self._drain()
         self._due, self._is_due = [], set()
 
