@@ -4,8 +4,11 @@
 
 Bubble: a stage's forward, and each half of its backward, sleeps for `nap` milliseconds; the bubble is the part of a step,
 from its first instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage,
-so that a step is the executor and what it sends; torch's Schedule1F1B runs the same layers over the same group, in turns
-with ours. Memory: a stage whose microbatch keeps `--kept` MiB; how far the first rank's memory rises in a step.
+so that a step is the executor and what it sends; torch's Schedule1F1B runs the same layers and the same loss over the same
+group, in turns with ours. Both cut the same batch, hand the activations on and the gradients back, sum the gradients of all
+microbatches, and end with their mean where an optimizer would find it: torch in `.grad`, ours reduced in the unit's buffer.
+Both forget them between steps, which is not timed, nor is an optimizer. Memory: a stage whose microbatch keeps `--kept` MiB;
+how far the first rank's memory rises in a step.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ class Kept(nn.Module):
 
 
 def engine_of(layers: list[Any], ranks: int, schedule: str, microbatches: int) -> Any:
-    model = shoal.PipelineModule(layers, num_stages=ranks, loss_fn=lambda out, labels: out.sum() * 0 + out.mean(),
+    model = shoal.PipelineModule(layers, num_stages=ranks, loss_fn=lambda out, labels: out.mean(),
                                  partition_method="uniform", schedule=schedule, stages_per_rank=SCHEDULES[schedule])
     return shoal.initialize(model=model, config={
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": microbatches, "timeout": 60,
@@ -160,28 +163,30 @@ def tiny(options: Options) -> dict[str, list[float]]:
 
     def ours_step() -> None:
         given = Batches(inputs=list(inputs.chunk(count)), labels=list(labels.chunk(count)))
-        engine._executor.run(ways, engine.stage_id, given, 1.0)
+        engine._executor.run(ways, engine.stage_id, given, engine._factor)
 
     def their_step() -> None:
         theirs.step(*([inputs] if dist.get_rank() == 0 else []), **({"target": labels} if dist.get_rank() == 1 else {}))
 
+    ways_of = {"shoal": (ours_step, engine.optimizer.zero_grad), "torch": (their_step, stage.submod.zero_grad)}
     found: dict[str, list[float]] = {"shoal": [], "torch": []}
     for number in range(options.rounds + 1):
-        for name, step in (("shoal", ours_step), ("torch", their_step)):
-            seconds = [_timed(step) for _ in range(options.steps)]
-            engine.optimizer.zero_grad()
+        for name, (step, forget) in ways_of.items():
+            seconds = [_timed(step, forget) for _ in range(options.steps)]
             if number:
                 found[name].append(statistics.median(seconds))
     engine.destroy()
     return found
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], None], forget: Callable[[], None]) -> float:
     dist.barrier()
     start = time.perf_counter()
     step()
     dist.barrier()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    forget()
+    return seconds
 
 
 def kept(schedule: str, count: int, options: Options) -> int:

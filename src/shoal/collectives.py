@@ -29,7 +29,7 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.neighbours import Loan, Neighbours, neighbours_of
 from shoal.recording import Call, Traffic, Watched, over, traffic
-from shoal.reduction import Handle, Reduction, pieces
+from shoal.reduction import DONE, Handle, Reduction, add_up, pieces
 
 __all__ = ["Communicator", "Handle", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
 
@@ -137,6 +137,9 @@ class Communicator:
         has the dtype of `source` and room for the N-1 addends of the other ranks.
         """
         self._check(label, source)
+        if self.ranks == 1:  # which is no other sum, and nothing to prepare or wait for
+            add_up((source,), target, scale, accumulate)
+            return DONE
         span = source.numel() // self.ranks
         call = traffic.count(label.kind, span * source.element_size() * (self.ranks - 1), op="reduce_scatter", of=source,
                              ranks=self.members, what=label)

@@ -106,7 +106,7 @@ class Controls(Saving):
 
     def during(self, lane: str) -> AbstractContextManager[None]:
         """Return a context whose time is an event of `lane`, if somebody traces."""
-        if self.sharded is None:
+        if self.sharded is None or self.sharded.residence.lanes.trace is None:
             return nullcontext()
         return self.sharded.residence.lanes.during(lane, type(self.module).__name__)
 

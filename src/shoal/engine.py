@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,11 +28,22 @@ from shoal.schema import Config
 from shoal.zero.sharded import ShardedModel
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """A backward that an engine has called: not an attribute of the class, which would look everything up anew after it."""
+
+    factor: float | None = None
+    """That of its loss; None where there is none."""
+
+
 class Engine(Controls):
     """One model in training. Build it with `shoal.initialize`."""
 
-    under_way: ClassVar[float | None] = None
-    """The factor of the loss whose backward some engine of this process is running."""
+    under_way: ClassVar[UnderWay] = UnderWay()
+    """The backward that some engine of this process is running."""
+
+    announces: ClassVar[bool] = False
+    """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, device: torch.device):
         super().__init__()
@@ -84,7 +96,7 @@ class Engine(Controls):
         factor = share * self.optimizer.loss_scale
         self._scaled = True
         sync, self._sync = self._sync, self._sync and allreduce_gradients
-        outer, Engine.under_way = Engine.under_way, factor
+        outer, Engine.under_way.factor = Engine.under_way.factor, factor
         try:
             with self.during("backward"), self._steps_within(retain_graph):
                 _times(loss, factor).backward(retain_graph=retain_graph)
@@ -93,7 +105,7 @@ class Engine(Controls):
                 self.sharded.interrupt()
             raise
         finally:
-            self._sync, Engine.under_way = sync, outer
+            self._sync, Engine.under_way.factor = sync, outer
         return _times(loss.detach(), share)
 
     def _steps_within(self, retain_graph: bool) -> AbstractContextManager[None]:
@@ -181,13 +193,15 @@ class Engine(Controls):
         assert self.optimizer is not None
         self.optimizer.refuse_begun("backward")
         self.optimizer.settle()  # of units that this forward did not use
-        scaled, self._scaled = self._scaled, False
-        wanted = self.optimizer.loss_scale / self.gradient_accumulation_steps()
-        if scaled or Engine.under_way == wanted:  # one loss may lead through several engines
+        if self._scaled:
+            self._scaled = False
             return
-        if Engine.under_way is not None:
+        wanted, under_way = self.optimizer.loss_scale / self.gradient_accumulation_steps(), Engine.under_way.factor
+        if under_way == wanted:  # one loss may lead through several engines
+            return
+        if under_way is not None:
             raise UsageError(f"one loss leads through two engines that scale it differently: the one whose backward was "
-                             f"called by {Engine.under_way:g}, this one by {wanted:g}; give both the same "
+                             f"called by {under_way:g}, this one by {wanted:g}; give both the same "
                              f"gradient_accumulation_steps and the same static fp16.loss_scale")
         if self.optimizer.loss_scale != 1:
             raise UsageError(f"loss.backward() was called on an unscaled loss while the loss scale is "

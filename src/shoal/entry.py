@@ -165,7 +165,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device)
     engine.sharded = ShardedModel(model, trained, _plan(settings, stepping), engine.census, dtypes, place,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
-                                  roots=engine.roots, aliases=engine.aliases)
+                                  roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
     for each in engine.sharded.passes:
         each.before_backward = engine.before_backward
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Deferred", "current", "deferring"]
+__all__ = ["Deferred", "backward", "current", "deferring"]
 
 Pay = Callable[[], Sequence[Tensor | None]]
 """Computes the gradients that are owed."""
@@ -41,14 +41,9 @@ class Deferred:
         self._owed.append((tuple(weights), pay))
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Run the first half of a backward pass.
-
-        torch's own entry would take the mode away before anything runs, and with it from activations that are computed
-        once more; its engine keeps it.
-        """
+        """Run the first half of a backward pass."""
         with deferring(self):
-            Variable._execution_engine.run_backward(  # pyright: ignore  no annotation, no other way
-                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            backward(outputs, gradients)
 
     def pay(self) -> None:
         """Run the second half, a backward pass of its own; each debt is forgotten as it is paid."""
@@ -75,6 +70,16 @@ class deferring(TorchFunctionMode):
             if func is torch.addmm and len(args) == 3 and not kwargs and _suits(args[1], args[2], args[0], outputs=1):
                 return _Product.apply(self.deferred, True, args[1], args[2], args[0])
         return func(*args, **kwargs)
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Run a backward pass from `outputs`, whose `gradients` are of their shapes: what torch's engine refuses, it refuses.
+
+    torch's own entry would take the mode of `deferring` away before anything runs, and with it from activations that are
+    computed once more, and looks at shapes for longer than a small pass takes.
+    """
+    Variable._execution_engine.run_backward(  # pyright: ignore  no annotation, no other way
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def current() -> Deferred | None:

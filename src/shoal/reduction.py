@@ -15,6 +15,15 @@ class Handle(Protocol):
     def wait(self) -> None: ...
 
 
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Handle = _Done()
+"""The collective of a rank that is alone."""
+
+
 class Reduction:
     """A transfer of addends whose end is their sum, in rank order, in fp32 or wider."""
 
@@ -36,7 +45,7 @@ class Reduction:
         size = self._piece_bytes // 4  # a piece, its addends and its sum stay in the cache between the operations
         columns = zip(*(pieces(addend, size) for addend in self._addends), strict=True)
         for addends, target in zip(columns, pieces(self._target, size, like=self._addends[0]), strict=True):
-            _fold(addends, target, self._scale, self._accumulate)
+            add_up(addends, target, self._scale, self._accumulate)
         self._addends = []
 
 
@@ -57,7 +66,7 @@ class Widened:
             self._give_back(self._narrow)
 
 
-def _fold(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
+def add_up(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
     """target = scale * sum(addends) [+ target], summed in order, in fp32 or wider."""
     wide = torch.promote_types(addends[0].dtype, torch.float32)
     first, *rest = addends

@@ -7,8 +7,7 @@ from, and the loss that every rank hears of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import Any, NoReturn, cast
@@ -27,6 +26,7 @@ from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.links import Links
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedules import Schedule, forward_only, make_schedule
+from shoal.zero.hooks import Hooks
 
 __all__ = ["PipelineEngine"]
 
@@ -35,6 +35,7 @@ class PipelineEngine(Engine):
     """One pipeline in training. Build it with `shoal.initialize`, from a `PipelineModule`."""
 
     module: PipelineModule
+    announces = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -191,27 +192,32 @@ class PipelineEngine(Engine):
         links = Links(self.module.owner, self.stage_id, connector)
         where = f"rank {dist.get_rank()} (stage {', '.join(map(str, self.module.numbers))})"
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
-                        self.module.loss_fn, self._passing, where=where)
+                        self.module.loss_fn, self._pass, where=where)
 
     @property
     def _factor(self) -> float:
         return self.loss_scale() / self.gradient_accumulation_steps()
 
-    @contextmanager
-    def _passing(self, stage: int, last: bool, sync: bool) -> Generator[None]:
-        """A backward pass of one stage: the `last` of the step or not, with communication or without."""
+    @cached_property
+    def _passes(self) -> dict[int, Hooks]:
+        """What drives the units of each stage of this rank, by its number."""
         assert self.sharded is not None
+        return dict(zip(self.module.numbers, self.sharded.passes, strict=True))
+
+    def _pass(self, stage: int, run: Callable[[], None], last: bool, sync: bool) -> None:
+        """Call `run` as a backward pass of one stage: the `last` of the step or not, with communication or without."""
         state = vars(self)  # twice a microbatch: torch's modules take microseconds to set an attribute
-        kept = self._boundary, self._sync, Engine.under_way
-        state["_boundary"], state["_sync"], Engine.under_way = last, self._sync and sync, self._factor
+        kept = self._boundary, self._sync, Engine.under_way.factor
+        state["_boundary"], state["_sync"], Engine.under_way.factor = last, self._sync and sync, self._factor
         try:
-            with self.during("backward"), self.sharded.passes[self.module.numbers.index(stage)].ensure_pass():
-                yield
+            with self.during("backward"):
+                self._passes[stage].as_pass(run)
         except BaseException:
-            self.sharded.interrupt()
+            for each in self._passes.values():
+                each.interrupt()
             raise
         finally:
-            state["_boundary"], state["_sync"], Engine.under_way = kept
+            state["_boundary"], state["_sync"], Engine.under_way.factor = kept
 
     def _schedule(self, count: int) -> Schedule:
         """Return the schedule of a step of `count` microbatches. Raises `UsageError` where it needs other stages."""

@@ -291,6 +291,7 @@ def _let_go(unit: Unit) -> None:
         unit.state.let_go()
 
 
+@torch.no_grad()
 def _finish(unit: Unit) -> None:
     """Forget the gradient that the step has consumed, and let the others see the weights, unless `run` has yet to do so."""
     unit.owed = None

@@ -216,8 +216,7 @@ class ShardedOptimizer:
 
     def settle(self) -> None:
         """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
-        with torch.no_grad():
-            self._stepping.settle()
+        self._stepping.settle()
 
     @property
     def coefficients(self) -> Mapping[str, float]:

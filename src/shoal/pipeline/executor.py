@@ -12,15 +12,16 @@ is told to the neighbours, who tell theirs, and raises with the grid of the sche
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import PipelineError, UsageError
-from shoal.halves import Deferred, deferring
+from shoal.halves import Deferred, backward, deferring
 from shoal.pipeline.border import tensors_in
 from shoal.pipeline.draw import fault
 from shoal.pipeline.instruction import Instruction, Kind
@@ -29,9 +30,9 @@ from shoal.pipeline.schedules import Schedule
 
 __all__ = ["Batches", "Executor"]
 
-Passing = Callable[[int, bool, bool], AbstractContextManager[None]]
-"""(stage, last of the step, with communication) -> the context of a backward pass of a stage, which counts as one even if
-nothing in it ran: other ranks of the stage may have had something to run.
+Pass = Callable[[int, Callable[[], None], bool, bool], None]
+"""(stage, what to call, last of the step, with communication): calls it as a backward pass of a stage, which counts as one
+even if nothing ran in it: other ranks of the stage may have had something to run.
 """
 
 
@@ -60,23 +61,43 @@ class _Held:
     """Those of the stage's inputs that want a gradient."""
     outputs: list[Tensor]
     """Those of its outputs that have one, or its loss."""
-    deferred: Deferred
+    deferred: Deferred | None
+    """What its weights are owed; None where backward is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """What a rank does in each step, and what follows from it."""
+
+    instructions: tuple[Instruction, ...]
+    final: frozenset[int]
+    """The positions at which a stage has its last backward."""
+    split: frozenset[int]
+    """The stages whose backward is in two halves."""
+
+    @classmethod
+    def of(cls, instructions: tuple[Instruction, ...]) -> _Row:
+        final = {instruction.stage: position for position, instruction in enumerate(instructions)
+                 if instruction.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+        split = frozenset(instruction.stage for instruction in instructions if instruction.kind is Kind.INPUT)
+        return cls(instructions=instructions, final=frozenset(final.values()), split=split)
 
 
 class Executor:
     """Runs this rank's row of a schedule over its stages, by their numbers."""
 
     def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
-                 passing: Passing, *, where: str):
+                 as_pass: Pass, *, where: str):
         self._stages = stages
         self._last = last
         self._links = links
         self._loss_fn = loss_fn
-        self._passing = passing
+        self._pass = as_pass
         self._where = where
         self._failure: str | None = None
         self._held: dict[tuple[int, int], _Held] = {}
         self._position = 0
+        self._row = _Row.of(())
 
     def run(self, schedule: Schedule, rank: int, batches: Batches, factor: float) -> list[Tensor]:
         """Run `rank`'s row for training, each loss times `factor`; return the losses, of the last stage, by microbatch.
@@ -84,22 +105,21 @@ class Executor:
         Raises `PipelineError` when an instruction fails here or on another rank; no step may follow.
         """
         losses: list[Tensor] = []
-        row = schedule.rows[rank]
-        final = {instruction.stage: position for position, instruction in enumerate(row)
-                 if instruction.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        split = {instruction.stage for instruction in row if instruction.kind is Kind.INPUT}
+        if self._row.instructions is not schedule.rows[rank]:  # the same from step to step
+            self._row = _Row.of(schedule.rows[rank])
+        row = self._row
         with self._telling(schedule, rank):
-            for position, instruction in enumerate(row):
+            for position, instruction in enumerate(row.instructions):
                 self._position = position
-                last = final[instruction.stage] == position
                 match instruction.kind:
                     case Kind.FORWARD:
-                        losses += self._forward(instruction, batches, split=instruction.stage in split)
+                        losses += self._forward(instruction, batches, split=instruction.stage in row.split)
                     case Kind.BACKWARD | Kind.INPUT:
-                        self._backward(instruction, factor, last=last)
+                        self._backward(instruction, factor, last=position in row.final)
                     case Kind.WEIGHT:
-                        with self._passing(instruction.stage, last, True):
-                            self._held.pop((instruction.stage, instruction.microbatch)).deferred.pay()
+                        deferred = self._held.pop((instruction.stage, instruction.microbatch)).deferred
+                        assert deferred is not None
+                        self._pass(instruction.stage, deferred.pay, position in row.final, True)
         return losses
 
     def evaluate(self, schedule: Schedule, rank: int, batches: Batches, *, losses: bool,
@@ -129,8 +149,8 @@ class Executor:
     def _forward(self, instruction: Instruction, batches: Batches, *, split: bool) -> list[Tensor]:
         """Run a stage; return its loss, if it is the last."""
         value = self._input(instruction, batches)
-        deferred = Deferred()
-        with deferring(deferred) if split else nullcontext():
+        deferred = Deferred() if split else None
+        with nullcontext() if deferred is None else deferring(deferred):
             output = self._stages[instruction.stage](value)
             if instruction.stage == self._last:
                 output = self._loss(output, instruction, batches)
@@ -138,30 +158,28 @@ class Executor:
             self._links.send(ACTIVATIONS, instruction.stage + 1, output)
         stage = instruction.stage
         self._held[stage, instruction.microbatch] = _Held(
-            inputs=_wanting(value, f"the input of stage {stage}") if stage > 0 else [],
-            outputs=_wanting(output, f"the output of stage {stage}"), deferred=deferred)
+            inputs=_wanting(value, "the input", stage) if stage > 0 else [],
+            outputs=_wanting(output, "the output", stage), deferred=deferred)
         return [output.detach()] if instruction.stage == self._last else []
 
     def _backward(self, instruction: Instruction, factor: float, *, last: bool) -> None:
         stage, key = instruction.stage, (instruction.stage, instruction.microbatch)
         whole = instruction.kind is Kind.BACKWARD
         held = self._held.pop(key) if whole else self._held[key]
+        half = backward if held.deferred is None else held.deferred.backward
         if stage == self._last:
             gradients: list[Tensor | None] = [torch.full_like(output, factor) for output in held.outputs]
         else:
             gradients = cast("list[Tensor | None]", self._links.receive(GRADIENTS, stage))
         outputs = [output for output, gradient in zip(held.outputs, gradients, strict=True) if gradient is not None]
         given = [gradient for gradient in gradients if gradient is not None]
-        held.outputs = []
-        with self._passing(stage, last and whole, whole):
-            if outputs and whole:
-                torch.autograd.backward(outputs, given)
-            elif outputs:
-                held.deferred.backward(outputs, given)
-        del outputs, given, gradients
-        if stage > 0:
-            self._links.send(GRADIENTS, stage - 1, [tensor.grad for tensor in held.inputs])
-        held.inputs = []
+        inputs, held.outputs, held.inputs = held.inputs, [], []
+        onward = _Onward(inputs, partial(self._links.send, GRADIENTS, stage - 1)) if stage > 0 else None
+        if onward is not None and last and whole:
+            onward.early()
+        self._pass(stage, partial(half, outputs, given) if outputs else _nothing, last and whole, whole)
+        if onward is not None:
+            onward.finish()
 
     def _input(self, instruction: Instruction, batches: Batches) -> Any:
         if instruction.stage == 0:
@@ -204,6 +222,42 @@ class Executor:
         self._links.abort(message)
 
 
-def _wanting(value: object, what: str) -> list[Tensor]:
+class _Onward:
+    """The gradients of a stage's inputs, which the stage before waits for.
+
+    They are sent when the pass is over. One that reduces gradients of weights before it ends sends them early, as soon as
+    the last of them is there: who waits for them need not wait for a reduction too.
+    """
+
+    def __init__(self, inputs: list[Tensor], send: Callable[[list[Tensor | None]], None]):
+        self._inputs = inputs
+        self._send = send
+        self._sent = False
+        self._missing = len(inputs)
+
+    def early(self) -> None:
+        for tensor in self._inputs:
+            tensor.register_post_accumulate_grad_hook(self._came)
+
+    def finish(self) -> None:
+        """Send them, unless that is done; an input that nothing led to has none."""
+        if not self._sent:
+            self._sent = True
+            inputs, self._inputs = self._inputs, []  # whose hooks lead here
+            self._send([tensor.grad for tensor in inputs])
+
+    def _came(self, tensor: Tensor) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.finish()
+
+
+def _nothing() -> None:
+    """Be a pass in which nothing runs."""
+
+
+def _wanting(value: object, what: str, stage: int) -> list[Tensor]:
     """Return the tensors within `value` that take part in backward."""
-    return [tensor for tensor in tensors_in(value, what) if tensor.requires_grad]
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    return [tensor for tensor in tensors_in(value, f"{what} of stage {stage}") if tensor.requires_grad]

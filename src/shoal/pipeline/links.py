@@ -9,10 +9,10 @@ Either way what arrives are leaves: autograd ends at the border of a stage.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.pipeline.border import detached
 from shoal.pipeline.channel import Receiver, Sender
@@ -23,8 +23,7 @@ __all__ = ["Edge", "Links"]
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """What goes into a stage, of one of two kinds."""
 
     kind: str
@@ -50,6 +49,7 @@ class Source(Protocol):
 class Sink(Protocol):
     """An end that values go into."""
 
+    def expect(self, count: int) -> None: ...
     def send(self, value: object) -> None: ...
     def flush(self) -> None: ...
     def abort(self, message: str) -> None: ...
@@ -63,6 +63,8 @@ class Links:
         self._owner = owner
         self._sources: dict[Edge, Source] = {}
         self._sinks: dict[Edge, Sink] = {}
+        self._begun = _Announced(row=(), outputs={}, inputs={}, later={})
+        self._later: Mapping[Edge, int] = {}
         for edge, giver in _edges(len(owner)):
             ends = owner[giver], owner[edge.stage]
             if ends == (rank, rank):
@@ -72,12 +74,24 @@ class Links:
             elif rank == ends[1]:
                 self._sources[edge] = connect.receiver(edge, ends[0])
 
-    def begin(self, row: Iterable[Instruction]) -> None:
-        """Announce what the instructions of `row` will ask for."""
-        counts: dict[Edge, int] = {}
-        for instruction in row:
-            for edge in self.inputs(instruction):
-                counts[edge] = counts.get(edge, 0) + 1
+    def begin(self, row: tuple[Instruction, ...]) -> None:
+        """Announce what the instructions of `row` will ask for, and what they will give."""
+        if self._begun.row is not row:  # the same from step to step
+            self._begun = self._announced(row)
+        for edge, count in self._begun.outputs.items():
+            self._sinks[edge].expect(count)
+        self._expect(self._begun.inputs)
+        self._later = self._begun.later
+
+    def _announced(self, row: tuple[Instruction, ...]) -> _Announced:
+        first = next((place for place, each in enumerate(row) if self.outputs(each)), len(row))
+        inputs = Counter(edge for each in row for edge in self.inputs(each))
+        at_once = {edge for each in row[:first + 1] for edge in self.inputs(each)} | self._sinks.keys()  # shelves
+        return _Announced(row=row, outputs=Counter(edge for each in row for edge in self.outputs(each)),
+                          inputs={edge: count for edge, count in inputs.items() if edge in at_once},
+                          later={edge: count for edge, count in inputs.items() if edge not in at_once})
+
+    def _expect(self, counts: Mapping[Edge, int]) -> None:
         for edge, count in counts.items():
             self._sources[edge].expect(count)
 
@@ -92,6 +106,17 @@ class Links:
             case Kind.WEIGHT:
                 return []
 
+    def outputs(self, instruction: Instruction) -> list[Edge]:
+        """Return the edge that `instruction` gives a value to, if it does."""
+        stage, last = instruction.stage, len(self._owner) - 1
+        match instruction.kind:
+            case Kind.FORWARD:
+                return [Edge(ACTIVATIONS, stage + 1)] if stage < last else []
+            case Kind.BACKWARD | Kind.INPUT:
+                return [Edge(GRADIENTS, stage - 1)] if stage else []
+            case Kind.WEIGHT:
+                return []
+
     def receive(self, kind: str, stage: int) -> object:
         """Return the next of what goes into `stage`."""
         return self._sources[Edge(kind, stage)].receive()
@@ -99,6 +124,9 @@ class Links:
     def send(self, kind: str, stage: int, value: object) -> None:
         """Let `value` go into `stage`."""
         self._sinks[Edge(kind, stage)].send(value)
+        if self._later:
+            self._expect(self._later)
+            self._later = {}
 
     def flush(self) -> None:
         """Wait until everything is sent."""
@@ -113,6 +141,18 @@ class Links:
     def close(self) -> None:
         for end in (*self._sinks.values(), *self._sources.values()):
             end.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announced:
+    """How many values the instructions of a row give to each edge, and take from it."""
+
+    row: tuple[Instruction, ...]
+    outputs: Mapping[Edge, int]
+    inputs: Mapping[Edge, int]
+    """Those that are taken before anything is given."""
+    later: Mapping[Edge, int]
+    """The others: the first value that somebody waits for goes out before room is made for them."""
 
 
 class Connect(Protocol):

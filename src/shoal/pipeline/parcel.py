@@ -3,8 +3,9 @@
     {"x": tensor, "cache": [tensor, None], "n": 7}   =   {"x": #0, "cache": [#1, None], "n": 7}  +  (tensor, tensor)
 
 A skeleton is the pickled value in which each tensor's number stands for it, behind the shape, dtype and requires_grad of
-each tensor, so that a receiver can make room. It is the same bytes for every microbatch of the same form. A tensor that
-occurs several times has one number and travels once.
+each tensor, so that a receiver can make room. It is the same bytes for every microbatch of the same form, and of the
+forms that are most common (a tensor, or a row of them) it is remembered. A tensor that occurs several times has one number
+and travels once.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ def take_apart(value: object, what: str) -> tuple[bytes, list[Tensor]]:
     `what` names the way in errors. Raises `UsageError` naming the part that cannot travel: an object that does not pickle,
     or a tensor other than an ordinary dense one.
     """
+    kind, tensors, forms = _row(value)
+    known = _skeletons.get((kind, forms))
+    if known is not None:
+        return known, tensors
     writer = _Writer()
     try:
         writer.dump(value)
@@ -50,8 +55,11 @@ def take_apart(value: object, what: str) -> tuple[bytes, list[Tensor]]:
         raise UsageError(f"pipeline, {what}: {_where(value, part) or 'a part of the value'} cannot travel to another rank: "
                          f"{_described(part)} ({error}). What goes from layer to layer over a stage's boundary is tensors, "
                          f"containers of them, and objects that pickle") from error
-    forms = [(tuple(t.shape), str(t.dtype)[6:], t.requires_grad, t.device.type == "cpu") for t in writer.tensors]
-    return pickle.dumps(forms, _PROTOCOL) + writer.written, writer.tensors
+    announced = [(tuple(t.shape), str(t.dtype)[6:], t.requires_grad, t.device.type == "cpu") for t in writer.tensors]
+    skeleton = pickle.dumps(announced, _PROTOCOL) + writer.written
+    if kind is not None and len(_skeletons) < _REMEMBERED:
+        _skeletons[kind, forms] = skeleton
+    return skeleton, writer.tensors
 
 
 class Skeleton:
@@ -71,6 +79,31 @@ class Skeleton:
 
 
 _PROTOCOL = 5
+
+_REMEMBERED = 1 << 10
+_Forms = tuple[tuple[Any, ...], ...]
+_skeletons: dict[tuple[type | None, _Forms], bytes] = {}
+"""By what a row is made of: to pickle it anew for every microbatch costs more than to send it."""
+
+
+def _row(value: object) -> tuple[type | None, list[Tensor], _Forms]:
+    """Return the class of a tensor, or of a list or tuple of different ones and None, its tensors, and what they are.
+
+    Of anything else, which takes a look at every part of it, return None for the class.
+    """
+    kind = type(value)
+    parts = cast("Sequence[Any]", value if kind is list or kind is tuple else (value,))
+    tensors: list[Tensor] = []
+    forms: list[tuple[Any, ...]] = []
+    for part in parts:
+        if type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and not (part.is_quantized or part.is_meta):
+            tensors.append(part)
+            forms.append((part.shape, part.dtype, part.requires_grad, part.device.type))
+        elif part is None:
+            forms.append(())
+        else:
+            return None, [], ()
+    return (kind, tensors, tuple(forms)) if len(set(map(id, tensors))) == len(tensors) else (None, [], ())
 
 
 class _Writer(pickle.Pickler):

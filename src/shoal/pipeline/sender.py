@@ -32,15 +32,19 @@ class Sender(End):
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, *, device: torch.device, timeout: float, what: str):
         self._posted: list[Transfer] = []
-        self._posted_bytes = 0
+        self._posted_bytes = self._announced = self._handed = self._gone = 0
         self._sent: SimpleQueue[list[Transfer] | SimpleQueue[None] | None] = SimpleQueue()
         self._known: dict[bytes, int] = {}
         self._headers: dict[int, Tensor] = {}
-        self._sizes: dict[int, tuple[int, ...]] = {}
+        self._small: dict[int, tuple[int, ...] | None] = {}
         self._forms = self._count = 0
         self._foresight = Foresight()
         self._failure: str | None = None
         super().__init__(group, peer, number, device=device, timeout=timeout, what=what)
+
+    def expect(self, count: int) -> None:
+        """Announce that `count` more messages will be sent: after the last of them, nothing is kept back until `flush`."""
+        self._announced = self._count + count
 
     def send(self, value: object) -> None:
         """Start sending `value`: tensors, containers of them, and objects that pickle.
@@ -52,10 +56,10 @@ class Sender(End):
         carried = [tensor.to(self._wire.way(on_host=tensor.device.type == "cpu")) for tensor in ready]
         number, header = self._header(skeleton, carried)
         tag = tag_of(number)
-        self._post([*self._opening(number, header), *((tag, tensor) for tensor in carried)])
+        self._post([*self._opening(number, header), *[(tag, tensor) for tensor in carried]])
         self._foresight.came(number)
         self._count += 1
-        if self._posted_bytes >= WATCHED_BYTES or len(self._posted) >= WATCHED:
+        if self._posted_bytes >= WATCHED_BYTES or len(self._posted) >= WATCHED or self._count == self._announced:
             self._watch()
 
     def flush(self) -> None:
@@ -63,14 +67,16 @@ class Sender(End):
 
         Raises `CollectiveTimeout` after `timeout` seconds, `CollectiveFailed` where the other end is gone.
         """
-        reached: SimpleQueue[None] = SimpleQueue()
         self._watch()
-        self._sent.put(reached)
-        try:
-            reached.get(timeout=self._timeout)
-        except Empty:
-            raise CollectiveTimeout(f"{self._where}: rank {self._wire.peer} did not take them within {self._timeout:g} s: "
-                                    f"it took a different path, stopped, or is that slow; raise \"timeout\"") from None
+        if self._gone < self._handed:
+            reached: SimpleQueue[None] = SimpleQueue()
+            self._sent.put(reached)
+            try:
+                reached.get(timeout=self._timeout)
+            except Empty:
+                raise CollectiveTimeout(f"{self._where}: rank {self._wire.peer} did not take them within "
+                                        f"{self._timeout:g} s: it took a different path, stopped, or is that slow; raise "
+                                        f"\"timeout\"") from None
         if self._failure is not None:
             raise self._broke(self._failure)
 
@@ -93,7 +99,8 @@ class Sender(End):
         self._forms += 1
         self._headers[number] = self._wire.words(number, 0)
         if number < KNOWN:
-            self._sizes[number] = tuple(tensor.nbytes for tensor in tensors)
+            sizes = tuple(tensor.nbytes for tensor in tensors)
+            self._small[number] = sizes if is_small(sizes) else None
         if len(self._known) > KNOWN:
             del self._headers[self._known.pop(next(iter(self._known)))]
         return number, [(HEADERS, self._wire.words(NEW, len(skeleton))), (TEXTS, self._wire.text(skeleton))]
@@ -101,12 +108,13 @@ class Sender(End):
     def _opening(self, number: int, header: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """Return what goes before the tensors of the next message: its header, unless both ends foresee a small form."""
         foreseen = self._foresight.of(self._count) if self._wire.waits_idly else -1
-        if foreseen < 0 or not is_small(self._sizes[foreseen]):
+        sizes = self._small[foreseen] if foreseen >= 0 else None
+        if sizes is None:
             return header
         if foreseen == number:
             return []
         tag = tag_of(foreseen)
-        return [*((tag, _filler(size)) for size in self._sizes[foreseen]), *header]
+        return [*((tag, _filler(size)) for size in sizes), *header]
 
     def _post(self, message: Sequence[tuple[int, Tensor]]) -> None:
         if self._failure is not None:
@@ -122,7 +130,9 @@ class Sender(End):
     def _watch(self) -> None:
         """Have the thread wait for what was posted, and let go of it."""
         posted, self._posted, self._posted_bytes = self._posted, [], 0
-        self._sent.put(posted)
+        if posted:
+            self._handed += len(posted)
+            self._sent.put(posted)
 
     def _next(self) -> bool:
         match self._sent.get():
@@ -131,6 +141,7 @@ class Sender(End):
             case list() as posted:
                 while posted:
                     self._let_go(posted.pop(0))
+                    self._gone += 1
             case reached:
                 reached.put(None)
         return True

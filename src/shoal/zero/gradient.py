@@ -91,7 +91,8 @@ class Gradient:
         self._at = own.start if partial and stage.master is SHARD else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
         """This rank's span of the reduced gradient."""
-        self.reduced = self.own if stage.master is SHARD else self._span.tensor
+        whole = stage.master is SHARD or len(own) == layout.size
+        self.reduced = self.own if whole else self._span.tensor
         """The reduced gradient, where the master rests."""
         if partial:
             self._resting = self._span.tensor

@@ -15,8 +15,7 @@ its own begins and the graph holds no more gradients for it. During recompute th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,7 +39,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
                  scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool], late: Sequence[Unit] = (),
-                 watched: bool = False):
+                 watched: bool = False, announced: bool = False):
         self._model = model
         self._units = units
         self._window = window
@@ -52,6 +51,8 @@ class Hooks:
         self._in_forward = False
         self._in_backward = False
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present backward, waiting for it to move on
+        # What the gradient of the model's output tells: a pass begins, and the first weights are needed again
+        self._noticed = not announced or any(unit.travels for found in units.values() for unit in found)
         self._inner = {module: frozenset(module.modules()) for module in units}
         self._begun = 0  # passes
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
@@ -68,7 +69,8 @@ class Hooks:
 
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
-        self._handles.append(self._model.register_forward_hook(self._stop_saving, always_call=True))
+        if self._storages:
+            self._handles.append(self._model.register_forward_hook(self._stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -86,16 +88,14 @@ class Hooks:
         """Start what the next forward uses first."""
         self._window.open("forward")
 
-    @contextmanager
-    def ensure_pass(self) -> Generator[None]:
-        """A context that is one backward pass, even if nothing in it runs: what the others reduce, this rank does too."""
+    def as_pass(self, run: Callable[[], None]) -> None:
+        """Call `run` as one backward pass, even if nothing runs in it: what the others reduce, this rank does too."""
         begun = self._begun
-        yield
+        run()
         if self._begun == begun:
             self.before_backward()
             self.reducer.begin(boundary=self._boundary(), sync=self._sync())
-            with torch.no_grad():
-                self.reducer.finish()
+            self.reducer.finish()
 
     def remove(self) -> None:
         """Detach from everything, the engine included: it goes with its last reference."""
@@ -170,7 +170,7 @@ class Hooks:
 
     def _watch(self, module: nn.Module, output: object) -> bool:
         """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""
-        if module is not self._model and module not in self._units:
+        if module not in self._units if module is not self._model else not self._noticed:
             return True
         watched = [tensor for tensor in tensors_within(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in watched:
@@ -243,8 +243,7 @@ class Hooks:
             self.reducer.advance()
 
     def _end_backward(self) -> None:
-        with torch.no_grad():
-            self.reducer.finish()
+        self.reducer.finish()
         self._window.end()
         self._release_all()
         self._in_backward = self._scope.open = False
@@ -273,12 +272,17 @@ def _task() -> int:
 
 def _collect(unit: Unit, slot: int, parameter: nn.Parameter, *, again: bool = False) -> bool:
     """Take the gradient of one slot, of a pass within the pass or not; return whether it was the last of the pass."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
+    if type(parameter) is nn.Parameter:
         gradient, parameter.grad = parameter.grad, None
+    else:  # released, or of the script's own class
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            gradient, parameter.grad = parameter.grad, None
     if gradient is None:  # a node that leaves the weight's gradient for later leads here all the same
         return False
     assert unit.gradient is not None
     unit.gradient.again |= again
+    if not torch.is_grad_enabled():  # as in any pass but one with create_graph
+        return unit.gradient.collect(slot, gradient)
     with torch.no_grad():
         return unit.gradient.collect(slot, gradient)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from shoal.zero.gradient import Gradient
 
 IN_FLIGHT = 2
@@ -26,6 +28,7 @@ class Reducer:
         self._flight: deque[Gradient] = deque()
         self._replicating: deque[Gradient] = deque()
         self._due: list[Gradient] = []
+        self._is_due: set[Gradient] = set()
         self._next = 0
         self.consume: Callable[[Gradient], bool] | None = None
         """Offered each sum of a pass as soon as it is there; says whether a step has taken it, so that it need not rest."""
@@ -33,10 +36,10 @@ class Reducer:
     def begin(self, *, boundary: bool, sync: bool) -> None:
         """Start a backward pass, which reduces at an accumulation `boundary` and not at all without `sync`."""
         self._due = [gradient for gradient in self._order if gradient.due(boundary=boundary, sync=sync)]
+        self._is_due = set(self._due)
         self._next = 0
-        due = set(self._due) if self.consume is not None else set[Gradient]()
         for gradient in self._order:
-            gradient.begin(stays=gradient in due)
+            gradient.begin(stays=self.consume is not None and gradient in self._is_due)
 
     def advance(self) -> None:
         """Launch what is complete, in order."""
@@ -47,24 +50,28 @@ class Reducer:
 
     def completed(self, gradient: Gradient) -> None:
         """Let a complete gradient rest that this pass does not reduce."""
-        if gradient not in self._due:
+        if gradient not in self._is_due:
             gradient.leave()
 
     def finish(self) -> None:
         """End the backward pass: reduce the rest, and wait for all."""
-        due = set(self._due)
+        for gradient in self._order:
+            if gradient not in self._is_due:
+                gradient.unsynced = True
+                gradient.leave()
+        if self._due:
+            self._reduce_rest()
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
         for gradient in self._due:
             if not gradient.launched:
                 self._launch(gradient)
         for gradient in self._due:
             if gradient.reopened:
                 self._launch(gradient)
-        for gradient in self._order:
-            if gradient not in due:
-                gradient.unsynced = True
-                gradient.leave()
         self._drain()
-        self._due = []
+        self._due, self._is_due = [], set()
 
     def flush(self) -> None:
         """Reduce what earlier passes left unreduced: a step needs it."""

@@ -63,7 +63,8 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module, groups: dict[nn.Parameter, int], plan: Plan, census: Census,
                  policy: Policy, residence: Residence, *, boundary: Callable[[], bool], sync: Callable[[], bool],
-                 roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None):
+                 roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
+                 announced: bool = False):
         self.model = model
         self.census = census
         self.aliases = aliases or {}
@@ -93,14 +94,11 @@ class ShardedModel:
         except TierError:
             self._give_back()
             raise
+        self.trainable = [unit for unit in self.units if unit.trainable]
         self.late.sort(key=lambda unit: census.communicators.index(unit.communicator))
         trim()  # the parameters' own memory is free now
-        self.passes = [self._pass(root, plan, boundary, sync) for root in roots or (model,)]
+        self.passes = [self._pass(root, plan, boundary, sync, announced) for root in roots or (model,)]
         """What drives the units of each root, in the order of the roots."""
-
-    @property
-    def trainable(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.trainable]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank by their first names in the whole model."""
@@ -207,7 +205,8 @@ class ShardedModel:
         unit.adopt(flat)
         return unit
 
-    def _pass(self, root: nn.Module, plan: Plan, boundary: Callable[[], bool], sync: Callable[[], bool]) -> Hooks:
+    def _pass(self, root: nn.Module, plan: Plan, boundary: Callable[[], bool], sync: Callable[[], bool],
+              announced: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
@@ -217,7 +216,7 @@ class ShardedModel:
         reducer = Reducer([unit.gradient for unit in reversed(reduced) if unit.gradient is not None], overlap=plan.overlap,
                           ranks=max((unit.communicator.ranks for unit in reduced), default=1))
         hooks = Hooks(root, units, window, reducer, self.scope, boundary=boundary, sync=sync, late=self.late,
-                      watched=plan.in_backward)
+                      watched=plan.in_backward, announced=announced)
         hooks.install()
         return hooks
 
