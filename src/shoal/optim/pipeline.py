@@ -31,6 +31,7 @@ from shoal.optim.views import View
 from shoal.tier import Lanes, Together, Transfer
 from shoal.tier.span import DONE
 from shoal.zero.placement import SHARD
+from shoal.zero.state import State
 from shoal.zero.unit import Unit
 
 __all__ = ["Pipeline"]
@@ -55,8 +56,8 @@ class _Piece:
         return any(_is_away(view.unit) for view in self.views)
 
 
-_Source = Callable[[bool], _Piece | None]
-"""Gives the next piece, if there is one now; it is told whether nothing else is left to do."""
+_Source = Callable[[int], _Piece | None]
+"""Gives the next piece, if there is one now; it is told how many others are left to do."""
 
 
 class Pipeline:
@@ -77,6 +78,8 @@ class Pipeline:
         self._stepped = 0  # how many of these the thread has stepped
         self._queue: deque[_Piece] = deque()  # of these, for the thread
         self._held: dict[Unit, int] = {}  # bytes
+        self._expected: dict[int, View] = {}  # by identity, in the order in which their units will be taken
+        self._foreseen: dict[int, View] = {}  # of these, whose moments are in memory or on their way already
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._idle = True  # whether the thread has ended, or will without taking another piece
@@ -120,6 +123,21 @@ class Pipeline:
         else:
             self._join()
             deque(self._stream(_given(pieces)), maxlen=0)
+
+    def expect(self, views: Iterable[View]) -> None:
+        """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
+        with self._changed:
+            for view in self._foreseen.values():
+                _state(view).expect_no_more(view.part)
+            self._expected, self._foreseen = {id(view): view for view in views if _is_away(view.unit)}, {}
+            self._foresee(self._ahead + 1)
+
+    def _foresee(self, room: int) -> None:
+        """Bring the moments of what is expected next, `room` views at most; the caller holds the lock."""
+        while self._expected and len(self._foreseen) < room:
+            key = next(iter(self._expected))
+            view = self._foreseen[key] = self._expected.pop(key)
+            _state(view).expect(view.part)
 
     def fail(self, error: BaseException, units: Iterable[Unit]) -> None:
         """Note that backward ended before it had taken all it could: nobody reads `units` any more."""
@@ -208,20 +226,30 @@ class Pipeline:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _next(self, last: bool) -> _Piece | None:
-        """Return the thread's next piece; it ends if there is none and what it did was the `last`."""
+    def _next(self, left: int) -> _Piece | None:
+        """Return the thread's next piece; it ends if there is none, and none are `left` of those it has."""
         with self._changed:
             if self._queue:
                 return self._queue.popleft()
-            self._idle = last
+            self._foresee(self._ahead + 1 - left)
+            self._idle = not left
             return None
+
+    def _fetch(self, piece: _Piece) -> _Piece:
+        piece.arriving = Together([view.unit.state.fetch(view.part) for view in piece.views if view.unit.state is not None])
+        with self._changed:
+            for view in piece.views:
+                self._expected.pop(id(view), None)
+                if self._foreseen.pop(id(view), None) is not None:
+                    _state(view).expect_no_more(view.part)
+        return piece
 
     def _stream(self, source: _Source) -> Iterator[Unit]:
         """Step what `source` gives, and yield each unit when it is stepped."""
         fetched: deque[_Piece] = deque()
         while True:
-            while len(fetched) <= self._ahead and (piece := source(not fetched)) is not None:
-                fetched.append(_fetch(piece))
+            while len(fetched) <= self._ahead and (piece := source(len(fetched))) is not None:
+                fetched.append(self._fetch(piece))
             if not fetched:
                 return
             piece = fetched.popleft()
@@ -230,6 +258,9 @@ class Pipeline:
             if piece.views:
                 with self._lanes.during("step", piece.name):
                     self._step(piece.views, piece.factor, piece.options)
+            for view in piece.views:
+                if view.unit.expected and view.unit.state is not None:
+                    view.unit.state.retain(view.part)
             self._leaving.append(_commit(piece))
             for unit in piece.units:
                 _let_go(unit)
@@ -258,7 +289,7 @@ class Pipeline:
 
 
 def _given(pieces: Iterator[_Piece]) -> _Source:
-    return lambda last: next(pieces, None)
+    return lambda left: next(pieces, None)
 
 
 def _is_away(unit: Unit) -> bool:
@@ -270,6 +301,11 @@ def _can_wait(unit: Unit) -> bool:
     """Whether nobody sees the unit's weights or state before asking for them."""
     alone = unit.stage.weight is SHARD or unit.stage.master is not SHARD or unit.communicator.ranks == 1  # to publish it
     return alone and unit.is_released and unit.away and _is_away(unit)
+
+
+def _state(view: View) -> State:
+    assert view.unit.state is not None
+    return view.unit.state
 
 
 def _let_go(unit: Unit) -> None:
@@ -286,11 +322,6 @@ def _finish(unit: Unit) -> None:
         if unit.gradient is not None:
             unit.gradient.reset()
         unit.publish()
-
-
-def _fetch(piece: _Piece) -> _Piece:
-    piece.arriving = Together([view.unit.state.fetch(view.part) for view in piece.views if view.unit.state is not None])
-    return piece
 
 
 def _commit(piece: _Piece) -> Transfer:

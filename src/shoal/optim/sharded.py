@@ -79,6 +79,7 @@ class ShardedOptimizer:
                                   ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
                                   lanes=model.residence.lanes)
         self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
+        self._taken: list[Gradient] = []  # in the order of the last backward that stepped
         self._options: Options = []
         for view in views.views:
             assert view.unit.gradient is not None and view.unit.state is not None
@@ -168,6 +169,9 @@ class ShardedOptimizer:
         for view in self.views.views:
             assert view.unit.gradient is not None
             self._taking[view.unit.gradient][1].append(view)
+        self._stepping.expect(view for gradient in self._taken if gradient in self._taking
+                              for view in self._taking[gradient][1])
+        self._taken = []
         self._model.offer(self._take)
         try:
             yield
@@ -177,6 +181,7 @@ class ShardedOptimizer:
             raise
         finally:
             self._model.offer(None)
+            self._stepping.expect(())
 
     def refuse_begun(self, call: str) -> None:
         """Raise `UsageError` from `call` while backward has begun a step that `step` has yet to finish."""
@@ -225,6 +230,7 @@ class ShardedOptimizer:
             unit.state.let_go()
             return False
         beside = self.rules.native and is_native(self.optimizer, views)
+        self._taken.append(gradient)
         self._stepping.take(unit, views, self._factor(None, self.scaler.value), self._options, beside=beside)
         return True
 
