@@ -26,12 +26,12 @@ from functools import partial
 import torch
 
 from shoal.errors import TierError
+from shoal.optim.foresight import Foresight
 from shoal.optim.stepping import Options, Stepping
 from shoal.optim.views import View
 from shoal.tier import Lanes, Together, Transfer
 from shoal.tier.span import DONE
 from shoal.zero.placement import SHARD
-from shoal.zero.state import State
 from shoal.zero.unit import Unit
 
 __all__ = ["Pipeline"]
@@ -78,8 +78,7 @@ class Pipeline:
         self._stepped = 0  # how many of these the thread has stepped
         self._queue: deque[_Piece] = deque()  # of these, for the thread
         self._held: dict[Unit, int] = {}  # bytes
-        self._expected: dict[int, View] = {}  # by identity, in the order in which their units will be taken
-        self._foreseen: dict[int, View] = {}  # of these, whose moments are in memory or on their way already
+        self._foresight = Foresight()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._idle = True  # whether the thread has ended, or will without taking another piece
@@ -126,18 +125,8 @@ class Pipeline:
 
     def expect(self, views: Iterable[View]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
-        with self._changed:
-            for view in self._foreseen.values():
-                _state(view).expect_no_more(view.part)
-            self._expected, self._foreseen = {id(view): view for view in views if _is_away(view.unit)}, {}
-            self._foresee(self._ahead + 1)
-
-    def _foresee(self, room: int) -> None:
-        """Bring the moments of what is expected next, `room` views at most; the caller holds the lock."""
-        while self._expected and len(self._foreseen) < room:
-            key = next(iter(self._expected))
-            view = self._foreseen[key] = self._expected.pop(key)
-            _state(view).expect(view.part)
+        self._foresight.expect(view for view in views if _is_away(view.unit))
+        self._foresight.bring(self._ahead + 1)
 
     def fail(self, error: BaseException, units: Iterable[Unit]) -> None:
         """Note that backward ended before it had taken all it could: nobody reads `units` any more."""
@@ -231,17 +220,13 @@ class Pipeline:
         with self._changed:
             if self._queue:
                 return self._queue.popleft()
-            self._foresee(self._ahead + 1 - left)
+            self._foresight.bring(self._ahead + 1 - left)
             self._idle = not left
             return None
 
     def _fetch(self, piece: _Piece) -> _Piece:
         piece.arriving = Together([view.unit.state.fetch(view.part) for view in piece.views if view.unit.state is not None])
-        with self._changed:
-            for view in piece.views:
-                self._expected.pop(id(view), None)
-                if self._foreseen.pop(id(view), None) is not None:
-                    _state(view).expect_no_more(view.part)
+        self._foresight.met(piece.views)
         return piece
 
     def _stream(self, source: _Source) -> Iterator[Unit]:
@@ -258,9 +243,6 @@ class Pipeline:
             if piece.views:
                 with self._lanes.during("step", piece.name):
                     self._step(piece.views, piece.factor, piece.options)
-            for view in piece.views:
-                if view.unit.expected and view.unit.state is not None:
-                    view.unit.state.retain(view.part)
             self._leaving.append(_commit(piece))
             for unit in piece.units:
                 _let_go(unit)
@@ -303,11 +285,6 @@ def _can_wait(unit: Unit) -> bool:
     return alone and unit.is_released and unit.away and _is_away(unit)
 
 
-def _state(view: View) -> State:
-    assert view.unit.state is not None
-    return view.unit.state
-
-
 def _let_go(unit: Unit) -> None:
     """Give up what was there for the step alone."""
     if unit.gradient is not None and unit.state is not None:
@@ -325,4 +302,7 @@ def _finish(unit: Unit) -> None:
 
 
 def _commit(piece: _Piece) -> Transfer:
+    for view in piece.views:
+        if view.unit.expected and view.unit.state is not None:
+            view.unit.state.retain(view.part)
     return Together([view.unit.state.commit(view.part) for view in piece.views if view.unit.state is not None])

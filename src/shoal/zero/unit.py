@@ -69,6 +69,8 @@ class Unit:
     """Whether an engine may take the parameters over."""
     stepped = False
     """Backward has begun its step already, which the engine's `step` will finish."""
+    expected = False
+    """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True):
@@ -82,8 +84,6 @@ class Unit:
         """Read by somebody else's forward: stays gathered until the pass is over."""
         self.awaited = False
         """Used again soon: stays gathered until then."""
-        self.expected = False
-        """Used next, once the step that is owed is taken: that leaves the weights in memory."""
         self.written = False
         """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
         self._version = 0
