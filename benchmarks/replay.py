@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from shoal.tier import Swap, Swapped, Transfer
-from shoal.tier.opening import WRITE_AHEAD
+from shoal.tier.opening import SPARE, WRITE_AHEAD
 
 CHUNK = 1 << 20
 PIECES = 4
@@ -19,15 +19,15 @@ class Replay:
     """Spans of weights, gradients and two moments in fp32 for units of so many elements, stepped after or in backward."""
 
     def __init__(self, folder: str, units: list[int], *, buffers: int, in_backward: bool = False):
-        self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD)
+        self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, spare=SPARE)
         self._units = [[Swapped(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
         self._in_backward = in_backward
         self._leaving: deque[list[Transfer]] = deque()
 
     def iteration(self) -> None:
-        """Move what forward, backward and step move."""
-        for unit in _ahead(self._units, self._buffers):
+        """Move what forward, backward and step move; a step after backward leaves the forward its weights in memory."""
+        for unit in _ahead(self._units, self._buffers) if self._in_backward else ():
             unit[0].commit(changed=False)
         for unit in _ahead(self._units[::-1], self._buffers):
             if self._in_backward:

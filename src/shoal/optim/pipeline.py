@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from shoal.errors import TierError
+from shoal.optim.foresight import Foresight
 from shoal.optim.stepping import Sweep
 from shoal.optim.views import View
 from shoal.tier import Lanes, Together, Transfer
@@ -55,8 +56,8 @@ class _Piece:
         return any(_is_away(view.unit) for view in self.views)
 
 
-_Source = Callable[[bool], _Piece | None]
-"""Gives the next piece, if there is one now; it is told whether nothing else is left to do."""
+_Source = Callable[[int], _Piece | None]
+"""Gives the next piece, if there is one now; it is told how many others are left to do."""
 
 
 class Pipeline:
@@ -76,6 +77,7 @@ class Pipeline:
         self._stepped = 0  # how many of these the thread has stepped
         self._queue: deque[_Piece] = deque()  # of these, for the thread
         self._held: dict[Unit, int] = {}  # bytes
+        self._foresight = Foresight()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._idle = True  # whether the thread has ended, or will without taking another piece
@@ -132,6 +134,11 @@ class Pipeline:
         else:
             self._join()
             deque(self._stream(_given(pieces)), maxlen=0)
+
+    def expect(self, views: Iterable[View]) -> None:
+        """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
+        self._foresight.expect(view for view in views if _is_away(view.unit))
+        self._foresight.bring(self._ahead + 1)
 
     def fail(self, error: BaseException, units: Iterable[Unit]) -> None:
         """Note that backward ended before it had taken all it could: nobody reads `units` any more."""
@@ -220,20 +227,27 @@ class Pipeline:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _next(self, last: bool) -> _Piece | None:
-        """Return the thread's next piece; it ends if there is none and what it did was the `last`."""
+    def _next(self, left: int) -> _Piece | None:
+        """Return the thread's next piece; it ends if there is none, and none are `left` of those it has."""
         with self._changed:
             if self._queue:
                 return self._queue.popleft()
-            self._idle = last
+            self._foresight.bring(self._ahead + 1 - left)
+            self._idle = not left
             return None
+
+    def _fetch(self, piece: _Piece) -> _Piece:
+        piece.arriving = Together([view.unit.state.fetch(view.part, piece.sweep.use)
+                                   for view in piece.views if view.unit.state is not None])
+        self._foresight.met(piece.views)
+        return piece
 
     def _stream(self, source: _Source) -> Iterator[Unit]:
         """Step what `source` gives, and yield each unit when it is stepped."""
         fetched: deque[_Piece] = deque()
         while True:
-            while len(fetched) <= self._ahead and (piece := source(not fetched)) is not None:
-                fetched.append(_fetch(piece))
+            while len(fetched) <= self._ahead and (piece := source(len(fetched))) is not None:
+                fetched.append(self._fetch(piece))
             if not fetched:
                 return
             piece = fetched.popleft()
@@ -270,7 +284,7 @@ class Pipeline:
 
 
 def _given(pieces: Iterator[_Piece]) -> _Source:
-    return lambda last: next(pieces, None)
+    return lambda left: next(pieces, None)
 
 
 def _is_away(unit: Unit) -> bool:
@@ -301,12 +315,9 @@ def _finish(unit: Unit) -> None:
         unit.publish()
 
 
-def _fetch(piece: _Piece) -> _Piece:
-    piece.arriving = Together([view.unit.state.fetch(view.part, piece.sweep.use)
-                               for view in piece.views if view.unit.state is not None])
-    return piece
-
-
 def _commit(piece: _Piece) -> Transfer:
+    for view in piece.views:
+        if view.unit.expected and view.unit.state is not None and piece.sweep.use.weights:
+            view.unit.state.retain(view.part)
     return Together([view.unit.state.commit(view.part, piece.sweep.use)
                      for view in piece.views if view.unit.state is not None])

@@ -85,6 +85,7 @@ class ShardedOptimizer:
                                   lanes=model.residence.lanes)
         self.route()
         self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
+        self._taken: list[Gradient] = []  # in the order of the last backward that stepped
         self._options: Options = []
         for view in views.views:
             assert view.unit.gradient is not None and view.unit.state is not None
@@ -185,6 +186,9 @@ class ShardedOptimizer:
         for view in self.views.views:
             assert view.unit.gradient is not None
             self._taking[view.unit.gradient][1].append(view)
+        self._stepping.expect(view for gradient in self._taken if gradient in self._taking
+                              for view in self._taking[gradient][1])
+        self._taken = []
         self._model.offer(self._take)
         try:
             yield
@@ -194,6 +198,7 @@ class ShardedOptimizer:
             raise
         finally:
             self._model.offer(None)
+            self._stepping.expect(())
 
     def refuse_begun(self, call: str) -> None:
         """Raise `UsageError` from `call` while backward has begun a step that `step` has yet to finish."""
@@ -260,6 +265,7 @@ class ShardedOptimizer:
             return False
         beside = self.rules.native and is_native(self.optimizer, views)
         sweep = Sweep(step=self._step, factor=self._factor(None, self.scaler.value), options=self._options)
+        self._taken.append(gradient)
         self._stepping.take(unit, views, sweep, beside=beside)
         return True
 

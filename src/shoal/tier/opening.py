@@ -17,10 +17,13 @@ from shoal.tier.store import Disk, Memory, Store
 from shoal.tier.swap import Swap
 from shoal.tier.swapped import CHUNK
 
-__all__ = ["WRITE_AHEAD", "open_store"]
+__all__ = ["SPARE", "WRITE_AHEAD", "open_store"]
 
 WRITE_AHEAD = 64 << 20
 """Bytes that may be on their way to the disk at once: many times what keeps it busy."""
+
+SPARE = 32 << 20
+"""Bytes of memory that may wait for their next use: no more than what training has just had in use, and will again."""
 
 HOST = torch.device("cpu")
 
@@ -52,5 +55,6 @@ def _swap(folder: Path, aio: AioSettings, rank: int) -> Swap:
         return found
     if (reason := slow_reason(folder)) is not None:
         warn_once(f"nvme_path: {folder} {reason}; training waits for it. Give a folder of a fast local disk")
-    swap = _open[key] = Swap(folder, rank=rank, block_bytes=aio.block_size, write_ahead=WRITE_AHEAD, requests=requests)
+    swap = _open[key] = Swap(folder, rank=rank, block_bytes=aio.block_size, write_ahead=WRITE_AHEAD, spare=SPARE,
+                             requests=requests)
     return swap

@@ -22,6 +22,9 @@ LARGE = 2 << 20
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which mmap names from Python 3.13 on
 _DONT_NEED, _HUGE, _NOT_HUGE = 4, 14, 15
+_MOVED = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, and _DONTUNMAP: where the pages were, memory stays
+_KIND = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+_FIXED = 0x10
 
 
 class Pages:
@@ -31,8 +34,8 @@ class Pages:
         assert aligned % PAGE == 0, aligned
         self.bytes = whole_pages(size * dtype.itemsize)
         large = self.bytes >= LARGE
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        self._map = mmap.mmap(-1, max(PAGE, self.bytes) + large * LARGE, flags=kind)
+        self._large = large
+        self._map = mmap.mmap(-1, max(PAGE, self.bytes) + large * LARGE, flags=_KIND)
         base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._lead = -(base + aligned) % LARGE if large else 0
         self.address = base + self._lead
@@ -50,6 +53,24 @@ class Pages:
     def view(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop)."""
         return memoryview(self._map)[self._lead + start:self._lead + stop]
+
+    def give(self, start: int, size: int, other: Pages, at: int) -> bool:
+        """Let the pages of bytes [start, start + size) become those of `other` from byte `at` on, whose own go.
+
+        All are multiples of `PAGE`. What was here are zeros then. Returns False, with nothing moved, where the system
+        cannot.
+        """
+        source, target = self.address + start, other.address + at
+        library = _library()
+        if library.mremap(source, size, size, _MOVED, target) != target:
+            return False
+        # The memory left behind still counts from where it once was; new memory joins what is around it, and a process
+        # may have only so many parts.
+        library.mmap(source, size, mmap.PROT_READ | mmap.PROT_WRITE, _KIND | _FIXED, -1, 0)
+        if self._large:
+            with suppress(OSError):
+                _advise(source, size, _HUGE)
+        return True
 
     def drop(self, start: int, stop: int) -> None:
         """Give the whole pages within bytes [start, stop) back to the system."""
@@ -72,4 +93,9 @@ def _advise(address: int, size: int, advice: int) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mremap.argtypes = (address, size, size, number, address)
+    library.mmap.argtypes = (address, size, number, number, number, size)
+    library.mremap.restype = library.mmap.restype = address
+    return library

@@ -15,6 +15,7 @@ from weakref import finalize
 from shoal.errors import TierError
 from shoal.tier.claim import Claim, claim
 from shoal.tier.extents import ALIGNMENT, Extent, Extents
+from shoal.tier.spare import Spare
 from shoal.tier.trace import Trace
 from shoal.tier.transfer import Job, SwapFile, Threads, refusal
 
@@ -26,12 +27,13 @@ _MOST_THREADS = 64
 class Swap:
     """A swap file in `folder`, read and written in requests of `block_bytes`, of which `requests` are under way at once.
 
-    At most `write_ahead` bytes wait to be written, more block the writer; with `checksums` every block is compared after
-    reading. Raises `TierError` when the file cannot be made.
+    At most `write_ahead` bytes wait to be written, more block the writer; at most `spare` bytes of memory that nobody uses
+    are kept for the next use; with `checksums` every block is compared after reading. Raises `TierError` when the file
+    cannot be made.
     """
 
     def __init__(self, folder: str | Path, *, rank: int = 0, block_bytes: int = 1 << 20, requests: int = 8,
-                 write_ahead: int = 256 << 20, checksums: bool = True):
+                 write_ahead: int = 256 << 20, spare: int = 0, checksums: bool = True):
         assert block_bytes > 0 and requests > 0, (block_bytes, requests)
         made = claim(folder, rank)
         self.path = made.path
@@ -43,6 +45,8 @@ class Swap:
         """Guards the state of all chunks, which threads change when a job ends; notified when a write has ended."""
         self.writing_bytes = 0
         """Bytes on their way to the disk, or about to be."""
+        self.spare = Spare(spare)
+        """Pages that nobody uses."""
         self._write_ahead = write_ahead
         self._extents = Extents()
         self._allocating = threading.Lock()

@@ -82,7 +82,9 @@ class Swapped:
             with self._swap.lock:
                 if not chunk.present:
                     chunk.present, chunk.error = True, None
-                    if chunk.written and not (fresh and self._is_within(chunk, wanted)):
+                    overwritten = fresh and self._is_within(chunk, wanted)
+                    self._populate(chunk, zeros=not (chunk.written or overwritten))
+                    if chunk.written and not overwritten:
                         reads.append(self._job("read", chunk))
                 if chunk.job is not None and chunk.job.lane == "read":
                     arriving.append(chunk.job)
@@ -90,6 +92,17 @@ class Swapped:
                     failed.append(chunk.error)
         self._swap.submit(reads)
         return Pending(arriving, failed) if arriving or failed else DONE
+
+    def _populate(self, chunk: _Chunk, *, zeros: bool) -> None:
+        """Have memory for a chunk: zeros, or whatever pages are there already."""
+        if zeros:
+            self._swap.spare.forget(self._pages, chunk.stretch.start, chunk.stretch.stop)
+        else:
+            self._swap.spare.lend(self._pages, chunk.stretch.start, chunk.stretch.stop)
+
+    def _drop(self, chunk: _Chunk) -> None:
+        """Give up the memory of a chunk that nobody needs."""
+        self._swap.spare.keep(self._pages, chunk.stretch.start, chunk.stretch.stop)
 
     def _pin(self, chunk: _Chunk) -> None:
         """Keep a chunk from being dropped; if that has begun, wait until it is over."""
@@ -122,7 +135,7 @@ class Swapped:
                 return chunk.job if chunk.job is not None and chunk.job.lane == "write" else None
             if not chunk.dirty:
                 chunk.present = False
-                self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
+                self._drop(chunk)
                 return None
             job = self._job("write", chunk)  # from here on a fetch knows that it leaves
         self._swap.admit(chunk.stretch.stop - chunk.stretch.start)
@@ -149,7 +162,7 @@ class Swapped:
                 chunk.job = None
                 return
             chunk.present = False  # a fetch from now on waits for the end of this job
-        self._pages.drop(chunk.stretch.start, chunk.stretch.stop)
+        self._drop(chunk)
         chunk.job = None
 
     def discard(self) -> None:
@@ -157,9 +170,10 @@ class Swapped:
             assert not chunk.pins, f"{self._name}: discarded while it is fetched"
             if (job := chunk.job) is not None:
                 job.wait()
+            if chunk.present:  # its write failed
+                self._drop(chunk)
             chunk.present = chunk.dirty = chunk.written = False
             chunk.error = None
-        self._pages.drop(self._hull.start, self._hull.stop)
 
     def edges(self) -> Transfer:
         """Return what must be over before somebody writes just outside `part`: pages at its edges travel whole."""
@@ -177,6 +191,7 @@ class Swapped:
         for chunk in self._chunks:
             if (job := chunk.job) is not None:
                 job.wait()
+            self._swap.spare.forget(self._pages, chunk.stretch.start, chunk.stretch.stop)
         self._chunks = []
         self._swap.free(self._extent)
         self._extent = Extent(0, 0)

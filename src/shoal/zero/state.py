@@ -51,6 +51,8 @@ class State:
         """They follow the master by what is published: the step leaves them alone."""
         self._gradient = gradient
         self._held: list[range] = []
+        self._expected: dict[range, list[Span]] = {}
+        self._retained: list[range] = []
         self._kept = False  # whether the whole master is
 
     @property
@@ -86,6 +88,33 @@ class State:
         if self._kept:
             self._kept = False
             self.master.commit(changed=False)
+
+    def expect(self, part: range) -> None:
+        """Start bringing what the step of `part` will need and nobody else has in use, the moments: it is near."""
+        self._expected[part] = list(self.moments.values())
+        for span in self._expected[part]:
+            span.fetch(part.start, part.stop)
+
+    def expect_no_more(self, part: range) -> None:
+        """End what `expect` began: the step has taken over, or does not come."""
+        for span in self._expected.pop(part):
+            span.commit(part.start, part.stop, changed=False)
+
+    def retain(self, part: range) -> None:
+        """Keep the weights of `part`, which are being stepped, in memory: they are used next."""
+        self._retained.append(part)
+        self._stepped.fetch(part.start, part.stop)
+
+    def yield_retained(self) -> None:
+        """Keep them no longer: whoever uses them does."""
+        while self._retained:
+            part = self._retained.pop()
+            self._stepped.commit(part.start, part.stop, changed=False)
+
+    @property
+    def _stepped(self) -> Span:
+        """The resting weights."""
+        return self.master if self.rounded is None else self.rounded
 
     def fetch(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
         """Bring what the step of `part` needs, or one pass of it."""

@@ -80,6 +80,8 @@ class Unit:
     """Used again soon: stays gathered until then."""
     written = False
     """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
+    expected = False
+    """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
@@ -165,11 +167,14 @@ class Unit:
         self.release()
 
     def fetch(self) -> None:
-        """Start bringing what rests on this rank, if the weights are released; what is owed comes by itself."""
+        """Start bringing what rests on this rank, if the weights are released; what is owed comes by its step."""
+        self.expected = self.owed is not None
         if self.phase is Phase.RELEASED and self.owed is None:
             assert self._memory is not None
             with torch.no_grad():
                 self._arriving = self._memory.grow()
+                if self.state is not None:
+                    self.state.yield_retained()
             self.phase = Phase.ARRIVING
 
     def prefetch(self) -> None:
