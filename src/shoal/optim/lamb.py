@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import sqrt
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 
-__all__ = ["Constants", "Lamb", "constants", "squares"]
+__all__ = ["AT_ONCE", "Constants", "Lamb", "constants", "squares"]
 
-_AT_ONCE = 1 << 16
-"""Elements that are widened at a time on the host: half a megabyte."""
+AT_ONCE = 1 << 16
+"""Elements that torch works on at a time on the host, so that what it makes of them stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +115,13 @@ class Lamb(Optimizer):
             state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
-    def direction(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return u, of the shape of `weight`, by moments that have taken the gradient."""
+    def direction(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
+        """Return u of `weight`, or of a part of it, by moments that have taken the gradient."""
         state = self.state[weight]
         c = constants(group, state["step"].item())
-        below = (state["exp_avg_sq"] * c.second).add_(c.inside).sqrt_().add_(c.outside)
-        update = (state["exp_avg"] * c.first).div_(below)
-        return update.add_(weight, alpha=c.decay) if c.decay else update
+        below = (state["exp_avg_sq"][part] * c.second).add_(c.inside).sqrt_().add_(c.outside)
+        update = (state["exp_avg"][part] * c.first).div_(below)
+        return update.add_(weight[part], alpha=c.decay) if c.decay else update
 
     def coefficient(self, group: Mapping[str, Any], weight: float, update: float) -> float:
         """Return c of a parameter, by the sums of squares of `weight` and of `update`; NaN where one of them is."""
@@ -145,7 +146,7 @@ def squares(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)
-    for piece in tensor.reshape(-1).split(_AT_ONCE):
+    for piece in tensor.reshape(-1).split(AT_ONCE):
         wide = piece.double()
         total += wide.dot(wide)
     return total

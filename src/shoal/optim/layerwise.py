@@ -21,7 +21,7 @@ from shoal.collectives import Communicator
 from shoal.errors import OptimizerError
 from shoal.holders import Census
 from shoal.native import step as native
-from shoal.optim.lamb import Lamb, constants, squares
+from shoal.optim.lamb import AT_ONCE, Lamb, constants, squares
 from shoal.optim.stepping import Options, Sweep, fits, is_plain, moments_of, round_off, rounding, settle
 from shoal.optim.views import View
 from shoal.zero.state import Use
@@ -100,27 +100,27 @@ class Layerwise:
                                   _constants(group, state), factor=factor)
         optimizer.advance(view.parameter, view.gradient(factor), group)
         settle(view, optimizer)
-        update = optimizer.direction(view.parameter, group).detach()
-        return torch.stack([squares(each[stretch.start:stretch.stop]) for stretch in stretches
-                            for each in (weight, update)]).view(-1, 2)
+        sums = torch.zeros(len(stretches), 2, dtype=torch.float64, device=weight.device)
+        for row, stretch in zip(sums, stretches, strict=True):
+            for part in _at_once(stretch, weight.device):
+                row += torch.stack([squares(weight[part]), squares(optimizer.direction(view.parameter, group, part))])
+        return sums
 
     def _apply(self, some: Sequence[View], factor: float, options: Options) -> None:
         optimizer = self._optimizer
         for view in some:
             group, weight, scales = options[view.group], view.parameter.detach(), self._scales[view.unit]
             stretches = list(_stretches(view, range(view.stop)))
+            lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
             if self._is_native(view):
                 state = optimizer.state[view.parameter]
-                lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
                 with rounding(view) as rounded:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
                                  _constants(group, state), lengths, weight=rounded)
                 continue
-            update = optimizer.direction(view.parameter, group)
-            for stretch in stretches:
-                if stretch.slot is not None:
-                    part = slice(stretch.start, stretch.stop)
-                    weight[part].add_(update[part], alpha=-scales[stretch.slot])
+            for stretch, length in zip(stretches, lengths, strict=True):
+                for part in _at_once(stretch, weight.device):
+                    weight[part].add_(optimizer.direction(view.parameter, group, part), alpha=-length)
             round_off(view)
 
     def _is_native(self, view: View) -> bool:
@@ -149,6 +149,13 @@ def _stretches(view: View, within: range) -> Iterator[_Stretch]:
             at = stop
     if at < view.stop - view.start:
         yield _Stretch(slot=None, start=at, stop=view.stop - view.start)
+
+
+def _at_once(stretch: _Stretch, device: torch.device) -> Iterator[slice]:
+    """Cut a stretch for torch: small parts on the host, the whole of it elsewhere."""
+    step = AT_ONCE if device.type == "cpu" else stretch.stop - stretch.start
+    for start in range(stretch.start, stretch.stop, step):
+        yield slice(start, min(start + step, stretch.stop))
 
 
 def _ends(stretches: list[_Stretch]) -> list[int]:
