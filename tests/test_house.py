@@ -28,8 +28,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: dict[str, tuple[str, ...]] = {
     "ground": ("version", "errors", "log", "nested"),
     "configuration": ("config",),
-    "names": ("registry", "discovery", "cut", "topology"),
-    "machine": ("halves", "native", "process_memory", "reduction"),
+    "names": ("registry", "discovery", "cut", "fingerprint", "topology"),
+    "machine": ("board", "halves", "native", "process_memory", "reduction"),
     "tiers": ("tier",),
     "neighbours": ("neighbours",),
     "transport": ("collectives", "distributed"),
@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "engine's state": ("state_dict", "surface", "training_state"),
     "saving": ("saving",),
     "controls": ("controls",),
-    "arrangement": ("arrange",),
+    "arrangement": ("agreement", "arrange"),
     "engine": ("engine",),
     "pipeline's engine": ("staged",),
     "entry": ("entry",),
@@ -80,8 +80,8 @@ ZERO_APART = ("estimate.py", "settings.py", "working.py")
 ENVIRONMENT = ("launch/", "native/build.py", "distributed.py", "testing.py")
 """Where `os.environ` is read. (`discovery.py` reads the mapping that `distributed.py` hands it.)"""
 
-COLLECTIVE_FILES = ("collectives.py", "checkpoint/ranks.py", "distributed.py", "pipeline/wire.py", "tensor_parallel/axis.py",
-                    "testing.py")
+COLLECTIVE_FILES = ("board.py", "collectives.py", "checkpoint/ranks.py", "distributed.py", "pipeline/wire.py",
+                    "tensor_parallel/axis.py", "testing.py")
 COLLECTIVES = frozenset({
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather", "allreduce", "alltoall", "barrier",

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import distributed
+from shoal.agreement import agree, facts_of
 from shoal.arrange import census_of, mesh_of
+from shoal.board import Board
 from shoal.collectives import Communicator
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
@@ -70,8 +72,13 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     source = _source(args, config, config_params)
     distributed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
                                  timeout=_timeout(source))
-    mesh = mesh_of(source, model, mpu, mesh_param)
-    settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
+    try:
+        mesh = mesh_of(source, model, mpu, mesh_param)
+        settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
+    except (ConfigError, UsageError) as error:
+        distributed.tell(error)
+        raise
+    board = Board(agree(facts_of(model, mesh, settings)))
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
     elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state):
@@ -84,7 +91,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     if zero.offload_optimizer.step_in_backward and device.type != "cpu":
         raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
                               f"backward steps on the host alone so far: set it to false")
-    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, device)
+    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, board, device)
     engine.client_optimizer = optimizer
     moments = _check_objects(settings, model, optimizer)
     _move_buffers(model, census.data, device)

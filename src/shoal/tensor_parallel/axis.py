@@ -12,6 +12,7 @@ are the backend's own. All are asynchronous: what is computed before `wait` over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.board import end_waits, peer_failed, waiting
 from shoal.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
 from shoal.errors import CollectiveFailed, CollectiveTimeout
 from shoal.reduction import Reduction
@@ -72,7 +74,7 @@ class Axis:
         if keep:
             total.copy_(tensor)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        return Pending(self, "all-reduce", total, _waiting(work))
+        return Pending(self, "all-reduce", total, self._waiting(work))
 
     def reduce_scatter(self, addends: Tensor) -> Pending:
         """Sum the contiguous `addends` (ranks, ...) over the ranks; the result is this rank's (...)."""
@@ -82,7 +84,7 @@ class Axis:
         if addends.device.type != "cpu":
             traffic.count("tensor reduce-scatter", total.numel() * total.element_size() * (self.ranks - 1))
             work = native_reduce_scatter(total.view(-1), addends.view(-1), group=self.group, async_op=True)
-            return Pending(self, "reduce-scatter", total, _waiting(work))
+            return Pending(self, "reduce-scatter", total, self._waiting(work))
         received = torch.empty_like(addends)
         finish = self._spread(addends.view(-1), received, [total.numel()] * self.ranks, kind="reduce-scatter")
         return Pending(self, "reduce-scatter", total, lambda: (finish(), _sum(received, total)))
@@ -98,7 +100,7 @@ class Axis:
                            self._collect(part, whole, [part.numel()] * self.ranks, size, kind="all-gather"))
         traffic.count("tensor all-gather", size * (self.ranks - 1))
         return Pending(self, "all-gather", whole,
-                       _waiting(native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)))
+                       self._waiting(native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)))
 
     def _swap(self, tensor: Tensor, total: Tensor, size: int, shelves: Shelves | None) -> _Finish:
         """Exchange whole tensors with the other of two ranks, and add: the same bits in either order."""
@@ -116,7 +118,8 @@ class Axis:
         other = torch.empty_like(tensor)
         splits = [0 if rank == self.rank else tensor.numel() for rank in range(2)]
         work = self.group.alltoall_base(other.view(-1), tensor.view(-1), splits, splits)
-        return lambda: (work.wait(), torch.add(tensor, other, out=total))
+        finish = self._waiting(work)
+        return lambda: (finish(), torch.add(tensor, other, out=total))
 
     def _reduce_by_spans(self, tensor: Tensor, total: Tensor) -> Pending:
         """Sum a span of the tensor on each rank, then gather the spans."""
@@ -140,7 +143,7 @@ class Axis:
         shelves = self._shelves_for(flat.numel() * flat.element_size())
         if shelves is None:
             work = self.group.alltoall_base(received.view(-1), flat, [own] * self.ranks, list(spans))
-            return _waiting(work)
+            return self._waiting(work)
         traffic.lent += size
         start = sum(spans[:self.rank])
         number = shelves.lay(flat)
@@ -163,12 +166,21 @@ class Axis:
         if self.ranks == 2:
             rows[self.rank].copy_(part.view(-1))
             splits = [part.numel() if peer != self.rank else 0 for peer in range(2)]
-            return _waiting(self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits))
+            return self._waiting(self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits))
         copies = part.view(-1).repeat(self.ranks)
-        return _waiting(self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks))
+        return self._waiting(self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks))
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
+
+    def _waiting(self, work: dist.Work | None) -> _Finish:
+        """Return how to wait for `work`, and for no rank that failed."""
+        def finish() -> None:
+            with waiting(partial(end_waits, self.group)):
+                if work is not None:
+                    work.wait()
+
+        return finish
 
     def _shelves_for(self, size: int) -> Shelves | None:
         """Return the shelves that a tensor of `size` bytes goes over, if it does. The first call is a collective."""
@@ -205,6 +217,8 @@ class Pending:
         axis = self._axis
         what = (f"rank {axis.rank} of {axis.ranks} of a tensor axis: {self._kind} of {tuple(self._tensor.shape)} "
                 f"{self._tensor.dtype}".replace("torch.", ""))
+        if (known := peer_failed(what)) is not None:
+            return known
         if "imed out" in str(error) or "timeout" in str(error).lower():
             return CollectiveTimeout(f"{what} did not finish in time. Another rank took a different path through the model, "
                                      f"was given a batch of another shape, or stopped. ({error})")
@@ -214,10 +228,6 @@ class Pending:
 
 def _nothing() -> None:
     """Be done."""
-
-
-def _waiting(work: dist.Work | None) -> _Finish:
-    return _nothing if work is None else work.wait
 
 
 def _sum(addends: Tensor, total: Tensor) -> Tensor:

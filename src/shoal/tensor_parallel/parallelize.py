@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
 from shoal.cut import Cutting, cuts_of
 from shoal.errors import RanksDisagree, UsageError
+from shoal.fingerprint import bits_of
 from shoal.tensor_parallel.doors import Streams
 from shoal.tensor_parallel.kinds import Region, Site, Whole
 from shoal.tensor_parallel.parts import Taken
@@ -33,8 +33,6 @@ from shoal.tensor_parallel.random import Apart, align
 __all__ = ["parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def parallelize(model: M, group: dist.ProcessGroup, plan: Plan | None = None, *, sequence_parallel: bool = False,
@@ -146,17 +144,8 @@ def _fingerprint(model: nn.Module) -> Iterator[str]:
                                       **dict(module.named_buffers(recurse=False))}
         for name, tensor in tensors.items():
             whole = f"{path}.{name}" if path else name
-            bits = "a part" if whole in cut else f"bits that sum to {_bits(tensor)}"
+            bits = "a part" if whole in cut else f"bits that sum to {bits_of(tensor)}"
             yield f"'{whole}': {tuple(tensor.shape)} {tensor.dtype}, {bits}"
-
-
-def _bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's words as whole numbers: the same in whatever order they are added."""
-    if tensor.is_meta:
-        return 0
-    tensor = tensor.detach().contiguous()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return int(tensor.view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def _compare(group: dist.ProcessGroup, lines: list[str], timeout: float) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.config.suggest import nearest
 from shoal.errors import UsageError
-from shoal.tensor_parallel.kinds import Dropout, Kind, Region, Sequence, Whole
+from shoal.tensor_parallel.kinds import Column, Dropout, Heads, Kind, Region, Row, Sequence, Whole
 
 __all__ = ["Elsewhere", "Match", "Plan", "assign", "found_in"]
 
@@ -106,6 +106,7 @@ def assign(plan: Plan, model: nn.Module, whole: Elsewhere) -> list[Match]:
                  for path, several in patterns.items() if len(several) > 1]
     found = [Match(path=path, module=paths[path], kind=plan.kinds[several[0]])
              for path, several in patterns.items() if several]
+    problems += _lonely(plan)
     blocks = dict(_within_blocks(model, "", whole.numbered))
     problems += _shown(_forgotten(blocks, plan, found))
     if plan.sequence_dim is not None:
@@ -148,6 +149,20 @@ def _forgotten(blocks: Mapping[str, nn.Module], plan: Plan, matched: list[Match]
             found[f"no pattern matches {_starred(path)} ({type(module).__name__}), {{}} of them" +
                   (f"; the nearest is {close!r}" if close else "") + f": {fix}"].append(path)
     return found
+
+
+def _lonely(plan: Plan) -> list[str]:
+    """Return a line if the plan cuts outputs that nothing sums up, or inputs that nothing has cut."""
+    columns = [pattern for pattern, kind in plan.kinds.items()
+               if isinstance(kind, Heads) or (isinstance(kind, Column) and not kind.gather_output)]
+    rows = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Row)]
+    if columns and not rows:
+        return [f"outputs are cut by {', '.join(map(repr, columns))}, and no Row() takes them: name the layer that comes "
+                f"after them Row(), or gather them by Column(gather_output=True)"]
+    if rows and not columns:
+        return [f"inputs are cut by {', '.join(map(repr, rows))}, and no Column() or Heads() leaves them so: name the layer "
+                f"that comes before Column()"]
+    return []
 
 
 def _halfway(blocks: Mapping[str, nn.Module], matched: list[Match]) -> dict[str, list[str]]:
