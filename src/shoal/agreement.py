@@ -30,7 +30,7 @@ OWN = ("aio", "dump_state", "log_level", "steps_per_print", "timeout", "vocabula
 
 def facts_of(model: nn.Module, mesh: Mesh, settings: Config) -> dict[str, str]:
     """Return what must be the same on every rank, by what it is, the most telling first."""
-    facts = dict(model.facts()) if isinstance(model, PipelineModule) else {"pipeline": f"none, but a {type(model).__name__}"}
+    facts = dict(model.facts()) if isinstance(model, PipelineModule) else {"pipeline": "none"}
     facts["mesh"] = f"{mesh} of ranks {mesh.ranks.flatten().tolist()}"
     facts |= {f"configuration, {path}": repr(value) for path, value in leaves(settings.as_dict())
               if not set(path.split(".")) & set(OWN)}
