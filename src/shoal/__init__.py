@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from shoal.pipeline.module import PipelineModule
     from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
     from shoal.schedule import add_tuning_arguments, register_schedule
+    from shoal.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
     from shoal.zero.gathered import gathered
 
 __all__ = [
     "Engine",
     "LayerSpec",
     "Mesh",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
     "PipelineModule",
+    "ProcessTopology",
     "RepeatingLoader",
     "ShoalError",
     "TiedLayerSpec",
@@ -47,7 +51,10 @@ _HOMES = {
     "Engine": "shoal.engine",
     "LayerSpec": "shoal.pipeline.spec",
     "Mesh": "shoal.mesh",
+    "PipeDataParallelTopology": "shoal.topology",
+    "PipeModelDataParallelTopology": "shoal.topology",
     "PipelineModule": "shoal.pipeline.module",
+    "ProcessTopology": "shoal.topology",
     "RepeatingLoader": "shoal.data",
     "ShoalError": "shoal.errors",
     "TiedLayerSpec": "shoal.pipeline.spec",

@@ -63,7 +63,8 @@ def mesh_of(source: Source, model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh
 def _check_places(mesh: Mesh, model: nn.Module) -> None:
     """Raise on every rank unless each has built the stages of its place in the mesh."""
     built = model.pipeline_rank if isinstance(model, PipelineModule) else mesh.rank("pipeline")
-    for rank, (stage, place) in enumerate(distributed.exchange((built, mesh.rank("pipeline")))):
+    for rank, (stage, place) in enumerate(distributed.exchange((built, mesh.rank("pipeline")),
+                                                                "initialize: stages")):
         if stage != place:
             raise UsageError(f"initialize: rank {rank} built the stages of pipeline rank {stage}, and its place in the mesh "
                              f"is {place}; pass PipelineModule the topology of that mesh (topology=), whose order of axes "
@@ -87,6 +88,11 @@ def census_of(mesh: Mesh, model: nn.Module, stage: int,
 
 def _cut_layers(mesh: Mesh, model: nn.Module) -> None:
     """Cut a model that is whole by the plan that is known for its class."""
+    if isinstance(model, PipelineModule):
+        raise UsageError(f"initialize: the mesh has {mesh.size('tensor')} tensor ranks, and no layer of the PipelineModule "
+                         f"is cut over them: before initialize call shoal.tensor_parallel.parallelize(model, "
+                         f"mesh.group('tensor'), plan, stages=mesh.group('pipeline')) with mesh = shoal.Mesh(...), and pass "
+                         f"mpu=mesh; or build it of layers of shoal.tensor_parallel")
     try:
         parallelize(model, mesh.group("tensor"), stages=mesh.group("pipeline"))
     except UsageError as error:
@@ -97,7 +103,7 @@ def _cut_layers(mesh: Mesh, model: nn.Module) -> None:
 
 def _anywhere(mesh: Mesh, here: bool) -> bool:
     """Return whether something is so on any rank of the job."""
-    return any(distributed.exchange(here)) if mesh.size("pipeline") > 1 else here
+    return any(distributed.exchange(here, "initialize: cuts")) if mesh.size("pipeline") > 1 else here
 
 
 def _marked(model: nn.Module, mesh: Mesh) -> dict[str, Cut]:
@@ -108,7 +114,10 @@ def _marked(model: nn.Module, mesh: Mesh) -> dict[str, Cut]:
         marks = vars(parameter) if hasattr(parameter, "__dict__") else {}
         if ranks > 1 and (marks.get("tensor_model_parallel") or marks.get("model_parallel")):
             dim = marks.get("partition_dim", 0)
-            dim = dim if isinstance(dim, int) and dim >= 0 else 0
+            if not (isinstance(dim, int) and 0 <= dim < parameter.ndim):
+                raise UsageError(f"initialize: '{name}' is marked as cut over the tensor ranks along partition_dim {dim!r}, "
+                                 f"and its part here is {tuple(parameter.shape)}; give it the dim that is cut, 0 to "
+                                 f"{parameter.ndim - 1}, or set tensor_model_parallel to False if it is not")
             found[name] = Cut.even(dim, [parameter.shape[dim] * ranks], rank, ranks)
     return found
 

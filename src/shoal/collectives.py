@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.board import end_waits, peer_failed, waiting
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.neighbours import Loan, Neighbours, neighbours_of
 from shoal.recording import Call, Traffic, Watched, over, traffic
@@ -188,8 +189,9 @@ class Communicator:
         call = traffic.count("broadcast", size, op="broadcast", of=tensor, ranks=self.members, what=what)
         try:
             work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
-            if work is not None:
-                over(call, work.wait if self.native else partial(work.wait, self.timeout))
+            with self.waiting():
+                if work is not None:
+                    over(call, work.wait if self.native else partial(work.wait, self.timeout))
         except RuntimeError as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
@@ -216,18 +218,26 @@ class Communicator:
                         parts.append(tensor)
                     else:
                         part = torch.empty(shape, dtype=dtype, device=device)
-                        self.group.recv([part], peer, _COLLECT).wait(self.timeout)
+                        with self.waiting():
+                            self.group.recv([part], peer, _COLLECT).wait(self.timeout)
                         parts.append(part.cpu())
             elif self.rank in having and tensor is not None:
                 traffic.count("collect", tensor.numel() * tensor.element_size())
-                self.group.send([tensor.contiguous().to(device)], 0, _COLLECT).wait(self.timeout)
+                with self.waiting():
+                    self.group.send([tensor.contiguous().to(device)], 0, _COLLECT).wait(self.timeout)
         except RuntimeError as error:
             raise self.failure("collecting the state dict", error) from error
         return parts
 
+    def waiting(self) -> waiting:
+        """Return the context of a wait for the others, who may fail meanwhile."""
+        return waiting(partial(end_waits, self.group))
+
     def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
         """Say which collective of which rank failed, and why it may have."""
         where = f"rank {self.rank} of {self.ranks}, step {self.step}: {what}"
+        if (known := peer_failed(where)) is not None:
+            return known
         if "imed out" in str(error) or "timeout" in str(error).lower():
             return CollectiveTimeout(
                 f"{where} did not finish within {self.timeout.total_seconds():g} s. Another rank took a different path "
@@ -289,10 +299,11 @@ class _Pairwise:
         if self._failed is not None:
             raise self._communicator.failure(self._what, self._failed)
         try:
-            for work in works:
-                work.wait(self._communicator.timeout)
-            for loan in loans:
-                loan.wait(self._communicator.timeout.total_seconds())
+            with self._communicator.waiting():
+                for work in works:
+                    work.wait(self._communicator.timeout)
+                for loan in loans:
+                    loan.wait(self._communicator.timeout.total_seconds())
         except RuntimeError as error:
             self._failed = error
             raise self._communicator.failure(self._what, error) from error

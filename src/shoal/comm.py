@@ -199,7 +199,7 @@ def _by_kind(rows: list[Row]) -> Counter[str]:
 
 
 def _exchange(value: Any) -> list[Any]:
-    return distributed.exchange(value) if is_initialized() else [value]
+    return distributed.exchange(value, "the log of collectives") if is_initialized() else [value]
 
 
 def _spoken() -> list[tuple[float, float]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from shoal.errors import ConfigError, NotSupportedYet
 from shoal.mesh import Mesh
 from shoal.schema import Config
@@ -13,7 +11,7 @@ __all__ = ["check_compressing"]
 _FREEZE = ("freeze_step", "var_freeze_step")
 
 
-def check_compressing(settings: Config, mesh: Mesh, device: torch.device) -> None:
+def check_compressing(settings: Config, mesh: Mesh) -> None:
     """Raise `ConfigError` for what a compressing optimizer cannot serve, naming what it can.
 
     Whole weights are published as updates, so that they have to rest on every rank (stages 0 to 2), and one owner has to

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from shoal.discovery import Place, discover
-from shoal.errors import LaunchError, UsageError
+from shoal.errors import LaunchError, RanksDisagree, UsageError
 from shoal.log import logger, set_rank, warn_once
 
 __all__ = ["device", "init_distributed"]
@@ -31,6 +31,7 @@ __all__ = ["device", "init_distributed"]
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+_FAILED = "a failure"
 _origin = "the process group that was there already"
 MINUTES = 10.0
 
@@ -105,11 +106,25 @@ def group_of(lines: Sequence[tuple[int, ...]], *, alone: bool = False) -> dist.P
     return mine
 
 
-def exchange(value: T) -> list[T]:
-    """Return the picklable `value` of every rank of the job, by rank."""
+def exchange(value: T, what: str) -> list[T]:
+    """Return the picklable `value` of every rank of the job, by rank.
+
+    Raises `RanksDisagree` where a rank is at another exchange than this of `what`, or has failed before it.
+    """
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
+    dist.all_gather_object(said, (what, value))
+    for rank, (place, said_there) in enumerate(said):
+        if place == _FAILED:
+            raise RanksDisagree(f"{what}: rank {rank} failed, and the others wait for it: {said_there}")
+    if len({place for place, _ in said}) > 1:
+        raise RanksDisagree("ranks do different things: " + ", ".join(f"rank {rank} is at {place}"
+                                                                       for rank, (place, _) in enumerate(said)))
+    return [theirs for _, theirs in said]
+
+
+def tell(error: Exception) -> None:
+    """Let ranks that come to an exchange know why this one does not; those that failed likewise meet here."""
+    dist.all_gather_object([None] * dist.get_world_size(), (_FAILED, str(error)))
 
 
 def _remember(origin: str) -> None:

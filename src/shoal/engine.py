@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal import comm
+from shoal.board import Board
+from shoal.collectives import Communicator
 from shoal.controls import Controls
-from shoal.errors import UsageError
+from shoal.errors import RanksDisagree, TierError, UsageError
+from shoal.fingerprint import fingerprint_of
 from shoal.holders import Census
 from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
@@ -45,13 +48,15 @@ class Engine(Controls):
     announces: ClassVar[bool] = False
     """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
 
-    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, device: torch.device):
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, board: Board,
+                 device: torch.device):
         super().__init__()
         self.module = model
         self.settings = config
         self.batch = config.batch
         self.mesh = mesh
         self.census = census
+        self.board = board
         self.communicator = census.data
         """The data ranks."""
         self.device = device
@@ -68,9 +73,16 @@ class Engine(Controls):
         self._boundary: bool | None = None
         self._sync = True
         self._scaled = False
+        self._batches_compared = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model.
+
+        At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
+        """
+        if self.census.tensor is not None and (self.settings.debug or not self._batches_compared):
+            _refuse_other_batches(self.census.tensor, (args, kwargs))
+            self._batches_compared = True
         if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
             args, kwargs = half(args), half(kwargs)
         with self.during("forward"):
@@ -221,7 +233,11 @@ class Engine(Controls):
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
         for communicator in self.census.communicators:
             communicator.step = self.global_steps
-        self._applied = self.optimizer.step()
+        try:
+            self._applied = self.optimizer.step()
+        except TierError as error:  # of this rank alone, for which the others wait
+            self.board.post(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
+            raise
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if not self._applied:
@@ -238,6 +254,17 @@ class Engine(Controls):
 
 def _times(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+
+
+def _refuse_other_batches(tensor_ranks: Communicator, batch: Any) -> None:
+    """Raise `RanksDisagree` unless all tensor ranks have one batch: they compute parts of the same layers on it."""
+    said = tensor_ranks.gather_objects(fingerprint_of(batch))
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            what = "another batch of the same shape" if str(theirs) == str(said[0]) else f"a batch of {theirs}"
+            raise RanksDisagree(f"forward: rank 0 of the tensor axis got a batch of {said[0]}, and rank {rank} {what}; give "
+                                f"all tensor ranks the same samples: seed the loader by the data rank, "
+                                f"engine.mesh.rank('data'), or give training_data to initialize")
 
 
 def half(value: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
@@ -19,7 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import comm, distributed
+from shoal.agreement import agree, facts_of
 from shoal.arrange import census_of, mesh_of
+from shoal.board import Board
+from shoal.chosen import Chosen, OptimizerSource, check_optimizer, chosen
 from shoal.collectives import Communicator
 from shoal.compression import check_compressing
 from shoal.config.load import Source
@@ -31,7 +33,6 @@ from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.compressing import Compressing
-from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -48,7 +49,6 @@ from shoal.zero.sharded import Plan, ShardedModel
 if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
-OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
 
 _PATIENCE = timedelta(seconds=10)
@@ -75,28 +75,25 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     source = _source(args, config, config_params)
     distributed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
                                  timeout=_timeout(source))
-    mesh = mesh_of(source, model, mpu, mesh_param)
-    settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
-    if settings.log_level is not None:
-        logger.setLevel(settings.log_level.upper())
-    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state
-                                     or settings.comms_logger.verbose):
-        logger.setLevel(INFO)  # who asks for lines is to see them
-    if settings.comms_logger.enabled:
-        comm.record(settings.comms_logger)
+    try:
+        mesh = mesh_of(source, model, mpu, mesh_param)
+        settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
+    except (ConfigError, UsageError) as error:
+        distributed.tell(error)
+        raise
+    board = Board(agree(facts_of(model, mesh, settings)))
+    _listen(settings)
     zero = settings.zero_optimization
     census = census_of(mesh, model, zero.stage, partial(
         Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
         gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
     device = distributed.device()
-    if zero.offload_optimizer.step_in_backward and device.type != "cpu":
-        raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
-                              f"backward steps on the host alone so far: set it to false")
-    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, device)
+    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, board, device)
     engine.client_optimizer = optimizer
-    stepping = _check_objects(settings, optimizer)
+    stepping = chosen(settings, optimizer)
+    _check_device(settings, device)
     if stepping.compressing:
-        check_compressing(settings, mesh, device)
+        check_compressing(settings, mesh)
     _move_buffers(model, census.data, device)
     with _untouched_by_failure(engine, optimizer):
         _build(engine, optimizer, model_parameters, stepping)
@@ -121,6 +118,17 @@ def add_config_arguments(parser: Any) -> Any:
     return parser
 
 
+def _listen(settings: Config) -> None:
+    """Let be heard and recorded what the configuration asks for."""
+    if settings.log_level is not None:
+        logger.setLevel(settings.log_level.upper())
+    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state
+                                     or settings.comms_logger.verbose):
+        logger.setLevel(INFO)  # who asks for lines is to see them
+    if settings.comms_logger.enabled:
+        comm.record(settings.comms_logger)
+
+
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
     """Return the one configuration that was given."""
     given: dict[str, Source] = {}
@@ -133,6 +141,13 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
         raise ConfigError(f"initialize: got {'no configuration' if not given else ' and '.join(given)}; give one: "
                           f"config=PATH_OR_DICT, or --shoal-config on the command line through args")
     return next(iter(given.values()))
+
+
+def _check_device(settings: Config, device: torch.device) -> None:
+    """Raise for what cannot be done where the model is to compute."""
+    if settings.zero_optimization.offload_optimizer.step_in_backward and device.type != "cpu":
+        raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
+                              f"backward steps on the host alone so far: set it to false")
 
 
 def _counted(mesh: Mesh) -> str:
@@ -152,13 +167,12 @@ def _timeout(source: Source) -> timedelta | None:
 
 
 def _build(engine: Engine, optimizer: OptimizerSource | None,
-           parameters: Iterable[Tensor | Mapping[str, Any]] | None, stepping: _Stepping) -> None:
+           parameters: Iterable[Tensor | Mapping[str, Any]] | None, stepping: Chosen) -> None:
     """Give the engine its units and its optimizer, of which `stepping` is known."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     engine.policy = dtypes = _policy(settings, model, stepping, engine.communicator.ranks)
-    zero = settings.zero_optimization
     if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
         raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
@@ -182,23 +196,28 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         assert settings.optimizer.type is not None
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
-    _check_optimizer(settings, inner)
+    check_optimizer(settings, inner)
     if isinstance(inner, Compressing) and not stepping.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
-    overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
-    offload = zero.offload_optimizer
-    ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
-    rules = StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
-                      or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
-                      native=optimizer is None and prefers_native(settings.optimizer.type, settings.optimizer.params),
-                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
-                      in_backward=offload.step_in_backward)
+    rules = _rules(settings, dtypes, stepping, named=optimizer is None)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
 
 
-def _plan(settings: Config, stepping: _Stepping) -> Plan:
+def _rules(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool) -> StepRules:
+    """Return how a step is taken, by an optimizer that the configuration `named` or by another."""
+    overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
+    zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
+    ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
+    return StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
+                     or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
+                     unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
+                     native=named and prefers_native(settings.optimizer.type, settings.optimizer.params),
+                     ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
+                     in_backward=offload.step_in_backward)
+
+
+def _plan(settings: Config, stepping: Chosen) -> Plan:
     zero = settings.zero_optimization
     param = zero.offload_param
     return Plan(stage=zero.stage, signs=stepping.compressing, overlap=zero.overlap_comm,
@@ -207,48 +226,6 @@ def _plan(settings: Config, stepping: _Stepping) -> Plan:
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
                 in_backward=zero.offload_optimizer.step_in_backward, by_rows=settings.sparse_gradients)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stepping:
-    """What is known of the optimizer before it is built."""
-
-    moments: int = ADAM_MOMENTS
-    """How many tensors of a weight's shape it keeps for it."""
-    compressing: bool = False
-    """Whether it lets state travel as signs."""
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> _Stepping:
-        return cls(moments=moments_of(type(optimizer), optimizer.defaults), compressing=isinstance(optimizer, Compressing))
-
-
-def _check_objects(settings: Config, optimizer: OptimizerSource | None) -> _Stepping:
-    """Refuse what can be refused before the model and the optimizer are touched, on a single weight as a stand-in."""
-    if isinstance(optimizer, Optimizer):
-        _check_optimizer(settings, optimizer)
-        Groups.check_new(optimizer)
-        return _Stepping.of(optimizer)
-    if optimizer is not None and not callable(optimizer):
-        raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "
-                         f"a function of parameter groups that returns one. A name goes into the configuration: "
-                         f'"optimizer": {{"type": "AdamW", "params": {{...}}}}')
-    if optimizer is None and settings.optimizer.type is not None:
-        weight = nn.Parameter(torch.zeros(2))
-        inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
-        _check_optimizer(settings, inner)
-        return _Stepping.of(inner)
-    return _Stepping()
-
-
-def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
-    """Raise unless `optimizer` can step slices, in the way that the configuration asks for."""
-    check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
-    name = type(optimizer).__name__
-    if settings.zero_optimization.offload_optimizer.step_in_backward and type(optimizer) in LAYERWISE:
-        raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "
-                          f"norms that all ranks add up together, after backward; set it to false, or use an elementwise "
-                          f"optimizer such as AdamW")
 
 
 @contextmanager
@@ -269,7 +246,7 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         raise
 
 
-def _policy(settings: Config, model: nn.Module, stepping: _Stepping, data_ranks: int) -> Policy:
+def _policy(settings: Config, model: nn.Module, stepping: Chosen, data_ranks: int) -> Policy:
     accumulate = settings.data_types.grad_accum_dtype
     if stepping.compressing and accumulate is None:  # what signs do not say would be rounded away
         accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None

@@ -9,7 +9,8 @@
     │   └── ScheduleError      a pipeline schedule that no ranks can carry out
     ├── RanksDisagree          ranks built or did different things
     ├── CollectiveFailed       a collective broke: rank, unit, collective, and what the transport said
-    │   └── CollectiveTimeout  a collective did not finish in time
+    │   ├── CollectiveTimeout  a collective did not finish in time
+    │   └── PeerFailed         another rank failed, and said why
     ├── PipelineError          a step of a pipeline cannot go on, or a call that a pipeline has no place for
     │   └── StageFailed        another stage failed, and said why
     ├── LossScaleError         gradients overflow even at the smallest loss scale
@@ -61,6 +62,10 @@ class CollectiveFailed(ShoalError, RuntimeError):
 
 class CollectiveTimeout(CollectiveFailed):
     """A collective did not finish in time."""
+
+
+class PeerFailed(CollectiveFailed):
+    """Another rank of the job failed; its own message is this one's."""
 
 
 class PipelineError(ShoalError, RuntimeError):

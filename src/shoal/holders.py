@@ -73,6 +73,8 @@ class Census:
         """All ranks of the job."""
         self.data = self.communicator("data")
         """The data ranks."""
+        self.tensor = self.communicator("tensor") if mesh.size("tensor") > 1 else None
+        """The ranks that share each layer, where layers are shared."""
         self._replicas = self.communicator("replica") if hybrid and mesh.size("replica") > 1 else None
         mine = {(name not in self.cuts and mesh.size("tensor") > 1, found) for name, found in self._stages.items()}
         known = self.everyone.gather_objects(mine) if mesh.size("pipeline") > 1 else [mine]

@@ -69,6 +69,8 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for axis, size in self.given.items():
+            if type(size) is not int:
+                raise UsageError(f"mesh: {axis}: got {size!r}; give a whole number of coordinates, 1 or more")
             if size < 1:
                 raise UsageError(f"mesh: {axis}: got {size}; an axis has 1 coordinate or more")
 
@@ -81,13 +83,13 @@ class Sizes:
         """Return the size of every axis of a mesh of `ranks`. Raises `UsageError` where the sizes do not multiply to it."""
         given = self.given
         rest, over = divmod(ranks, prod(given.values()))
-        terms = " x ".join(f"{axis} {size}" for axis, size in given.items() if size > 1) or "1"
+        terms = " x ".join(f"{axis} {size}" for axis, size in given.items() if size > 1 or axis == "shard") or "1"
         if over or rest == 0:
             raise UsageError(f"mesh: {terms} = {prod(given.values())} does not divide the {ranks} ranks of the job; change "
                              f"a size, or start a multiple of {prod(given.values())} ranks")
         if self.shard is not None and rest != 1:
             raise UsageError(f"mesh: {terms} = {prod(given.values())}, and the job has {ranks} ranks; leave shard out to "
-                             f"let it take the rest")
+                             f"let it take the rest, or start {prod(given.values())} ranks")
         return tuple((given | {"shard": given.get("shard", rest)})[axis] for axis in AXES)
 
 
@@ -269,8 +271,8 @@ def adapt(mpu: Mesh | Mpu) -> Mesh:
         return mpu
     distributed.init_distributed()
     place = _coordinates(mpu)
-    said = distributed.exchange(place)
-    sizes = {axis: size for axis, (_, size) in place.items()}
+    said = distributed.exchange(place, "initialize: mpu")
+    sizes = {axis: size for axis, (_, size) in said[0].items()}
     ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], 1, sizes["tensor"]), -1)
     text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     for rank, theirs in enumerate(said):

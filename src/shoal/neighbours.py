@@ -20,6 +20,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.board import PATIENCE, cause
 from shoal.process_memory import allow_siblings, place, read_memory
 
 _Everyone = Callable[[Any], list[Any]]
@@ -69,13 +71,20 @@ class Loan:
         self._lock = lock
 
     def wait(self, timeout: float) -> None:
-        """Return when both are done. Raises RuntimeError when the neighbour is gone, or after `timeout` seconds."""
+        """Return when both are done. Raises RuntimeError when the neighbour is gone or has failed, or after `timeout`."""
+        end = time.monotonic() + timeout
+        while not self._over(min(PATIENCE, timeout)) and cause() is None and time.monotonic() < end:
+            continue
         with self._lock:
-            if not self._lock.wait_for(lambda: self.failure or (self.read and self.returned), timeout):
+            if not (self.failure or (self.read and self.returned)):
                 missing = "was not offered" if not self.read else "was not read"
                 self.failure = f"timed out: a message {missing} by rank {self.peer} of the group"  # nor is it taken later
         if self.failure:
             raise RuntimeError(self.failure)
+
+    def _over(self, seconds: float) -> bool:
+        with self._lock:
+            return bool(self._lock.wait_for(lambda: self.failure or (self.read and self.returned), seconds))
 
 
 class Neighbours:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import islice
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 from shoal.arrange import aliases_of
 from shoal.data import RepeatingLoader
 from shoal.engine import Engine, half
-from shoal.errors import NotSupportedYet, PipelineError, UsageError
+from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
 from shoal.nested import mapped
 from shoal.pipeline.connector import Connector
+from shoal.pipeline.drawing import Drawn, compare, draw
 from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.links import Links
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.schedules import Schedule, forward_only, make_schedule
+from shoal.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
 from shoal.zero.hooks import Hooks
 
 __all__ = ["PipelineEngine"]
@@ -47,6 +47,7 @@ class PipelineEngine(Engine):
         self._schedules: dict[int, Schedule] = {}
         self._data: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
+        self._compared: set[str] = set()
         self.agg_train_loss: Tensor | None = None
         """The loss of the last step."""
         self._schedule(1)  # what cannot work is said before training
@@ -67,7 +68,8 @@ class PipelineEngine(Engine):
         `data_iter` gives (inputs, labels) of one microbatch at a time; the ranks of the first and the last stage draw from
         it, each its data rank's samples: both must be given the same ones, in the same order. Without one the loader of
         `training_data` is used. Returns the mean loss over microbatches and data ranks, on every rank, in fp32. Raises
-        `PipelineError` when a rank fails, `UsageError` without an optimizer, outside gradients, or without data.
+        `PipelineError` when a rank fails, `UsageError` without an optimizer, outside gradients, or without data, and at the
+        first step (with `debug` at each) `RanksDisagree` where ranks that see the same samples drew others.
         """
         if self.optimizer is None:
             raise UsageError("train_batch: the engine has no optimizer; give initialize one, or name one in the "
@@ -76,15 +78,22 @@ class PipelineEngine(Engine):
             raise UsageError("train_batch: gradients are disabled; call it outside of torch.no_grad(), or call eval_batch")
         count = self.gradient_accumulation_steps()
         schedule = self._schedule(count)
-        try:
-            batches = self._drawn(data_iter, count, "train_batch")
-        except Exception as error:
-            self._executor.refuse(str(error) or type(error).__name__, error)
+        self._executor.refuse_failed()
+        call = f"train_batch of {count} microbatches"
+        self.board.begin(call)
+        if self._compares("train_batch"):
+            batches = self._agreed(data_iter, count, call, values=True)
+        else:
+            try:
+                batches = self._batches(self._drawn(data_iter, count, "train_batch"))
+            except Exception as error:
+                self._executor.refuse(str(error), error)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self._applied = False
-        self._take_step({})
-        self.micro_steps += count
-        self.agg_train_loss = self._mean(losses)
+        with self._executor.together(f"the end of step {self.global_steps + 1}"):
+            self._take_step({})
+            self.micro_steps += count
+            self.agg_train_loss = self._mean(losses)
         return self.agg_train_loss
 
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
@@ -98,9 +107,16 @@ class PipelineEngine(Engine):
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch: reduce_output: got {reduce_output!r}; choose 'avg' or None")
-        count = num_micro_batches or self.gradient_accumulation_steps()
+        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        if type(count) is not int or count < 1:
+            raise UsageError(f"eval_batch: num_micro_batches: got {count!r}; give a whole number of 1 or more, or None for "
+                             f"the {self.gradient_accumulation_steps()} of a step")
         schedule = forward_only(ranks=self.num_stages, microbatches=count, owner=self.module.owner)
-        batches = self._agreed(data_iter, count)
+        self._executor.refuse_failed()
+        call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
+                f"bcast_loss={bcast_loss}")
+        self.board.begin(call)
+        batches = self._agreed(data_iter, count, call, values=self._compares("eval_batch"))
         if self.optimizer is not None:
             self.optimizer.settle()
         training = self.module.training
@@ -112,7 +128,8 @@ class PipelineEngine(Engine):
         loss: Any = None
         if compute_loss:
             losses = [value.detach().float().reshape(()) for _, value in found]
-            loss = self._mean(losses) if reduce_output == "avg" else self._from_last(losses)
+            with self._executor.together("the end of an evaluation"):
+                loss = self._mean(losses) if reduce_output == "avg" else self._from_last(losses)
             if not bcast_loss and not self.is_last_stage():
                 loss = None
         return (loss, _joined([output for output, _ in found])) if return_logits else loss
@@ -190,9 +207,9 @@ class PipelineEngine(Engine):
     def _executor(self) -> Executor:
         connector = Connector(self.mesh, len(self.module.owner), self.device, self.settings.timeout)
         links = Links(self.module.owner, self.stage_id, connector)
-        where = f"rank {dist.get_rank()} (stage {', '.join(map(str, self.module.numbers))})"
+        where = f"rank {dist.get_rank()} (stage {self._stages_in_words})"
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
-                        self.module.loss_fn, self._pass, where=where)
+                        self.module.loss_fn, self._pass, where=where, board=self.board)
 
     @property
     def _factor(self) -> float:
@@ -223,6 +240,10 @@ class PipelineEngine(Engine):
         """Return the schedule of a step of `count` microbatches. Raises `UsageError` where it needs other stages."""
         if count not in self._schedules:
             name = self.settings.pipeline.schedule or self.module.schedule
+            if name in SCHEDULES and not SCHEDULES[name].takes(self.module.stages_per_rank):
+                raise UsageError(f"pipeline.schedule: got {name!r}; the module was built for {self.module.schedule!r}, with "
+                                 f"{self.module.stages_per_rank} stages on each rank: pass schedule={name!r} to "
+                                 f"PipelineModule, which decides what each rank builds")
             found = make_schedule(name, ranks=self.num_stages, microbatches=count,
                                   stages_per_rank=self.module.stages_per_rank)
             if found.owner != self.module.owner:
@@ -232,41 +253,48 @@ class PipelineEngine(Engine):
             self._schedules[count] = found
         return self._schedules[count]
 
-    def _drawn(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
+    def _compares(self, call: str) -> bool:
+        """Whether ranks compare the values that they draw: at the first call of each kind, or always to find a fault."""
+        return call not in self._compared or self.settings.debug
+
+    def _drawn(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[tuple[Any, Any]]:
         """Draw the microbatches of a step, where the first or the last stage is."""
         if not (self.is_first_stage() or self.is_last_stage()):
-            return Batches()
+            return []
         if data_iter is None and self._data is None and self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
         data = data_iter if data_iter is not None else self._data
         if data is None:
             raise UsageError(f"{call}: there is no data; pass an iterator, or training_data to initialize")
-        if not isinstance(data, Iterator):  # pyright: ignore[reportUnnecessaryIsInstance]  a script's object
-            raise UsageError(f"{call}: got a {type(data).__name__}, which would start anew at every step; pass an iterator: "
-                             f"iter(...) of it once, before the loop, or of shoal.RepeatingLoader(...)")
-        found = [self._batch_fn(item) if self._batch_fn is not None else item for item in islice(data, count)]
-        if len(found) < count:
-            raise UsageError(f"{call}: the iterator ended after {len(found)} of {count} microbatches of step "
-                             f"{self.global_steps + 1}; give it a multiple of {count}, or wrap the loader in "
-                             f"shoal.RepeatingLoader")
-        for item in found:
-            if not (isinstance(item, tuple | list) and len(cast("list[Any]", item)) == 2):
-                raise UsageError(f"{call}: the iterator gave a {type(item).__name__}; each item is (inputs, labels): "
-                                 f"change the loader's collate_fn, or call engine.set_batch_fn")
-        return Batches(inputs=[item[0] for item in found] if self.is_first_stage() else [],
-                       labels=[item[1] for item in found] if self.is_last_stage() else [], here=self._here)
+        return draw(data, count, f"{call}, step {self.global_steps + 1}", self._batch_fn)
 
-    def _agreed(self, data_iter: Iterator[Any], count: int) -> Batches:
-        """Draw the microbatches of an evaluation; if a rank cannot, all raise, and nothing has begun."""
-        batches, trouble = Batches(), ""
+    def _agreed(self, data_iter: Iterator[Any] | None, count: int, call: str, *, values: bool) -> Batches:
+        """Draw microbatches; if a rank cannot, or ranks differ in the call or the samples, all raise: nothing has begun."""
+        name, items, trouble = call.partition(" ")[0], list[tuple[Any, Any]](), ""
         try:
-            batches = self._drawn(data_iter, count, "eval_batch")
+            items = self._drawn(data_iter, count, name)
         except Exception as error:
             trouble = str(error) or type(error).__name__
-        said = self.census.everyone.gather_objects(trouble)
-        if any(said):
-            raise UsageError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))
-        return batches
+        drawn = Drawn.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
+                         first=self.is_first_stage(), stage=f"rank {dist.get_rank()} (stage {self._stages_in_words})")
+        said = self.census.everyone.gather_objects((call, trouble, drawn))
+        for rank, (theirs, _, _) in enumerate(said):
+            if theirs != said[0][0]:
+                raise RanksDisagree(f"ranks call different things: rank 0 is in {said[0][0]}, rank {rank} in {theirs}; let "
+                                    f"every rank make the same calls, in one order")
+        if any(text for _, text, _ in said):
+            raise UsageError("; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(said) if text))
+        compare([each for _, _, each in said], name)
+        self._compared.add(name)
+        return self._batches(items)
+
+    def _batches(self, items: list[tuple[Any, Any]]) -> Batches:
+        return Batches(inputs=[inputs for inputs, _ in items] if self.is_first_stage() else [],
+                       labels=[labels for _, labels in items] if self.is_last_stage() else [], here=self._here)
+
+    @property
+    def _stages_in_words(self) -> str:
+        return ", ".join(map(str, self.module.numbers))
 
     def _here(self, value: Any) -> Any:
         value = mapped(lambda tensor: tensor.to(self.device), value)

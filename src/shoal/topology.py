@@ -14,7 +14,7 @@ import operator
 from collections import namedtuple
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, SupportsIndex
 
 from shoal.errors import UsageError
 
@@ -31,6 +31,9 @@ class ProcessTopology:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or not all(axis.isidentifier() for axis in axes):
             raise UsageError(f"topology: got axes {list(axes)} with dims {list(dims)}; give each axis one size and a name "
                              f"of its own, such as axes=['pipe', 'data'], dims=[2, 4]")
+        if odd := [dim for dim in dims if not isinstance(dim, SupportsIndex)]:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"topology: got {odd[0]!r} among dims {list(dims)} for axes {list(axes)}; give whole "
+                             f"numbers")
         if any(operator.index(dim) < 1 for dim in dims):
             raise UsageError(f"topology: got dims {list(dims)} for axes {list(axes)}; sizes are 1 or more")
         self.axes = tuple(axes)

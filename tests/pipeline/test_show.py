@@ -82,6 +82,15 @@ def test_travel_makes_it_longer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "makespan     36\n" in capsys.readouterr().out
 
 
+def test_a_grid_of_waiting_alone_is_not_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for travel in ("1e5", "1e9"):
+        assert show("--schedule", "1f1b", *SIZE, "--travel", travel) == 0
+        shown = capsys.readouterr().out
+        assert "(not drawn: ranks wait for travel nearly all of the time" in shown and "makespan" in shown
+        assert len(shown) < 2000
+    assert show("--schedule", "1f1b", *SIZE, "--travel", "1e9", "--svg", str(tmp_path / "x.svg")) == 2
+
+
 def test_all_schedules_are_compared_in_the_table_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert show("--all", *SIZE) == 0
     assert f"```\n{capsys.readouterr().out}```\n" in (DOCS / "pipeline.md").read_text()

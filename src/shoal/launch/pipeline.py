@@ -134,8 +134,11 @@ def _wait(simulation: Simulation) -> float:
 
 
 def _write(path: str, simulation: Simulation) -> None:
+    from shoal.pipeline.draw import VOID, is_void
     from shoal.pipeline.svg import svg
 
+    if is_void(simulation.rows):
+        raise UsageError(f"--svg: {VOID}")
     try:
         Path(path).write_text(svg(simulation))
     except OSError as error:

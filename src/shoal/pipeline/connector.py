@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal import distributed
+from shoal.board import end_waits
 from shoal.mesh import Mesh
 from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.links import Edge
@@ -41,6 +42,10 @@ class Connector:
     def receiver(self, edge: Edge, peer: int) -> Receiver:
         return Receiver(self._of(edge), peer, self._first + edge.number, device=self._device, timeout=self._timeout,
                         what=str(edge))
+
+    def end_waits(self) -> None:
+        """End whatever waits in the channels."""
+        end_waits(self._group)
 
     def _of(self, edge: Edge) -> dist.ProcessGroup:
         own = self._own[edge.number] if self._own else None

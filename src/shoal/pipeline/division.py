@@ -26,6 +26,8 @@ class Division:
     boundaries: tuple[int, ...]
     """Stage k is layers b[k] to b[k+1]-1."""
     ties: tuple[Tie, ...]
+    described: tuple[str, ...]
+    """Each layer, in words that no other has."""
 
     def of(self, stage: int) -> slice:
         """Return the layers of a stage."""
@@ -50,7 +52,9 @@ def divide(layers: Sequence[Layer], stages: int, method: Method, *, sample: Any 
     _refuse_empty(layers, contents, boundaries, method)
     stage_of = [stage for stage, (start, stop) in enumerate(pairwise(boundaries)) for _ in range(start, stop)]
     refuse_shared(layers, stage_of)
-    return Division(boundaries=boundaries, ties=tuple(ties_of(layers, contents, stage_of)))
+    return Division(boundaries=boundaries, ties=tuple(ties_of(layers, contents, stage_of)), described=tuple(
+        f"{layer} of {held.parameters} parameters, {held.trainable} of them trainable"
+        for layer, held in zip(layers, contents, strict=True)))
 
 
 def _weights(layers: Sequence[Layer], contents: Sequence[Contents], method: str, sample: Any,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from shoal.pipeline.schedules import Schedule
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["fault", "grid", "painted", "per_unit", "stuck"]
+__all__ = ["VOID", "fault", "grid", "is_void", "painted", "per_unit", "stuck"]
 
 _STYLES = {Kind.FORWARD: "white on blue", Kind.BACKWARD: "black on green", Kind.INPUT: "black on cyan",
            Kind.WEIGHT: "black on yellow"}
@@ -32,6 +32,9 @@ _RANGE = 8
 _NUMBERS = 6
 """Columns from one number of the ruler to the next, at least."""
 _ERROR_WIDTH = 110
+_SPARSE = 50
+"""How much longer than its ranks compute a simulation is drawn, at most."""
+VOID = "(not drawn: ranks wait for travel nearly all of the time; give --travel in the unit of --forward)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,12 @@ def stuck(simulation: Simulation) -> str:
     return _plain(_Canvas(simulation).around(last, _ERROR_WIDTH, marks))
 
 
+def is_void(rows: Sequence[Sequence[Cell]]) -> bool:
+    """Whether a drawing would be of waiting alone."""
+    busy = max((sum(cell.end - cell.start for cell in row) for row in rows), default=0.0)
+    return max((row[-1].end for row in rows if row), default=0.0) > _SPARSE * busy > 0
+
+
 def per_unit(simulation: Simulation, size: float) -> float:
     """Return how long a unit of time is drawn if the shortest instruction is to be `size` long.
 
@@ -99,7 +108,10 @@ class _Canvas:
         self._margin = max(map(len, self._names)) + 2
 
     def blocks(self, width: int) -> Iterator[list[_Piece]]:
-        """Yield the lines of all blocks, with an empty one between two."""
+        """Yield the lines of all blocks, with an empty one between two; where next to nothing is drawn, say so instead."""
+        if is_void(self._rows):
+            yield [_Piece(VOID)]
+            return
         blocks = math.ceil(self._end / self._columns(width))
         columns = self._cell * math.ceil(self._end / self._cell / max(blocks, 1))  # as wide as each other
         for start in range(0, self._end, max(columns, 1)):

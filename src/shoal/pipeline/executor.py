@@ -20,7 +20,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import PipelineError, UsageError
+from shoal.board import Board, cause, waiting
+from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineError, UsageError
 from shoal.halves import Deferred, backward, deferring
 from shoal.pipeline.border import tensors_in
 from shoal.pipeline.draw import fault
@@ -29,6 +30,9 @@ from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
 from shoal.pipeline.schedules import Schedule
 
 __all__ = ["Batches", "Executor"]
+
+_GRACE = 1.0
+"""Seconds for an abort to come through the channels, which leaves them whole, before word of it ends them."""
 
 Pass = Callable[[int, Callable[[], None], bool, bool], None]
 """(stage, what to call, last of the step, with communication): calls it as a backward pass of a stage, which counts as one
@@ -87,13 +91,14 @@ class Executor:
     """Runs this rank's row of a schedule over its stages, by their numbers."""
 
     def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
-                 as_pass: Pass, *, where: str):
+                 as_pass: Pass, *, where: str, board: Board):
         self._stages = stages
         self._last = last
         self._links = links
         self._loss_fn = loss_fn
         self._pass = as_pass
         self._where = where
+        self._board = board
         self._failure: str | None = None
         self._held: dict[tuple[int, int], _Held] = {}
         self._position = 0
@@ -136,6 +141,12 @@ class Executor:
                     loss = self._loss(output, instruction, batches) if losses else None
                     found.append((output if outputs else None, loss))
         return found
+
+    def refuse_failed(self) -> None:
+        """Raise `PipelineError` if a step failed."""
+        if self._failure is not None:
+            raise PipelineError(f"{self._where}: an earlier step failed, and the stages are no longer at one point of "
+                                f"training: load a checkpoint into a new engine. What went wrong: {self._failure}")
 
     def refuse(self, message: str, error: Exception) -> NoReturn:
         """Raise `PipelineError` here and, soon, on every other rank of the pipeline: this rank cannot begin."""
@@ -188,7 +199,16 @@ class Executor:
 
     def _loss(self, output: Any, instruction: Instruction, batches: Batches) -> Any:
         labels = batches.take(batches.labels, instruction.microbatch)
-        loss = output if self._loss_fn is None else self._loss_fn(output, labels)
+        try:
+            loss = output if self._loss_fn is None else self._loss_fn(output, labels)
+        except Exception as error:
+            sizes = [{tensor.shape[0] for tensor in tensors_in(value, "the loss") if tensor.dim()}
+                     for value in (output, labels)]
+            if all(len(each) == 1 for each in sizes) and sizes[0] != sizes[1]:
+                raise UsageError(f"loss_fn: {error} (the output has {sizes[0].pop()} samples, and the labels "
+                                 f"{sizes[1].pop()}; the ranks of the first and the last stage draw the same samples, in "
+                                 f"the same order)") from error
+            raise
         if torch.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(f"the last stage gave {got} as loss; {'loss_fn' if self._loss_fn else 'the last layer'} must "
@@ -198,27 +218,45 @@ class Executor:
     @contextmanager
     def _telling(self, schedule: Schedule, rank: int) -> Generator[None]:
         """Run a row; what goes wrong is told to everybody."""
-        if self._failure is not None:
-            raise PipelineError(f"{self._where}: an earlier step failed, and the stages are no longer at one point of "
-                                f"training: load a checkpoint into a new engine. What went wrong: {self._failure}")
+        self.refuse_failed()
         self._held.clear()
         self._position = 0
         self._links.begin(schedule.rows[rank])
         try:
-            yield
-            self._links.flush()
+            with waiting(self._links.end_waits, grace=_GRACE):
+                yield
+                self._links.flush()
         except BaseException as error:
-            instruction = schedule.rows[rank][self._position]
-            text = str(error) if isinstance(error, PipelineError) else (
-                f"{self._where}: {instruction} failed: {type(error).__name__}: {error}")
+            text = self._words(f"{schedule.rows[rank][self._position]} failed", error)
             self._fail(text)
             if not isinstance(error, Exception):  # somebody wants to end the program
                 raise
             raise PipelineError(f"{text}\n{fault(schedule, rank, self._position)}") from error
 
+    @contextmanager
+    def together(self, what: str) -> Generator[None]:
+        """Do something with the other ranks after a row; what goes wrong is told to them, and is the end as within a row."""
+        try:
+            yield
+        except (UsageError, LossScaleError):  # of all ranks alike
+            raise
+        except Exception as error:
+            text = self._words(f"{what} failed", error)
+            self._fail(text)
+            raise PipelineError(text) from error
+
+    def _words(self, what: str, error: BaseException) -> str:
+        """Return what to say of an error: what another rank said, if it came from there."""
+        if isinstance(error, PipelineError | PeerFailed):
+            return str(error)
+        if isinstance(error, CollectiveFailed) and (word := cause()) is not None:
+            return word
+        return f"{self._where}: {what}: {type(error).__name__}: {error}"
+
     def _fail(self, message: str) -> None:
         self._failure = message
         self._held.clear()
+        self._board.post(message)
         self._links.abort(message)
 
 

@@ -136,8 +136,16 @@ def contents_of(layer: Layer) -> Contents:
             module = source.build()
     except Exception:  # a constructor that reads values: it is built for real, and dropped; if that fails, it fails
         with torch.random.fork_rng(devices=generators()):
-            module = source.build()
+            module = _built(layer, source)
     return _count(module, layer)
+
+
+def _built(layer: Layer, source: LayerSpec) -> nn.Module:
+    try:
+        return source.build()
+    except Exception as error:
+        raise UsageError(f"layers: {layer}: {source} cannot be built: {type(error).__name__}: {error}; change the arguments "
+                         f"of its LayerSpec") from error
 
 
 def generators() -> list[int]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from shoal.errors import CollectiveFailed
 from shoal.pipeline.border import detached
 from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.instruction import Instruction, Kind
@@ -61,6 +63,7 @@ class Links:
 
     def __init__(self, owner: tuple[int, ...], rank: int, connect: Connect):
         self._owner = owner
+        self._connect = connect
         self._sources: dict[Edge, Source] = {}
         self._sinks: dict[Edge, Sink] = {}
         self._begun = _Announced(row=(), outputs={}, inputs={}, later={})
@@ -134,9 +137,14 @@ class Links:
             sink.flush()
 
     def abort(self, message: str) -> None:
-        """Let every neighbour know that no more will come, and why."""
+        """Let every neighbour know that no more will come, and why, as far as it can be reached."""
         for sink in self._sinks.values():
-            sink.abort(message)
+            with suppress(CollectiveFailed):
+                sink.abort(message)
+
+    def end_waits(self) -> None:
+        """End whatever waits for other ranks of the pipeline, for good."""
+        self._connect.end_waits()
 
     def close(self) -> None:
         for end in (*self._sinks.values(), *self._sources.values()):
@@ -160,6 +168,7 @@ class Connect(Protocol):
 
     def sender(self, edge: Edge, peer: int) -> Sender: ...
     def receiver(self, edge: Edge, peer: int) -> Receiver: ...
+    def end_waits(self) -> None: ...
 
 
 class _Shelf:

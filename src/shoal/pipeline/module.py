@@ -136,6 +136,13 @@ class PipelineModule(nn.Module):
         """Return the number of pipeline ranks."""
         return self.num_stages
 
+    def facts(self) -> Mapping[str, str]:
+        """Return what every rank must have given alike, by what it is."""
+        return {"the number of layers": str(len(self.names)),
+                **{f"layer {index}": layer for index, layer in enumerate(self._division.described)},
+                "where stages begin": str(list(self.partitions())), "the stages of ranks": str(list(self.owner)),
+                "the schedule": repr(self.schedule), "tied weights": "; ".join(map(str, self._division.ties)) or "none"}
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute activations in groups of `interval` layers from now on; 0: not at all."""
         if interval < 0:
@@ -223,8 +230,12 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
         raise UsageError("PipelineModule: give num_stages, or a topology with an axis 'pipe'")
     if topology is None:
         assert num_stages is not None
+        if type(num_stages) is not int:
+            raise UsageError(f"PipelineModule: num_stages: got {num_stages!r}; give a whole number of pipeline ranks")
         if num_stages < 1 or world % num_stages:
-            raise UsageError(f"PipelineModule: num_stages: got {num_stages}; the {world} ranks do not divide by it")
+            fits = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
+            raise UsageError(f"PipelineModule: num_stages: got {num_stages}; the {world} ranks of the job do not divide by "
+                             f"it: give one of {fits}, or start a multiple of {max(1, num_stages)} ranks")
         return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
     ranks = topology.get_dim("pipe")
     if ranks == 0 or topology.world_size() != world or num_stages not in (None, ranks):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal import distributed
 from shoal.collectives import Communicator
-from shoal.errors import UsageError
+from shoal.errors import RanksDisagree, UsageError
 from shoal.pipeline.layer import Built, Contents, Layer, generators
 from shoal.pipeline.parcel import Skeleton, take_apart
 
@@ -45,7 +46,14 @@ def measured(layers: Sequence[Layer], contents: Sequence[Contents], sample: Any,
         except Exception as error:  # told to the other ranks, which wait
             failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    times, problem = Communicator(group, timeout=_PATIENCE).gather_objects((found, said))[0]
+    names = [f"{layer} of {held.parameters} parameters" for layer, held in zip(layers, contents, strict=True)]
+    everyone = Communicator(group, timeout=_PATIENCE).gather_objects((found, said, names))
+    times, problem, first = everyone[0]
+    for rank, (_, _, theirs) in enumerate(everyone):
+        for index, (mine, other) in enumerate(zip_longest(first, theirs, fillvalue="none")):
+            if mine != other:
+                raise RanksDisagree(f"PipelineModule: ranks differ in layer {index}: rank 0 has {mine}, rank {rank} has "
+                                    f"{other}; give every rank the same layers, in the same order")
     if problem is not None:
         raise UsageError(f"partition_method 'profile': rank 0 could not measure the layers: {problem}") from failure
     alike: dict[tuple[str, Contents], list[float]] = defaultdict(list)

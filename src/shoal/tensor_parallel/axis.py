@@ -12,6 +12,7 @@ are the backend's own. All are asynchronous: what is computed before `wait` over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.board import end_waits, peer_failed, waiting
 from shoal.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
 from shoal.errors import CollectiveFailed, CollectiveTimeout
 from shoal.recording import Call, over
@@ -74,7 +76,7 @@ class Axis:
             total.copy_(tensor)
         call = self._count("all-reduce", 2 * size * (self.ranks - 1) // self.ranks, "all_reduce", tensor)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        return Pending(self, "all-reduce", total, _recorded(_waiting(work), call))
+        return Pending(self, "all-reduce", total, _recorded(self._waiting(work), call))
 
     def reduce_scatter(self, addends: Tensor) -> Pending:
         """Sum the contiguous `addends` (ranks, ...) over the ranks; the result is this rank's (...)."""
@@ -85,7 +87,7 @@ class Axis:
             sent = total.numel() * total.element_size() * (self.ranks - 1)
             call = self._count("reduce-scatter", sent, "reduce_scatter", addends)
             work = native_reduce_scatter(total.view(-1), addends.view(-1), group=self.group, async_op=True)
-            return Pending(self, "reduce-scatter", total, _recorded(_waiting(work), call))
+            return Pending(self, "reduce-scatter", total, _recorded(self._waiting(work), call))
         received = torch.empty_like(addends)
         finish = self._spread(addends.view(-1), received, [total.numel()] * self.ranks, kind="reduce-scatter")
         return Pending(self, "reduce-scatter", total, lambda: (finish(), _sum(received, total)))
@@ -101,7 +103,7 @@ class Axis:
                            self._collect(part, whole, [part.numel()] * self.ranks, size, kind="all-gather"))
         call = self._count("all-gather", size * (self.ranks - 1), "all_gather", whole)
         work = native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)
-        return Pending(self, "all-gather", whole, _recorded(_waiting(work), call))
+        return Pending(self, "all-gather", whole, _recorded(self._waiting(work), call))
 
     def _swap(self, tensor: Tensor, total: Tensor, size: int, shelves: Shelves | None) -> _Finish:
         """Exchange whole tensors with the other of two ranks, and add: the same bits in either order."""
@@ -119,7 +121,7 @@ class Axis:
         other = torch.empty_like(tensor)
         splits = [0 if rank == self.rank else tensor.numel() for rank in range(2)]
         work = self.group.alltoall_base(other.view(-1), tensor.view(-1), splits, splits)
-        arrived = _recorded(_waiting(work), call)
+        arrived = _recorded(self._waiting(work), call)
         return lambda: (arrived(), torch.add(tensor, other, out=total))
 
     def _reduce_by_spans(self, tensor: Tensor, total: Tensor) -> Pending:
@@ -144,7 +146,7 @@ class Axis:
         shelves = self._shelves_for(flat.numel() * flat.element_size())
         if shelves is None:
             work = self.group.alltoall_base(received.view(-1), flat, [own] * self.ranks, list(spans))
-            return _recorded(_waiting(work), call)
+            return _recorded(self._waiting(work), call)
         traffic.lent += size
         start = sum(spans[:self.rank])
         number = shelves.lay(flat)
@@ -167,16 +169,26 @@ class Axis:
         if self.ranks == 2:
             rows[self.rank].copy_(part.view(-1))
             splits = [part.numel() if peer != self.rank else 0 for peer in range(2)]
-            return _recorded(_waiting(self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits)), call)
+            work = self.group.alltoall_base(rows[1 - self.rank], part.view(-1), splits, splits)
+            return _recorded(self._waiting(work), call)
         copies = part.view(-1).repeat(self.ranks)
         work = self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks)
-        return _recorded(_waiting(work), call)
+        return _recorded(self._waiting(work), call)
 
     def _count(self, kind: str, sent: int, op: str, buffer: Tensor) -> Call | None:
         return traffic.count(f"tensor {kind}", sent, op=op, of=buffer, ranks=self.members)
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
+
+    def _waiting(self, work: dist.Work | None) -> _Finish:
+        """Return how to wait for `work`, and for no rank that failed."""
+        def finish() -> None:
+            with waiting(partial(end_waits, self.group)):
+                if work is not None:
+                    work.wait()
+
+        return finish
 
     def _shelves_for(self, size: int) -> Shelves | None:
         """Return the shelves that a tensor of `size` bytes goes over, if it does. The first call is a collective."""
@@ -213,6 +225,8 @@ class Pending:
         axis = self._axis
         what = (f"rank {axis.rank} of {axis.ranks} of a tensor axis: {self._kind} of {tuple(self._tensor.shape)} "
                 f"{self._tensor.dtype}".replace("torch.", ""))
+        if (known := peer_failed(what)) is not None:
+            return known
         if "imed out" in str(error) or "timeout" in str(error).lower():
             return CollectiveTimeout(f"{what} did not finish in time. Another rank took a different path through the model, "
                                      f"was given a batch of another shape, or stopped. ({error})")
@@ -222,10 +236,6 @@ class Pending:
 
 def _nothing() -> None:
     """Be done."""
-
-
-def _waiting(work: dist.Work | None) -> _Finish:
-    return _nothing if work is None else work.wait
 
 
 def _recorded(finish: _Finish, call: Call | None) -> _Finish:

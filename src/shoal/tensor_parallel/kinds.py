@@ -20,7 +20,7 @@ from shoal.cut import divided
 from shoal.errors import UsageError
 from shoal.tensor_parallel.axis import Axis
 from shoal.tensor_parallel.doors import Streams, enter_at, gather_after, split_at
-from shoal.tensor_parallel.layers import ColumnLinear, RowLinear, qkv_parts
+from shoal.tensor_parallel.layers import ColumnLinear, RowLinear, qkv_parts, sizes_of
 from shoal.tensor_parallel.parts import Taken
 from shoal.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 from shoal.tensor_parallel.whole import PartDropout, Shared
@@ -68,6 +68,11 @@ class Column(Kind):
     def convert(self, module: nn.Module, site: Site) -> nn.Module:
         if self.heads is not None:
             divided(f"{self.heads} heads", self.heads, site.axis.ranks)
+            _, outputs, _ = sizes_of(module, input_first=self.input_first)
+            for size in self.parts or (outputs,):
+                if size % self.heads:
+                    raise UsageError(f"Column: {size} outputs are not {self.heads} heads of one size, and would be cut in "
+                                     f"the middle of one; give heads a number that divides {size}")
         return ColumnLinear.from_linear(module, site.group, parts=self.parts, gather_output=self.gather_output,
                                         sequence_dim=site.sequence_dim, entered=site.entered, input_first=self.input_first,
                                         taken=site.taken)

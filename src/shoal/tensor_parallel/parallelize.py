@@ -4,33 +4,35 @@
     convert    each module that the plan matches, those around others first
     settle     what was tied to a cut parameter is tied to its part
     align      the ranks' default generators, so that whole tensors drop alike
+
+A model is cut or left as it was: where something does not fit, here or in another stage, all that was done is undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
 from shoal.cut import Cutting, cuts_of
 from shoal.errors import RanksDisagree, UsageError
+from shoal.fingerprint import bits_of
 from shoal.tensor_parallel.doors import Streams
 from shoal.tensor_parallel.kinds import Region, Site, Whole
 from shoal.tensor_parallel.parts import Taken
-from shoal.tensor_parallel.plan import Match, Plan, assign, used
+from shoal.tensor_parallel.plan import Elsewhere, Match, Plan, assign, found_in
 from shoal.tensor_parallel.plans import plan_for
 from shoal.tensor_parallel.random import Apart, align
 
 __all__ = ["parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def parallelize(model: M, group: dist.ProcessGroup, plan: Plan | None = None, *, sequence_parallel: bool = False,
@@ -43,6 +45,7 @@ def parallelize(model: M, group: dist.ProcessGroup, plan: Plan | None = None, *,
     weights; afterwards each holds its part, and they have the first rank's random state. Raises `UsageError` where plan and
     model do not fit or sizes do not divide, `RanksDisagree` where ranks have different plans or weights, on all ranks alike.
     """
+    _refuse_odd(group, plan)
     trouble: UsageError | None = None
     try:
         plan = _chosen(model, plan, sequence_parallel=sequence_parallel)
@@ -51,17 +54,76 @@ def parallelize(model: M, group: dist.ProcessGroup, plan: Plan | None = None, *,
     _compare(group, [str(trouble)] if plan is None else [*plan.describe(), *_fingerprint(model)], timeout)
     if trouble is not None or plan is None:
         raise trouble or AssertionError("neither a plan nor a reason")
-    elsewhere = set() if stages is None else _elsewhere(plan, model, stages, timeout)
-    taken, matches = Taken(), assign(plan, model, elsewhere)
-    _convert(model, matches, group, plan.sequence_dim, taken)
-    _settle(model, matches, taken)
+    others = None if stages is None else Communicator(stages, timeout=timeout)
+    whole, taken = _gathered(plan, model, others), Taken()
+    with _as_it_was_after_failure(model):
+        try:
+            matches = assign(plan, model, whole)
+            _convert(model, matches, group, plan.sequence_dim, taken)
+            _settle(model, matches, taken)
+        except UsageError as error:
+            trouble = error
+        _told(trouble, others)
     align(group, timeout=timeout)
     return model
 
 
-def _elsewhere(plan: Plan, model: nn.Module, stages: dist.ProcessGroup, timeout: float) -> set[str]:
-    """Return the patterns that match something in some stage."""
-    return set[str]().union(*Communicator(stages, timeout=timeout).gather_objects(used(plan, model)))
+def _refuse_odd(group: object, plan: object) -> None:
+    """Raise `UsageError` for what is neither a group of processes nor a plan."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"parallelize: group: got {group!r}; give the process group of the ranks that share the layers, "
+                         f"such as mesh.group('tensor'), or torch.distributed.group.WORLD once init_distributed was called")
+    if plan is not None and not isinstance(plan, Plan):
+        raise UsageError(f"parallelize: plan: got a {type(plan).__name__}; give a Plan: Plan({{name pattern: kind}}), as "
+                         f"docs/tensor_parallel.md shows")
+
+
+def _gathered(plan: Plan, model: nn.Module, stages: Communicator | None) -> Elsewhere:
+    """Return what there is in all stages. Raises `RanksDisagree` where these have other plans."""
+    here = found_in(model, plan)
+    if stages is None:
+        return here
+    said = stages.gather_objects((here, plan.describe()))
+    _refuse_differences([lines for _, lines in said], "pipeline")
+    for other in (theirs for rank, (theirs, _) in enumerate(said) if rank != stages.rank):
+        here += other
+    return here
+
+
+def _told(trouble: UsageError | None, stages: Communicator | None) -> None:
+    """Raise what went wrong in some stage, in all of them."""
+    said = [None if trouble is None else str(trouble)] if stages is None else stages.gather_objects(
+        None if trouble is None else str(trouble))
+    if trouble is not None:
+        raise trouble
+    for stage, text in enumerate(said):
+        if text is not None:
+            raise UsageError(f"parallelize: pipeline rank {stage}: {text}")
+
+
+@contextmanager
+def _as_it_was_after_failure(model: nn.Module) -> Generator[None]:
+    """Put back what modules hold, and which hooks they have, if the body fails."""
+    kept = [(module, {name: dict(value) if type(value) in (dict, OrderedDict) else value
+                      for name, value in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, before in kept:
+            now = vars(module)
+            for name in set(now) - set(before):
+                del now[name]
+            for name, value in before.items():
+                if type(now.get(name)) in (dict, OrderedDict) and isinstance(value, dict):
+                    _refill(now[name], value)  # a hook's handle knows the very dict
+                else:
+                    now[name] = value
+        raise
+
+
+def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    held.clear()
+    held.update(before)
 
 
 def _chosen(model: nn.Module, plan: Plan | None, *, sequence_parallel: bool) -> Plan:
@@ -82,26 +144,20 @@ def _fingerprint(model: nn.Module) -> Iterator[str]:
                                       **dict(module.named_buffers(recurse=False))}
         for name, tensor in tensors.items():
             whole = f"{path}.{name}" if path else name
-            bits = "a part" if whole in cut else f"bits that sum to {_bits(tensor)}"
+            bits = "a part" if whole in cut else f"bits that sum to {bits_of(tensor)}"
             yield f"'{whole}': {tuple(tensor.shape)} {tensor.dtype}, {bits}"
 
 
-def _bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's words as whole numbers: the same in whatever order they are added."""
-    if tensor.is_meta:
-        return 0
-    tensor = tensor.detach().contiguous()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return int(tensor.view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64))
-
-
 def _compare(group: dist.ProcessGroup, lines: list[str], timeout: float) -> None:
-    communicator = Communicator(group, timeout=timeout)
-    said = communicator.gather_objects(lines)
+    _refuse_differences(Communicator(group, timeout=timeout).gather_objects(lines), "tensor")
+
+
+def _refuse_differences(said: list[list[str]], axis: str) -> None:
+    """Raise `RanksDisagree` at the first line that is not the same on all ranks of an axis."""
     for everyone in zip_longest(*said, fillvalue="nothing"):
         if len(set(everyone)) > 1:
             listed = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(everyone))
-            raise RanksDisagree(f"parallelize: the tensor ranks begin with different plans or models: {listed}. Give all of "
+            raise RanksDisagree(f"parallelize: the {axis} ranks begin with different plans or models: {listed}. Give all of "
                                 f"them one plan, and build the model from one seed or one checkpoint")
 
 

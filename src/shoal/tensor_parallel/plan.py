@@ -5,7 +5,8 @@
 A pattern is the end of a module's name, component by component, or with a dot before it (`.norm`) the whole name: `*` stands
 for any text within a component, `a|b` for either. What no pattern matches stays whole on every rank; but within repeated
 blocks every weight of two dims or more must be matched, for one that was forgotten would cost its memory on every rank, and
-between cut layers would not fit.
+between cut layers would not fit. Where sequences are split every parameter of a block must be: what is whole there sees a
+part of the data, and only `Norm` sums its gradient over the ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import nn
 
 from shoal.config.suggest import nearest
 from shoal.errors import UsageError
-from shoal.tensor_parallel.kinds import Kind, Whole
+from shoal.tensor_parallel.kinds import Column, Dropout, Heads, Kind, Region, Row, Sequence, Whole
 
-__all__ = ["Match", "Plan", "assign", "used"]
+__all__ = ["Elsewhere", "Match", "Plan", "assign", "found_in"]
 
 _SHOWN = 6
 """How many names an error lists."""
@@ -44,6 +45,15 @@ class Plan:
     kinds: Mapping[str, Kind]
     sequence_dim: int | None = field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  a script's object
+            raise UsageError(f"Plan: got a {type(self.kinds).__name__}; give a mapping of name patterns to kinds, such as "
+                             f"{{'blocks.*.up': Column()}}")
+        for pattern, kind in self.kinds.items():
+            if not isinstance(kind, Kind):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"Plan: {pattern!r}: got {kind!r}; give a kind as a value, such as Column(): one of "
+                                 f"{', '.join(sorted(each.__name__ for each in Kind.__subclasses__()))}")
+
     def describe(self) -> list[str]:
         """Return a line for each thing that must be the same on all ranks."""
         return [f"sequence_dim {self.sequence_dim}", *(f"{pattern!r}: {kind}" for pattern, kind in self.kinds.items())]
@@ -58,29 +68,49 @@ class Match:
     kind: Kind
 
 
-def used(plan: Plan, model: nn.Module) -> set[str]:
-    """Return the patterns that match something in the model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a model has, some of whose layers may be on other ranks: in other stages of a pipeline."""
+
+    patterns: Collection[str]
+    """The patterns that match something."""
+    numbered: Mapping[tuple[str, str], int]
+    """How many children called by a number there are of a class, by the name of the module around them and of the class."""
+
+    def __add__(self, other: Elsewhere) -> Elsewhere:
+        return Elsewhere(patterns={*self.patterns, *other.patterns},
+                         numbered=Counter(self.numbered) + Counter(other.numbered))
+
+
+def found_in(model: nn.Module, plan: Plan) -> Elsewhere:
+    """Return what this rank has of the model."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    return {pattern for pattern in plan.kinds if any(matches(pattern, path) for path in paths)}
+    numbered = Counter((path, type(child).__name__) for path, module in model.named_modules(remove_duplicate=False)
+                       for name, child in module.named_children() if name.isdigit())
+    return Elsewhere(patterns={pattern for pattern in plan.kinds if any(matches(pattern, path) for path in paths)},
+                     numbered=numbered)
 
 
-def assign(plan: Plan, model: nn.Module, elsewhere: Collection[str] = ()) -> list[Match]:
+def assign(plan: Plan, model: nn.Module, whole: Elsewhere) -> list[Match]:
     """Return what the plan does with which module, those around others first.
 
-    Patterns that match something `elsewhere`, in other stages of a pipeline, may match nothing here. Raises `UsageError`
-    for a pattern that matches nothing, a module that is matched twice, and weights within repeated blocks that nothing
-    matches.
+    Patterns that match something in the `whole` model, of which this rank may have some stages, may match nothing here.
+    Raises `UsageError` for a pattern that matches nothing, a module that is matched twice, and parameters within repeated
+    blocks that nothing takes care of.
     """
     paths = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     patterns = {path: [pattern for pattern in plan.kinds if matches(pattern, path)] for path in paths}
-    known = {*elsewhere, *(pattern for several in patterns.values() for pattern in several)}
-    problems = [_unused(pattern, paths) for pattern in plan.kinds if pattern not in known]
+    problems = [_unused(pattern, paths) for pattern in plan.kinds if pattern not in whole.patterns]
     problems += [f"{path} is matched by {' and by '.join(map(repr, several))}: make one of them longer (a dot before a "
                  "pattern makes it the whole name), so that it is matched once"
                  for path, several in patterns.items() if len(several) > 1]
     found = [Match(path=path, module=paths[path], kind=plan.kinds[several[0]])
              for path, several in patterns.items() if several]
-    problems += list(_forgotten(model, plan, found))
+    problems += _lonely(plan)
+    blocks = dict(_within_blocks(model, "", whole.numbered))
+    problems += _shown(_forgotten(blocks, plan, found))
+    if plan.sequence_dim is not None:
+        problems += _shown(_halfway(blocks, found))
     if problems:
         raise UsageError("the plan does not fit the model:\n  " + "\n  ".join(problems))
     return found
@@ -104,21 +134,63 @@ def _unused(pattern: str, paths: Mapping[str, nn.Module]) -> str:
     return f"{pattern!r} matches no module" + (f"; did you mean {close!r}?" if close else "; take it out")
 
 
-def _forgotten(model: nn.Module, plan: Plan, matched: list[Match]) -> Iterator[str]:
-    """Yield a line for the weights within repeated blocks that no pattern matches, by the names of their modules."""
+def _forgotten(blocks: Mapping[str, nn.Module], plan: Plan, matched: list[Match]) -> dict[str, list[str]]:
+    """Return what to say of the parameters within blocks that no pattern matches, and the names of their modules."""
     known = {match.path for match in matched}
     whole = tuple(f"{match.path}." for match in matched if isinstance(match.kind, Whole))
+    least, fix = (2, "say how to cut it, or that it is Whole()") if plan.sequence_dim is None else (
+        0, "each rank would compute on its part of the sequence, and get its part of the gradient: say Norm() where it runs "
+           "between regions, how to cut it, or Whole() where sequences are not split")
     found: dict[str, list[str]] = defaultdict(list)
-    for path, module in _within_blocks(model, ""):
-        large = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        if large and path not in known and not path.startswith(whole):
-            found[f"{_starred(path)} ({type(module).__name__})"].append(path)
-    for name, paths in list(found.items())[:_SHOWN]:
-        close = _nearest_pattern(_starred(paths[0]), plan)
-        yield (f"no pattern matches {name}, {len(paths)} of them" + (f"; the nearest is {close!r}" if close else "") +
-               ": say how to cut it, or that it is Whole()")
-    if len(found) > _SHOWN:
-        yield f"... and {len(found) - _SHOWN} more"
+    for path, module in blocks.items():
+        held = any(parameter.ndim >= least for parameter in module.parameters(recurse=False))
+        if held and path not in known and not path.startswith(whole):
+            close = _nearest_pattern(_starred(path), plan)
+            found[f"no pattern matches {_starred(path)} ({type(module).__name__}), {{}} of them" +
+                  (f"; the nearest is {close!r}" if close else "") + f": {fix}"].append(path)
+    return found
+
+
+def _lonely(plan: Plan) -> list[str]:
+    """Return a line if the plan cuts outputs that nothing sums up, or inputs that nothing has cut."""
+    columns = [pattern for pattern, kind in plan.kinds.items()
+               if isinstance(kind, Heads) or (isinstance(kind, Column) and not kind.gather_output)]
+    rows = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Row)]
+    if columns and not rows:
+        return [f"outputs are cut by {', '.join(map(repr, columns))}, and no Row() takes them: name the layer that comes "
+                f"after them Row(), or gather them by Column(gather_output=True)"]
+    if rows and not columns:
+        return [f"inputs are cut by {', '.join(map(repr, rows))}, and no Column() or Heads() leaves them so: name the layer "
+                f"that comes before Column()"]
+    return []
+
+
+def _halfway(blocks: Mapping[str, nn.Module], matched: list[Match]) -> dict[str, list[str]]:
+    """Return what to say of parameters where sequences are split that their kind leaves as they are."""
+    begins = {match.path.rpartition(".")[0] for match in matched
+              if isinstance(match.kind, Sequence) and match.kind.split is not None and match.path in blocks}
+    around = tuple(f"{path}." if path else "" for path in begins)
+    handled = {match.path for match in matched}
+    found: dict[str, list[str]] = defaultdict(list)
+    for match in matched:
+        kind, module = type(match.kind).__name__, match.module
+        if isinstance(match.kind, Region | Sequence | Dropout) and any(True for _ in module.parameters(recurse=False)):
+            found[f"{_starred(match.path)} ({type(module).__name__}), {{}} of them, has parameters of its own, of which "
+                  f"{kind}() takes no care where sequences are split: put them into a module within it, and say Norm() of "
+                  f"that"].append(match.path)
+        elif isinstance(match.kind, Whole) and around and match.path in blocks and match.path.startswith(around) and any(
+                True for path, within in module.named_modules(prefix=match.path) if path == match.path or path not in handled
+                for _ in within.parameters(recurse=False)):
+            found[f"{_starred(match.path)} ({type(module).__name__}), {{}} of them, is Whole() in a list of blocks whose "
+                  f"sequences are split: its gradient would be a part on each rank: say Norm(), or how to cut it, or leave "
+                  f"sequence_dim out"].append(match.path)
+    return found
+
+
+def _shown(found: Mapping[str, list[str]]) -> list[str]:
+    """Return a line for each of what was found, up to `_SHOWN` of them."""
+    lines = [line.format(len(paths)) for line, paths in found.items()]
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"... and {len(lines) - _SHOWN} more"]
 
 
 def _nearest_pattern(path: str, plan: Plan) -> str | None:
@@ -132,16 +204,20 @@ def _end(path: str, pattern: str) -> str:
     return ".".join(path.split(".")[-pattern.removeprefix(".").count(".") - 1:])
 
 
-def _within_blocks(module: nn.Module, prefix: str, inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of repeated blocks, which are children of a ModuleList, or of one class in a Sequential."""
+def _within_blocks(module: nn.Module, prefix: str, numbered: Mapping[tuple[str, str], int],
+                   inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of repeated blocks: children of a ModuleList, of one class in a Sequential, or called by numbers and
+    of one class anywhere else, be it on several ranks.
+    """
     children = dict(module.named_children())
     kinds = Counter(type(child) for child in children.values())
     for name, child in children.items():
-        listed = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and kinds[type(child)] > 1)
+        listed = (isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and kinds[type(child)] > 1) or
+                  (name.isdigit() and numbered.get((prefix.removesuffix("."), type(child).__name__), 0) > 1))
         path = f"{prefix}{name}"
         if inside or listed:
             yield path, child
-        yield from _within_blocks(child, f"{path}.", inside or listed)
+        yield from _within_blocks(child, f"{path}.", numbered, inside or listed)
 
 
 def _starred(path: str) -> str:

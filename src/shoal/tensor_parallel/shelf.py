@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.board import PATIENCE, cause
 from shoal.process_memory import place
 
 PLACE_BYTES = 1 << 20
@@ -125,6 +126,8 @@ class Shelves:
                 checked = now
                 if self._is_gone(peer) and words[word] < number:
                     raise RuntimeError(f"rank {peer} of the group is gone")
+                if now - start > PATIENCE and cause() is not None:
+                    raise RuntimeError("another rank failed")
             if now - start > self._timeout:
                 raise RuntimeError(f"timed out after {self._timeout:g} s of waiting for rank {peer} of the group")
 

@@ -40,6 +40,9 @@ class VocabularyEmbedding(nn.Module):
                  sequence_dim: int | None = None, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None):
         super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise UsageError(f"VocabularyEmbedding: padding_idx: got {padding_idx}; the vocabulary has {num_embeddings} "
+                             f"words: give 0 to {num_embeddings - 1}, or one from the end, -{num_embeddings} to -1")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings

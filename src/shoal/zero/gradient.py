@@ -46,6 +46,14 @@ class Gradient:
     """A step may take the sum as soon as it is there: it does not go to rest before."""
     again = False
     """Recompute within a backward pass may add to it when it seemed complete."""
+    unsynced = False
+    """A backward pass ended without reducing this gradient."""
+    launched = False
+    """The present backward pass has reduced this gradient once."""
+    complete = False
+    """Every slot received its gradient in the present backward pass."""
+    measured = True
+    """Whether a step will ask for the norm."""
     signed = False
     """It travels as signs."""
     _owed = False  # the resting buffer holds what signs did not say, of the slots
@@ -60,10 +68,6 @@ class Gradient:
         self.stage = stage
         self.touched = 0
         """Bit i: slot i received a gradient on this rank since the last step."""
-        self.unsynced = False
-        """A backward pass ended without reducing this gradient."""
-        self.launched = False
-        """The present backward pass has reduced this gradient once."""
         self._communicator = communicator = holders.communicator
         self._replicas = holders.replicas
         self._dtypes, self._pool = dtypes, pool
@@ -75,13 +79,9 @@ class Gradient:
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
         self._slots = len(layout.slots)
-        self.complete = False
-        """Every slot received its gradient in the present backward pass."""
         self._open: Tensor | None = None
         self._resting: Tensor | None = None
         self._flight: _Flight | None = None
-        self.measured = True
-        """Whether a step will ask for the norm."""
         self._norm: Tensor | None = None
         partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
         self._span, self.rest = above(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,

@@ -1,0 +1,167 @@
+"""What ranks must be of one mind about is compared before anything is built, and samples before they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import RanksDisagree, ShoalError, UsageError
+from shoal.testing import run_ranks
+
+WIDTH = 4
+
+
+def batches(count: int = 9, *, size: int = 2, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return iter([(torch.randn(size, WIDTH, generator=generator), torch.randn(size, WIDTH, generator=generator))
+                 for _ in range(count)])
+
+
+def engine_of(count: int = 4, module: dict[str, Any] | None = None, **config: Any) -> Any:
+    made = shoal.PipelineModule([shoal.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(count)], seed_layers=True,
+                                **{"num_stages": dist.get_world_size(), "loss_fn": nn.functional.mse_loss} | (module or {}))
+    return shoal.initialize(model=made, config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "timeout": 30,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}} | config)[0]
+
+
+def told(call: Callable[[], object], kind: type[ShoalError] = RanksDisagree) -> str:
+    with pytest.raises(kind) as found:
+        call()
+    return str(found.value)
+
+
+def others() -> list[str]:
+    other = dist.get_rank() == 1
+    sample = next(batches())
+    return [
+        told(lambda: engine_of(6 if other else 4)),
+        told(lambda: engine_of(module={"partition_method": [0, 2, 4] if other else [0, 1, 4]})),
+        told(lambda: engine_of(module={"schedule": "gpipe" if other else "1f1b"})),
+        told(lambda: engine_of(pipeline={"schedule": "zb-h1" if other else "1f1b"})),
+        told(lambda: engine_of(gradient_accumulation_steps=3 if other else 2)),
+        told(lambda: engine_of(zero_optimization={"stage": 1 if other else 0})),
+        told(lambda: engine_of(6 if other else 4, module={"partition_method": "profile", "sample": sample})),
+        told(lambda: engine_of(gradient_accumulation_steps=0 if other else 2), ShoalError),
+        told(lambda: engine_of(mesh={"tensor": 3} if other else {}), ShoalError),
+    ]
+
+
+def test_the_first_thing_in_which_ranks_differ_is_named_before_anything_is_built() -> None:
+    found = run_ranks(2, others)
+    for said in found:
+        for text, words in zip(said, (
+            "initialize: ranks differ in the number of layers: rank 0 has 4, rank 1 has 6; give every rank the same layers",
+            "initialize: ranks differ in where stages begin: rank 0 has [0, 1, 4], rank 1 has [0, 2, 4]",
+            "initialize: ranks differ in the schedule: rank 0 has '1f1b', rank 1 has 'gpipe'",
+            "ranks differ in configuration, pipeline.schedule: rank 0 has '1f1b', rank 1 has 'zb-h1'",
+            "configuration, train_batch_size: rank 0 has 4, rank 1 has 6",
+            "configuration, zero_optimization.stage: rank 0 has 0, rank 1 has 1",
+            "PipelineModule: ranks differ in layer 4: rank 0 has none, rank 1 has '4' (Linear) of 20 parameters",
+            "gradient_accumulation_steps: got 0",
+            "mesh: ",
+        ), strict=True):
+            assert words in text
+    assert found[0][7].startswith("initialize: rank 1 failed, and the others wait for it: ")
+
+
+def same_but_for_what_is_ones_own() -> float:
+    rank = dist.get_rank()
+    engine = engine_of(steps_per_print=1 + rank, log_level="error" if rank else "warning", timeout=30 + rank)
+    return engine.train_batch(batches()).item()
+
+
+def test_ranks_may_differ_in_what_concerns_a_rank_alone() -> None:
+    assert len(set(run_ranks(2, same_but_for_what_is_ones_own))) == 1
+
+
+def unlike_samples() -> list[str]:
+    rank = dist.get_rank()
+    engine = engine_of()
+    said = [told(lambda: engine.train_batch(batches(size=2 + rank)))]
+    engine = engine_of()
+    said.append(told(lambda: engine.train_batch(batches(seed=rank))))
+    said.append(told(lambda: engine.eval_batch(batches(), num_micro_batches=1 + rank)))
+    engine.train_batch(batches())  # nothing had begun
+    said.append(told(lambda: engine.eval_batch(batches(size=2 + rank))))
+    said.append(told(lambda: engine_of().eval_batch(batches(seed=rank))))
+    engine = engine_of()
+    said.append(told(lambda: engine.train_batch(batches()) if rank else engine.eval_batch(batches())))
+    debugged = engine_of(debug=True)
+    debugged.train_batch(batches())
+    said.append(told(lambda: debugged.train_batch(batches(seed=rank))))
+    return said
+
+
+def test_the_first_and_the_last_stage_must_draw_the_same_samples() -> None:
+    for said in run_ranks(2, unlike_samples):
+        for text, words in zip(said, (
+            "train_batch: microbatch 0: rank 0 (stage 0) drew inputs of (2, 4) float32, rank 1 (stage 1) of (3, 4) float32; "
+            "the ranks of the first and the last stage, and all their tensor ranks, draw the same samples",
+            "train_batch: microbatch 0: rank 0 (stage 0) and rank 1 (stage 1) drew labels of one shape ((2, 4) float32) and "
+            "other values",
+            "ranks call different things: rank 0 is in eval_batch of 1 microbatches",
+            "eval_batch: microbatch 0: rank 0 (stage 0) drew inputs of (2, 4) float32",
+            "eval_batch: microbatch 0: rank 0 (stage 0) and rank 1 (stage 1) drew labels of one shape",
+            "ranks call different things: rank 0 is in eval_batch of 2 microbatches, compute_loss=True, "
+            "reduce_output='avg', bcast_loss=True, rank 1 in train_batch of 2 microbatches",
+            "train_batch: microbatch 0: rank 0 (stage 0) and rank 1 (stage 1) drew labels",
+        ), strict=True):
+            assert words in text
+
+
+def parts_alone() -> list[float]:
+    """Each stage draws what it uses; inputs are changed at random where they are not used."""
+    rank, engine = dist.get_rank(), engine_of()
+    halves = iter([(x, None) if rank == 0 else (None, y) for x, y in batches()])
+    changed = iter([(x + rank, y) for x, y in batches()])
+    return [engine.eval_batch(halves).item(), engine_of().eval_batch(changed).item()]
+
+
+def test_a_stage_may_leave_out_what_it_does_not_use() -> None:
+    found = run_ranks(2, parts_alone)
+    assert found[0] == found[1] and found[0][0] == found[0][1]
+
+
+def of_later_steps() -> str:
+    engine = engine_of(timeout=20)
+    engine.train_batch(batches())
+    sizes = [2, 3] if dist.get_rank() else [2, 2]
+    return told(lambda: engine.train_batch(iter([next(batches(size=size)) for size in sizes])), ShoalError)
+
+
+def test_a_microbatch_of_another_size_is_named_with_both_numbers_by_the_loss() -> None:
+    for said in run_ranks(2, of_later_steps):
+        assert "(the output has 2 samples, and the labels 3; the ranks of the first and the last stage draw the same" in said
+
+
+def odd_iterators() -> list[str]:
+    def broken() -> Iterator[Any]:
+        yield next(batches())
+        raise OSError("disk gone")
+
+    engine = engine_of()
+    said = [told(lambda data=data: engine.train_batch(data), UsageError)
+            for data in (broken(), iter([(torch.zeros(2, WIDTH),) * 3] * 2), batches(1), [1, 2])]
+    said += [told(lambda count=count: engine.eval_batch(batches(), num_micro_batches=count), UsageError)
+             for count in (0, -1, 1.5)]
+    engine.train_batch(batches())
+    return said
+
+
+def test_iterators_and_counts_that_cannot_be_are_refused_and_the_engine_goes_on() -> None:
+    for text, words in zip(run_ranks(2, odd_iterators)[1], (
+        "rank 0: train_batch, step 1: the iterator failed: OSError: disk gone",
+        "the iterator gave a tuple of 3; each item is (inputs, labels)",
+        "the iterator ended after 1 of 2 microbatches; give it a multiple of 2, or wrap the loader in",
+        "got a list, which would start anew at every step; pass an iterator",
+        "num_micro_batches: got 0; give a whole number of 1 or more, or None for the 2 of a step",
+        "num_micro_batches: got -1", "num_micro_batches: got 1.5",
+    ), strict=True):
+        assert words in text
