@@ -15,6 +15,7 @@ counted and has no time, for its `wait` is torch's own.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -59,6 +60,9 @@ __all__ = [
     "log_summary", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn", "reduce_scatter_tensor",
     "reset_log", "send",
 ]  # fmt: skip
+
+_WIDTH = 160
+"""Columns of a table that goes into a file."""
 
 _ROUNDS = 5
 """Exchanges by which the ranks' clocks are compared."""
@@ -125,7 +129,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> list
     if rank == 0:
         from rich.console import Console
 
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         console.print(rows_table(rows, waits, rank))
         console.print(bytes_table(sent, rank))
         if ranks is not None:

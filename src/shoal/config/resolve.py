@@ -155,10 +155,14 @@ def _valid(kind: type[S], values: dict[str, object], findings: Findings) -> S:
 
 
 def _drop(values: dict[str, object], location: tuple[int | str, ...]) -> None:
-    inner: object = values
+    """Remove what stands at `location`, or the whole list that it is in."""
+    inner = cast(dict[int | str, object], values)
     for key in location[:-1]:
-        inner = cast(dict[int | str, object], inner)[key]
-    cast(dict[int | str, object], inner).pop(location[-1], None)
+        if not isinstance(inner[key], dict):
+            inner.pop(key)
+            return
+        inner = cast(dict[int | str, object], inner[key])
+    inner.pop(location[-1], None)
 
 
 def _conflicts(section: Section, path: str) -> Iterator[tuple[str, Conflict]]:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Moment = float | torch.cuda.Event
 """Seconds of the monotonic clock, or an event of a device's stream."""
 
-_TAILS = ("_into_tensor", "_tensor", "_single", "_base", "_coalesced", "_object", "_list")
+_TAILS = ("_list", "_object", "_into_tensor", "_tensor", "_single", "_base", "_coalesced")
 
 
 def operation(name: str) -> str:
