@@ -177,6 +177,25 @@ def test_what_was_sent_and_what_was_taken_is_let_go(size: int) -> None:
     assert run_ranks(2, freed, size) == [[False] * 5] * 2
 
 
+def announced() -> list[int]:
+    """Return how many messages the sender keeps after each of three that it has announced."""
+    end = ends()
+    if isinstance(end, Receiver):
+        end.expect(3)
+        return [end.receive() for _ in range(3)]
+    end.expect(3)
+    found: list[int] = []
+    for index in range(3):
+        end.send(index)
+        found.append(len(end._posted))  # pyright: ignore[reportPrivateUsage]
+    end.flush()
+    return found
+
+
+def test_the_last_message_that_was_announced_has_none_kept_back() -> None:
+    assert run_ranks(2, announced) == [[1, 2, 0], [0, 1, 2]]
+
+
 def warm(end: Sender | Receiver, messages: int, size: int) -> None:
     """Pass messages of one form, which is foreseen then, if they are some."""
     if isinstance(end, Receiver):
