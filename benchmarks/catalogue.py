@@ -33,8 +33,6 @@ SYSTEMS = {
        for stage in (1, 2, 3)},
     **{f"shoal-pipeline-{schedule}": System(title=f"Shoal pipeline, {title}", settings="a stage a rank", whole=True,
                                             build=pipeline(schedule))
-       for schedule, title in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("zb-h1", "zero-bubble"))},
-    "shoal-pipeline-zbv": System(title="Shoal pipeline, ZBV", settings="two stages a rank, in a V", whole=True,
-                                 build=pipeline("zbv", 2)),
+       for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "zero-bubble"))},
     **LOOKUPS,
 }

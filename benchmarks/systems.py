@@ -132,17 +132,17 @@ def lookups(stage: int, optimizer: str, *, rows: bool) -> Callable[[nn.Module, W
     return build
 
 
-def pipeline(schedule: str, stages_per_rank: int = 1) -> Callable[[nn.Module, Workload], Step]:
-    """Return the builder of this library's pipeline, of the weights of the one model that all systems train."""
+def pipeline(schedule: str) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of this library's pipeline: a stage a rank, the weights of the one model that all systems train."""
     def build(model: nn.Module, workload: Workload) -> Step:
         import shoal
 
         specs = [shoal.LayerSpec(nn.Sequential, part) for part in workload.chain(model)]
         module = shoal.PipelineModule(layers=specs, num_stages=dist.get_world_size(), loss_fn=workload.loss,
-                                      partition_method="parameters", schedule=schedule, stages_per_rank=stages_per_rank)
+                                      partition_method="parameters")
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
         sequences = len(workload.batch(0, 0)[0]) * dist.get_world_size()
-        config = {**_config({"stage": 0}, optimizer, workload),
+        config = {**_config({"stage": 0}, optimizer, workload), "pipeline": {"schedule": schedule},
                   "train_micro_batch_size_per_gpu": sequences // workload.pieces,
                   "gradient_accumulation_steps": workload.pieces}
         engine, *_ = shoal.initialize(model=module, config=config)

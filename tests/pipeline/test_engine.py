@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 import shoal
 from shoal.collectives import traffic
 from shoal.errors import CollectiveFailed, PipelineError, ShoalError, UsageError
+from shoal.pipeline.links import Links
 from shoal.testing import run_ranks
+from shoal.zero.reducer import Reducer
 
 from .small import BLOCKS, COUNT, MICRO, STEPS, WIDTH, WORDS, Block, Case, Embed, data, loss_fn, microbatch
 
@@ -65,6 +69,48 @@ def of_all_shapes(stages: int) -> list[float]:
         batches = [microbatch(step, number, 0, length=3 + number) for number in range(COUNT)]
         found.append(engine.train_batch(iter(batches)).item())
     return found
+
+
+class Seen(Block):
+    """Remembers, without holding them, what it was given."""
+
+    given: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given.append(weakref.ref(x))
+        return super().forward(x)
+
+
+def onward(schedule: str) -> list[str]:
+    """Return what the last rank did at the end of a step's backward passes, in order."""
+    said: list[str] = []
+    send, finish = Links.send, Reducer.finish
+
+    def sending(links: Links, kind: str, stage: int, value: object) -> None:
+        said.append(kind)
+        send(links, kind, stage, value)
+
+    def finishing(reducer: Reducer) -> None:
+        said.append("reduced" if reducer._due else "kept")  # pyright: ignore[reportPrivateUsage]
+        finish(reducer)
+
+    Links.send, Reducer.finish = sending, finishing
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Seen), shoal.LayerSpec(nn.Linear, WIDTH, WORDS)]
+    engine = engine_of(layers, pipeline={"schedule": schedule})
+    gc.collect()
+    gc.disable()
+    engine.train_batch(data(0, 0))
+    assert not any(ref() is not None for ref in Seen.given), "what came in is gone without the help of the collector"
+    gc.enable()
+    return said
+
+
+def test_the_gradient_of_an_input_is_sent_before_the_last_pass_reduces() -> None:
+    assert run_ranks(2, onward, "1f1b")[1] == ["kept", "gradients"] * (COUNT - 1) + ["gradients", "reduced"]
+    split = run_ranks(2, onward, "zb-h1")[1]
+    assert split.count("gradients") == COUNT
+    assert split.count("reduced") == 1
+    assert split[-1] == "reduced"
 
 
 def test_anything_goes_from_stage_to_stage_and_may_change_its_shape() -> None:

@@ -66,6 +66,20 @@ def test_values_of_one_form_have_one_skeleton() -> None:
     assert skeleton((torch.ones(1), 1)) != skeleton((torch.ones(1), True))
 
 
+def test_rows_of_tensors_are_told_apart_by_all_that_they_are() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    rows: list[Any] = [x, [x], (x,), [x, y], (x, y), [x, None], [None, x], [x, x], [], (), None, [None], torch.ones(3),
+                       torch.ones(2, dtype=torch.float64), torch.ones(1, 2), torch.ones(2, requires_grad=True)]
+    skeletons = [take_apart(row, "")[0] for row in rows]
+    assert len(set(skeletons)) == len(rows)
+    assert [take_apart(row, "")[0] for row in rows] == skeletons, "remembered or written"
+    for row in rows:
+        for found in (again(row), again(row)):
+            assert type(found) is type(row)
+            parts = row if isinstance(row, list | tuple) else [row]
+            assert all(a is b for a, b in zip(found if parts is row else [found], parts, strict=True))
+
+
 def test_a_skeleton_says_how_much_room_each_tensor_takes() -> None:
     value = (nn.Parameter(torch.ones(2)), torch.tensor(True), torch.zeros(0, 3, dtype=torch.bfloat16))
     forms = Skeleton(take_apart(value, "")[0]).forms
