@@ -220,7 +220,7 @@ class Saving(Surface):
         """Take over what the ranks that saved had not sent: each of those here what every so-manieth of them had."""
         assert self.sharded is not None
         ranks = {} if snapshot is None else residual_ranks(snapshot)
-        units = [unit for unit in self.sharded.trainable if unit.signed]
+        units = [unit for unit in self.sharded.trainable if ranks or unit.signed]  # one rank takes it as an addend at once
         found: dict[Unit, Tensor] = {}
         for number in range(max(ranks.values(), default=0)):
             part = {unit: torch.zeros(unit.layout.size, device=self.device) for unit in units
