@@ -33,7 +33,8 @@ def test_what_has_no_time_has_no_bandwidth() -> None:
 
 @pytest.mark.parametrize(("name", "does"), [
     ("all_gather_into_tensor", "all_gather"), ("reduce_scatter_tensor", "reduce_scatter"),
-    ("all_to_all_single", "all_to_all"), ("inference_all_reduce", "all_reduce"), ("broadcast_object_list", "broadcast"), ("all_reduce_coalesced", "all_reduce"),
+    ("all_to_all_single", "all_to_all"), ("inference_all_reduce", "all_reduce"), ("broadcast_object_list", "broadcast"),
+    ("all_reduce_coalesced", "all_reduce"),
 ])  # fmt: skip
 def test_operations_are_known_by_torchs_longer_names(name: str, does: str) -> None:
     assert operation(name) == does
