@@ -89,7 +89,7 @@ def record(settings: CommsLoggerSettings) -> None:
     elif traffic.recorder is None:
         traffic.recorder = Recorder(settings, speaks=not is_initialized() or get_rank() == 0)
     else:
-        traffic.recorder.settings = settings
+        traffic.recorder.follow(settings)
 
 
 def reset_log() -> None:

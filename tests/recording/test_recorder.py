@@ -184,7 +184,9 @@ def spoken() -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     with_handler.addHandler(handler)
     with_handler.setLevel(logging.INFO)
-    recorder(verbose=True)
+    recorder()
+    gather(communicator())
+    comm.configure(enabled=True, verbose=True)
     gather(communicator())
     return said
 

@@ -37,8 +37,8 @@ class Recorder:
 
     def __init__(self, settings: CommsLoggerSettings, *, speaks: bool = False):
         self.settings = settings
-        self._speaks = speaks and settings.verbose
-        """Whether this rank logs each call."""
+        self.speaks = speaks
+        """Whether this rank is the one that logs, where each call is to be logged."""
         self._clock = Clock()
         self._rows: dict[Key, Row] = {}
         self._numbers = Counter[Name]()
@@ -57,6 +57,11 @@ class Recorder:
         """The latest calls of each name."""
         self._fold()
         return {name: list(calls) for name, calls in self._recent.items()}
+
+    def follow(self, settings: CommsLoggerSettings) -> None:
+        """Go on as other settings say."""
+        self._fold()
+        self.settings = settings
 
     def settle(self) -> None:
         """Wait until what was launched on a device is over."""
@@ -80,9 +85,13 @@ class Recorder:
         return Call(key=key, what=what, number=number, on_device=on_device, clock=self._clock,
                     began=self._clock.now(on_device=on_device), done=self._done)
 
+    @property
+    def _logs(self) -> bool:
+        return self.speaks and self.settings.verbose
+
     def _done(self, call: Call) -> None:
         self._ended.append(call)
-        if self._speaks or len(self._ended) >= _BEHIND:
+        if self._logs or len(self._ended) >= _BEHIND:
             self._fold()
 
     def _fold(self) -> None:
@@ -95,7 +104,7 @@ class Recorder:
                 self._rows[call.key] = replace(row, timed=row.timed + 1, seconds=row.seconds + stamps.ended - stamps.began,
                                                exposed=row.exposed + stamps.ended - stamps.waiting)
                 self._recent[call.key, call.what].append((call.number, stamps))
-                if self._speaks:
+                if self._logs:
                     _say(call, stamps)
 
 
