@@ -11,9 +11,9 @@ from shoal.log import warn_once
 
 __all__ = ["ROW_COST", "Table", "changed_rows", "summed_duplicates", "whole"]
 
-ROW_COST = 1.5
-"""What a byte of a row costs in bytes of the whole: rows are found, sorted, gathered and scattered one by one. Measured
-between ranks of one machine, where the wire hides none of it: docs/sparse.md."""
+ROW_COST = 2.5
+"""What a byte of a row costs in bytes of the whole: rows are found, sorted, gathered and scattered one by one. Measured at
+1 Gbit/s (docs/sparse.md): a slower wire hides more of it, a faster one less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
