@@ -125,7 +125,7 @@ def test_a_layer_that_fails_on_the_sample_is_named_on_every_rank() -> None:
 LINEAR = LayerSpec(nn.Linear, 2, 2)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no size": ([LINEAR], {}, "give num_stages, or a topology"),
-    "uneven": ([LINEAR], {"num_stages": 3}, "num_stages: got 3; the 2 ranks do not divide by it"),
+    "uneven": ([LINEAR], {"num_stages": 3}, "num_stages: got 3; the 2 ranks of the job do not divide by it"),
     "none": ([LINEAR], {"num_stages": 0}, "num_stages: got 0"),
     "world": ([LINEAR], {"topology": PipeDataParallelTopology(2, 2)}, "of 4 ranks and num_stages=None"),
     "axis": ([LINEAR], {"topology": ProcessTopology(["data"], [2])}, "has an axis 'pipe'"),
