@@ -201,17 +201,18 @@ def moved(folder: str, within: bool) -> tuple[float, float]:
 
     iterate()
     before, elements = (swap.read_bytes, swap.written_bytes), sum(unit.layout.size for unit in engine.sharded.units)
-    iterate()
-    found = (swap.read_bytes - before[0]) / elements, (swap.written_bytes - before[1]) / elements
+    for _ in range(4):  # weights that a step has left for the next forward are written in it
+        iterate()
+    found = (swap.read_bytes - before[0]) / 4 / elements, (swap.written_bytes - before[1]) / 4 / elements
     engine.destroy()
     return found
 
 
 def test_gradients_on_disk_need_not_rest(tmp_path: Path) -> None:
     read, written = run_ranks(1, moved, str(tmp_path), False)[0]
-    assert read <= 24 and written == 16, "what is on its way to the disk when it is asked for is not read"
+    assert read <= 24 and abs(written - 16) <= 1, "what is on its way to the disk when it is asked for is not read"
     read, written = run_ranks(1, moved, str(tmp_path), True)[0]
-    assert read <= 16 and written == 12
+    assert read <= 16 and abs(written - 12) <= 1
 
 
 def crowded(folder: str, waiting: int) -> list[Tensor]:

@@ -183,7 +183,7 @@ def test_every_tier_steps_as_none_does(stage: int, dtype: str, optimizer: Any, t
 
 
 def moved(folder: str) -> tuple[float, float]:
-    """Return the bytes read and written in a step, per element."""
+    """Return the bytes read and written in an iteration, per element."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
     place = {"device": "nvme", "nvme_path": folder, "buffer_count": 2}
@@ -201,20 +201,20 @@ def moved(folder: str) -> tuple[float, float]:
             pass
         return swap.read_bytes, swap.written_bytes
 
-    for _ in range(2):
+    found: list[tuple[int, int]] = []
+    for _ in range(5):  # weights that a step has left for the next forward are written in it
         engine.backward(engine(torch.randn(2, 256)).pow(2).mean())
-        before = rest()
         engine.step()
-        after = rest()
+        found.append(rest())
     elements = sum(unit.layout.size for unit in engine.sharded.units)
     engine.destroy()
-    return (after[0] - before[0]) / elements, (after[1] - before[1]) / elements
+    return (found[-1][0] - found[0][0]) / 4 / elements, (found[-1][1] - found[0][1]) / 4 / elements
 
 
 def test_a_step_on_disk_writes_moments_once_and_weights_once(tmp_path: Path) -> None:
     read, written = run_ranks(1, moved, str(tmp_path))[0]
-    assert written == 12, "moments by the first sweep, weights by the second"
-    assert 20 <= read <= 28, "master, moments and gradient; master and moments, but for those still on their way"
+    assert abs(written - 16) <= 1, "the gradient by backward, moments by the first sweep, weights by the second"
+    assert read <= 36, "an iteration by AdamW reads at most 24; the second sweep master and moments once more"
 
 
 # Checkpoints
