@@ -197,9 +197,12 @@ class ShardedOptimizer:
                 unit.gradient.reset()
 
     def settle(self) -> None:
-        """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
+        """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
         with torch.no_grad():
             self._stepping.settle()
+            for unit in self._model.trainable:
+                if unit.state is not None:
+                    unit.state.yield_retained()
 
     def state_dict(self) -> dict[str, Any]:
         """Raise `UsageError`: this rank's slices alone say nothing; the engine saves and loads all of them."""
