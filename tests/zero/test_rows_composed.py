@@ -50,6 +50,11 @@ class Cut(nn.Module):
         return self.layers(self.embed(words).sum(1))
 
 
+def alike(step: int, micro: int) -> Tensor:
+    """The same words on every rank: tensor ranks see the same samples."""
+    return torch.randint(WORDS, (3, 6), generator=torch.Generator().manual_seed(10 * step + micro))
+
+
 def elsewhere(folder: str) -> dict[str, list[str]]:
     disk = {"device": "nvme", "nvme_path": folder}
     return {
@@ -57,7 +62,7 @@ def elsewhere(folder: str) -> dict[str, list[str]]:
            for stage in (1, 3)},
         "masters on disk": beside_dense(Towers, 2, zero={"offload_optimizer": disk}, bf16={"enabled": True})[0],
         "copies": beside_dense(Towers, 2, mesh={"replica": 2})[0],
-        "tensor ranks": beside_dense(Cut, 1, mesh={"tensor": 2})[0],
+        "tensor ranks": beside_dense(Cut, 1, words=alike, mesh={"tensor": 2})[0],
     }
 
 

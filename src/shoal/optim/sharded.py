@@ -220,8 +220,11 @@ class ShardedOptimizer:
             self._model.travel(gradient=wire.gradient, weights=wire.weights)
 
     def settle(self) -> None:
-        """Take what the last step owes: units that rest on disk are stepped when their weights are asked for."""
+        """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
         self._stepping.settle()
+        for unit in self._model.trainable:
+            if unit.state is not None:
+                unit.state.yield_retained()
 
     @property
     def coefficients(self) -> Mapping[str, float]:
