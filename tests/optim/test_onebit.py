@@ -312,3 +312,9 @@ def test_what_it_cannot_serve_is_named_with_what_it_can() -> None:
     said = run_ranks(2, refused)[0]
     assert "name it in the configuration, or pass an instance" in said.pop("function")
     assert [said[kind] for kind in said if not re.search(REFUSED[kind][3], said[kind])] == []
+
+
+def test_a_mask_is_refused_and_not_passed_over() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigError, match="exp_avg_mask, which is not supported: leave it out"):
+        OneBitAdam([{"params": [weight], "exp_avg_mask": torch.ones(4)}])

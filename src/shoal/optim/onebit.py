@@ -79,6 +79,9 @@ class OneBitAdam(Compressing):
         super().__init__(params, {"lr": lr, "freeze_step": freeze_step, "bias_correction": bias_correction,
                                   "betas": (beta1, beta2), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt,
                                   "weight_decay": weight_decay, "variance_floor": variance_floor})
+        if any("exp_avg_mask" in group for group in self.param_groups):
+            raise ConfigError(f"{type(self).__name__}: got a group with exp_avg_mask, which is not supported: leave it out; "
+                              f"elements that had no gradient until freeze_step take no step anyway")
 
     def wire(self) -> Wire:
         """Return signs for both once every group is past its warm-up."""
