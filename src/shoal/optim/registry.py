@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
+from shoal.log import warn_once
 from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
@@ -120,6 +121,8 @@ def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, b
     is one here for every backend; `amsgrad` is not defined for a variance that stands still.
     """
     _always_false("amsgrad", amsgrad)
+    if cuda_aware or comm_backend_name != "nccl":
+        warn_once("optimizer.params.cuda_aware and comm_backend_name have no effect: signs travel by the job's own groups")
     return OneBitAdam(groups, lr, freeze_step, bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
                       variance_floor=variance_floor)
 
