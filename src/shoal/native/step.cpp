@@ -20,7 +20,7 @@ constexpr int64_t kBlock = 1024;          // elements converted at a time: 4 KiB
 constexpr int64_t kLanes = 8;             // partial sums in fp64: a vector of AVX-512, two of AVX2
 constexpr int64_t kWorthAThread = 1 << 15;  // elements below which a thread costs more than it brings
 
-enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5 };
+enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5, kAhead = 6 };
 
 // --- The rules. `c` holds what is the same for all elements, `g` the gradient times the factor. ---
 
@@ -40,6 +40,19 @@ void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict
         m[i] = first;
         v[i] = second;
         w[i] = weight - size * first / (std::sqrt(second) * root + eps);
+    }
+}
+
+// AdamW's by a momentum that has taken the gradient once more, in part: c[7].
+void adam_ahead(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
+                const float* c) {
+    const float into_m = c[0], keep_v = c[1], into_v = c[2], size = c[3], root = c[4], eps = c[5], decay = c[6], again = c[7];
+    for (int64_t i = 0; i < n; ++i) {
+        float first = first_moment(m[i], g[i], into_m);
+        float second = second_moment(v[i], g[i], keep_v, into_v);
+        m[i] = first;
+        v[i] = second;
+        w[i] = w[i] * (1.0f - decay) - size * first_moment(first, g[i], again) / (std::sqrt(second) * root + eps);
     }
 }
 
@@ -149,6 +162,7 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
         case kNesterov: return sgd(n, w, a, g, c, true);
         case kAdagrad: return adagrad(n, w, a, g, c);
         case kLion: return lion(n, w, a, g, c);
+        case kAhead: return adam_ahead(n, w, a, b, g, c);
     }
 }
 
@@ -157,7 +171,7 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
 extern "C" {
 
 // Which layout of arguments this library has; the caller asks before it calls.
-int shoal_step_version() { return 2; }
+int shoal_step_version() { return 3; }
 
 // Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
 // dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).

@@ -18,7 +18,7 @@ from shoal.native.build import load
 
 __all__ = ["DTYPES", "Rule", "apply", "available", "measure", "step"]
 
-_VERSION = 2
+_VERSION = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that gradients and weights may have, by their number in step.cpp."""
 _NOWHERE = 3
@@ -39,6 +39,8 @@ class Rule(IntEnum):
     """lr / (1 + (t - 1) * lr_decay), eps, decay"""
     LION = 5
     """lr, 1 - beta1, 1 - beta2, lr * decay"""
+    AHEAD = 6
+    """those of ADAMW, and how far the momentum takes the gradient once more"""
 
 
 def available() -> bool:

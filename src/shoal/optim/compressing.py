@@ -1,5 +1,9 @@
 """Optimizers that let gradients and weights travel as signs, and say when.
 
+A variance takes squares, and so cannot take what signs leave for later: it changes at the *measured* steps alone, whose
+gradient travels as it is. What earlier signs have left is sent with the next exact gradient, and would count as part of it:
+so the step before a measured one is exact as well.
+
 Every rank counts the steps that were applied, so that all ranks change the way of travel at the same step. The count is an
 option of every group, and so a part of every checkpoint.
 """
@@ -7,11 +11,13 @@ option of every group, and so a part of every checkpoint.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["EXACT", "Compressing", "Wire"]
+__all__ = ["EXACT", "Compressing", "Wire", "next_time", "time_of"]
 
 _COUNT = "applied_steps"
 
@@ -28,19 +34,41 @@ EXACT = Wire(gradient=False, weights=False)
 
 
 class Compressing(Optimizer):
-    """An elementwise optimizer whose slices may be stepped by gradients that came as signs."""
+    """An optimizer whose slices may be stepped by gradients that came as signs."""
 
     @property
     def applied(self) -> int:
         """The steps that were applied."""
         return self.param_groups[0].get(_COUNT, 0)
 
-    def advance(self) -> None:
+    def count_step(self) -> None:
         """Count a step that was applied."""
         applied = self.applied + 1
         for group in self.param_groups:
             group[_COUNT] = applied
 
     @abstractmethod
+    def warm_up(self, group: Mapping[str, Any]) -> int:
+        """Return how many steps are all measured before the first that is not."""
+
+    def measures(self, group: Mapping[str, Any], time: int) -> bool:
+        """Whether the variance takes the gradient of step number `time`, counted from 1."""
+        return time <= self.warm_up(group)
+
     def wire(self) -> Wire:
-        """Return how the next step travels."""
+        """Return how the next step travels: by signs once every group is past its warm-up, but near measured steps."""
+        time = self.applied + 1
+        if any(time <= self.warm_up(group) for group in self.param_groups):
+            return EXACT
+        exact = any(self.measures(group, step) for group in self.param_groups for step in (time, time + 1))
+        return Wire(gradient=not exact, weights=True)
+
+
+def time_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+    """Return the number of the step that `state` counts by now: the engine's, where a parameter was stepped less often."""
+    return max(int(state["step"].item()), next_time(group))
+
+
+def next_time(group: Mapping[str, Any]) -> int:
+    """Return the number of an engine's next step."""
+    return group.get(_COUNT, 0) + 1

@@ -18,7 +18,8 @@ from shoal.errors import OptimizerError
 from shoal.log import warn_once
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
-from shoal.optim.onebit import OneBitAdam
+from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
+from shoal.optim.onebit_lamb import OneBitLamb
 
 __all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "check_elementwise", "moments_of"]
 
@@ -26,8 +27,9 @@ ADAM_MOMENTS = 2
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, OneBitAdam, RAdam, RMSprop, Rprop, SGD,
+    ZeroOneAdam,
 })  # fmt: skip
-LAYERWISE: frozenset[type[Optimizer]] = frozenset({Lamb})
+LAYERWISE: frozenset[type[Optimizer]] = frozenset({Lamb, OneBitLamb})
 """Classes whose update is elementwise but for one factor of the whole parameter (layerwise.py)."""
 WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
     torch.optim.Adafactor: "keeps row and column means of whole matrices, and the norm of whole tensors",

@@ -95,50 +95,67 @@ class Lamb(Optimizer):
             for weight in group["params"]:
                 if weight.grad is not None:
                     self.advance(weight, weight.grad, group)
-                    update = self.direction(weight, group)
-                    found = self.coefficient(group, *torch.stack([squares(weight), squares(update)]).tolist())
-                    weight.add_(update, alpha=-float(group["lr"]) * found)
+                    found = self.coefficient(group, self.state[weight], *self.sums(weight, group).tolist())
+                    weight.add_(self.direction(weight, group, ..., weight.grad), alpha=-float(group["lr"]) * found)
                     self.lamb_coeffs.append(found)
         return loss
 
     def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         """Let the moments of `weight`, a parameter or a slice, take its `gradient`; the weight stays as it is."""
         state = self.state[weight]
-        self.begin(state, lambda moment: torch.zeros_like(weight, memory_format=torch.preserve_format))
-        c = constants(group, state["step"].item())
+        self.begin(group, state, lambda moment: torch.zeros_like(weight, memory_format=torch.preserve_format))
+        c = self.constants(group, state)
         state["exp_avg"].lerp_(gradient, c.into_first)
         state["exp_avg_sq"].mul_(c.keep_second).addcmul_(gradient, gradient, value=c.into_second)
 
-    def begin(self, state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
+    def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
         """Count a step of one tensor's `state`; before the first, `moment` gives zeros of its shape by name."""
         if not state:
             state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
-    def direction(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
+    def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
+        """Return the constants of the step that `state` counts by now."""
+        return constants(group, state["step"].item())
+
+    def sums(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
+        """Return what of `weight`, or of a part of it, adds up to what `coefficient` asks for: two numbers in fp64."""
+        return torch.stack([squares(weight[part]), squares(self.direction(weight, group, part))])
+
+    def direction(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...,
+                  gradient: Tensor | None = None) -> Tensor:
         """Return u of `weight`, or of a part of it, by moments that have taken the gradient."""
         state = self.state[weight]
-        c = constants(group, state["step"].item())
+        c = self.constants(group, state)
         below = (state["exp_avg_sq"][part] * c.second).add_(c.inside).sqrt_().add_(c.outside)
         update = (state["exp_avg"][part] * c.first).div_(below)
         return update.add_(weight[part], alpha=c.decay) if c.decay else update
 
-    def coefficient(self, group: Mapping[str, Any], weight: float, update: float) -> float:
+    def coefficient(self, group: Mapping[str, Any], state: dict[str, Any], weight: float, update: float) -> float:
         """Return c of a parameter, by the sums of squares of `weight` and of `update`; NaN where one of them is."""
         if weight == 0 or update == 0:
             return 1.0
         ratio = sqrt(weight / update)
         return min(max(ratio, group["min_coeff"]), group["max_coeff"])
 
+    def in_native_sweeps(self, group: Mapping[str, Any]) -> bool:
+        """Whether the next step of a group in an engine is nothing beyond what is written above."""
+        return True
 
-def constants(group: Mapping[str, Any], time: float) -> Constants:
-    """Return the constants of a group's step number `time`, counted from 1."""
+
+def constants(group: Mapping[str, Any], time: float, *, measured: float | None = None) -> Constants:
+    """Return the constants of a group's step number `time`, counted from 1.
+
+    If given, v stands still, which has taken `measured` gradients.
+    """
     (beta1, beta2), eps, inside = group["betas"], group["eps"], group["eps_inside_sqrt"]
+    taken = time if measured is None else measured
     corrected = group["bias_correction"]
     return Constants(
-        into_first=1 - beta1, keep_second=beta2, into_second=1 - beta2,
-        first=1 / (1 - beta1**time) if corrected else 1.0, second=1 / (1 - beta2**time) if corrected else 1.0,
-        inside=eps if inside else 0.0, outside=0.0 if inside else eps, decay=group["weight_decay"])
+        into_first=1 - beta1, keep_second=beta2 if measured is None else 1.0,
+        into_second=1 - beta2 if measured is None else 0.0, first=1 / (1 - beta1**time) if corrected else 1.0,
+        second=1 / (1 - beta2**taken) if corrected and taken else 1.0, inside=eps if inside else 0.0,
+        outside=0.0 if inside else eps, decay=group["weight_decay"])
 
 
 def squares(tensor: Tensor) -> Tensor:

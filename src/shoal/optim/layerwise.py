@@ -21,7 +21,8 @@ from shoal.collectives import Communicator
 from shoal.errors import OptimizerError
 from shoal.holders import Census
 from shoal.native import step as native
-from shoal.optim.lamb import AT_ONCE, Lamb, constants, squares
+from shoal.optim.compressing import Compressing
+from shoal.optim.lamb import AT_ONCE, Lamb
 from shoal.optim.stepping import Options, Sweep, fits, is_plain, moments_of, round_off, rounding, settle
 from shoal.optim.views import View
 from shoal.zero.state import Use
@@ -29,7 +30,7 @@ from shoal.zero.unit import Unit
 
 __all__ = ["Layerwise"]
 
-MEASURE, APPLY = Use(weights=False), Use(gradient=False, moments=False)
+MEASURE, APPLY, AHEAD = Use(weights=False), Use(gradient=False, moments=False), Use(moments=False)
 
 
 class Layerwise:
@@ -38,6 +39,7 @@ class Layerwise:
     def __init__(self, optimizer: Lamb, census: Census, *, native: bool):
         """With `native` the sweeps are passes of native code where it can take them."""
         self._optimizer = optimizer
+        self._keeps = isinstance(optimizer, Compressing)  # numbers of each parameter, and gradients for the second sweep
         self._census = census
         self._native = native
         self._cutting = census.communicator("tensor") if census.mesh.size("tensor") > 1 else None
@@ -55,27 +57,34 @@ class Layerwise:
 
     def apply(self, options: Options) -> Sweep:
         """Return the sweep that changes the weights, once the ranks agree."""
-        return Sweep(step=self._apply, factor=1.0, options=options, use=APPLY)
+        return Sweep(step=self._apply, factor=1.0, options=options, use=AHEAD if self._keeps else APPLY)
 
-    def agree(self, touched: Mapping[Unit, int], options: Options) -> None:
+    def agree(self, touched: Mapping[Unit, int], views: Sequence[View], options: Options) -> None:
         """Add up what the ranks have measured; all ranks call it, with all units that they train.
 
-        `touched` has a bit for each slot that was stepped.
+        `touched` has a bit for each slot that was stepped, and `views` are of those.
         """
         sums = {unit: self._sums.pop(unit, _nothing(unit)) for unit in touched}
         for communicator in self._census.communicators:
             _add_up(communicator, sums, [unit for unit in sums if unit.communicator is communicator])
         if self._cutting is not None:
             _add_up(self._cutting, sums, [unit for unit in sums if not unit.holders.shared])
+        states: dict[tuple[Unit, int], list[dict[str, Any]]] = {}
+        for view in views:
+            for part in view.parts:
+                states.setdefault((view.unit, part.slot), []).append(self._optimizer.state[view.parameter])
         self.coefficients, self._scales = {}, {}
         for unit, found in sums.items():
             self._scales[unit] = [0.0] * len(unit.layout.slots)
-            for index, (slot, (weight, update)) in enumerate(zip(unit.layout.slots, found.tolist(), strict=True)):
+            for index, (slot, (first, second)) in enumerate(zip(unit.layout.slots, found.tolist(), strict=True)):
                 if touched[unit] >> index & 1:
-                    group = options[slot.group]
-                    coefficient = self._optimizer.coefficient(group, weight, update)
-                    self.coefficients[slot.name] = coefficient
-                    self._scales[unit][index] = float(group["lr"]) * coefficient
+                    group, here = options[slot.group], states.get((unit, index), [])
+                    if not (here or self._keeps):
+                        here = [{}]  # this rank steps no part of it, but knows as much of it as those that do
+                    for state in here:
+                        self.coefficients[slot.name] = self._optimizer.coefficient(group, state, first, second)
+                    if here:
+                        self._scales[unit][index] = float(group["lr"]) * self.coefficients[slot.name]
 
     def _measure(self, some: Sequence[View], factor: float, options: Options) -> None:
         for view in some:
@@ -91,19 +100,19 @@ class Layerwise:
     def _measured(self, view: View, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
         """Let the moments take the gradient, and return the two sums of squares of each stretch, of no slot anything."""
         optimizer, weight = self._optimizer, view.parameter.detach()
-        if self._is_native(view):
+        if self._is_native(view, group):
             assert view.unit.gradient is not None
             state = optimizer.state[view.parameter]
-            optimizer.begin(state, moments_of(view))
+            optimizer.begin(group, state, moments_of(view))
             gradient = view.unit.gradient.at_rest(view.part)
             return native.measure(weight, [state["exp_avg"], state["exp_avg_sq"]], gradient, _ends(stretches),
-                                  _constants(group, state), factor=factor)
+                                  self._constants(group, state), factor=factor)
         optimizer.advance(view.parameter, view.gradient(factor), group)
         settle(view, optimizer)
         sums = torch.zeros(len(stretches), 2, dtype=torch.float64, device=weight.device)
         for row, stretch in zip(sums, stretches, strict=True):
             for part in _at_once(stretch, weight.device):
-                row += torch.stack([squares(weight[part]), squares(optimizer.direction(view.parameter, group, part))])
+                row += optimizer.sums(view.parameter, group, part)
         return sums
 
     def _apply(self, some: Sequence[View], factor: float, options: Options) -> None:
@@ -112,19 +121,23 @@ class Layerwise:
             group, weight, scales = options[view.group], view.parameter.detach(), self._scales[view.unit]
             stretches = list(_stretches(view, range(view.stop)))
             lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
-            if self._is_native(view):
+            if self._is_native(view, group):
                 state = optimizer.state[view.parameter]
                 with rounding(view) as rounded:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
-                                 _constants(group, state), lengths, weight=rounded)
+                                 self._constants(group, state), lengths, weight=rounded)
                 continue
+            gradient = view.gradient(1.0) if self._keeps else None  # which the factor is in
             for stretch, length in zip(stretches, lengths, strict=True):
                 for part in _at_once(stretch, weight.device):
-                    weight[part].add_(optimizer.direction(view.parameter, group, part), alpha=-length)
+                    weight[part].add_(optimizer.direction(view.parameter, group, part, gradient), alpha=-length)
             round_off(view)
 
-    def _is_native(self, view: View) -> bool:
-        return self._native and native.available() and fits(view)
+    def _is_native(self, view: View, group: dict[str, Any]) -> bool:
+        return self._native and native.available() and fits(view) and self._optimizer.in_native_sweeps(group)
+
+    def _constants(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
+        return astuple(self._optimizer.constants(group, state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +173,6 @@ def _at_once(stretch: _Stretch, device: torch.device) -> Iterator[slice]:
 
 def _ends(stretches: list[_Stretch]) -> list[int]:
     return [stretch.stop for stretch in stretches]
-
-
-def _constants(group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
-    return astuple(constants(group, state["step"].item()))
 
 
 def _nothing(unit: Unit) -> Tensor:

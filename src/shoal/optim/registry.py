@@ -19,7 +19,8 @@ from shoal.log import warn_once
 from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
-from shoal.optim.onebit import OneBitAdam
+from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
+from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.registry import Registry
 
 __all__ = ["Groups", "make_optimizer", "register_optimizer"]
@@ -27,14 +28,14 @@ __all__ = ["Groups", "make_optimizer", "register_optimizer"]
 Groups = list[Tensor] | list[dict[str, Any]]
 F = TypeVar("F", bound=Callable[..., Optimizer])
 
-_LATER = frozenset({"muon", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
+_LATER = frozenset({"muon", "muadam", "muadamw", "musgd"})
 _TORCH: dict[str, Callable[..., Optimizer]] = {
     name: member for name, member in vars(torch.optim).items()
     if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
     and member not in WHOLE_TENSOR
 }  # fmt: skip
 _WHOLE_TENSOR = {member.__name__: member for member in WHOLE_TENSOR if member.__name__.lower() not in _LATER}
-_PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "lamb", "onebitadam"})
+_PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "lamb", "onebitadam", "onebitlamb", "zerooneadam"})
 _optimizers: Registry[Optimizer] = Registry("optimizer", lent=_TORCH, later=_LATER)
 
 
@@ -115,16 +116,52 @@ register_optimizer("Lamb")(Lamb)
 @register_optimizer("OneBitAdam")
 def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
-                 weight_decay: float = 0.0, *, variance_floor: float = 0.1, amsgrad: bool = False, cuda_aware: bool = False,
-                 comm_backend_name: str = "nccl") -> Optimizer:
+                 weight_decay: float = 0.0, *, variance_floor: float = 0.1, look_ahead: float = 1.0,
+                 amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl") -> Optimizer:
     """Build 1-bit Adam with the published defaults. `cuda_aware` and `comm_backend_name` chose a transport, of which there
     is one here for every backend; `amsgrad` is not defined for a variance that stands still.
     """
+    _transport(amsgrad, cuda_aware, comm_backend_name)
+    return OneBitAdam(groups, lr, freeze_step, bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
+                      variance_floor=variance_floor, look_ahead=look_ahead)
+
+
+@register_optimizer("ZeroOneAdam")
+def zero_one_adam(groups: Groups, lr: float = 1e-3, var_freeze_step: int = 100_000, var_update_scaler: int = 16,
+                  local_step_scaler: int = 32_678, local_step_clipper: int = 16, bias_correction: bool = True,
+                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
+                  weight_decay: float = 0.0, *, variance_floor: float = 0.1, look_ahead: float = 1.0,
+                  amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl") -> Optimizer:
+    """Build 0/1 Adam with the published defaults, but for its local steps, which would need the whole momentum on every
+    rank: every step travels (docs/compression.md).
+    """
+    _transport(amsgrad, cuda_aware, comm_backend_name)
+    if local_step_clipper != 1:
+        warn_once(f"optimizer.params.local_step_clipper: got {local_step_clipper}; steps without any exchange (which would "
+                  f"begin at step {var_freeze_step + local_step_scaler}) are not taken, since no rank has the whole "
+                  f"momentum here: every step travels, as signs; 1 says so too")
+    return ZeroOneAdam(groups, lr, var_freeze_step, var_update_scaler, bias_correction, (betas[0], betas[1]), eps,
+                       eps_inside_sqrt, weight_decay, variance_floor=variance_floor, look_ahead=look_ahead)
+
+
+@register_optimizer("OneBitLamb")
+def one_bit_lamb(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.0, max_coeff: float = 10.0, min_coeff: float = 0.01, *, coeff_beta: float = 0.9,
+                 factor_max: float = 4.0, factor_min: float = 0.5, factor_threshold: float = 0.1,
+                 variance_floor: float = 0.1, look_ahead: float = 1.0, amsgrad: bool = False, cuda_aware: bool = False,
+                 comm_backend_name: str = "nccl") -> Optimizer:
+    """Build 1-bit LAMB with the published defaults."""
+    _transport(amsgrad, cuda_aware, comm_backend_name)
+    return OneBitLamb(groups, lr, freeze_step, bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
+                      max_coeff, min_coeff, coeff_beta=coeff_beta, factor_max=factor_max, factor_min=factor_min,
+                      factor_threshold=factor_threshold, variance_floor=variance_floor, look_ahead=look_ahead)
+
+
+def _transport(amsgrad: bool, cuda_aware: bool, comm_backend_name: str) -> None:
     _always_false("amsgrad", amsgrad)
     if cuda_aware or comm_backend_name != "nccl":
         warn_once("optimizer.params.cuda_aware and comm_backend_name have no effect: signs travel by the job's own groups")
-    return OneBitAdam(groups, lr, freeze_step, bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
-                      variance_floor=variance_floor)
 
 
 # As torch builds them: fused only when asked, so that they step bitwise as a plain torch script does.

@@ -23,6 +23,7 @@ from shoal.optim.brought import Brought
 from shoal.optim.compressing import Compressing
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
+from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, is_native, options_of, settle
 from shoal.optim.views import View, Views
@@ -80,6 +81,8 @@ class ShardedOptimizer:
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         step = by_optimizer(optimizer, views)
         self._step = by_native(optimizer, step) if rules.native else step
+        if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
+            views.regroup(lambda view, part: part.slot, optimizer)
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
         self._stepping = Pipeline(at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
                                   lanes=model.residence.lanes)
@@ -155,7 +158,7 @@ class ShardedOptimizer:
                 self._change(verdict.touched, self._factor(self.norm, loss_scale), options)
                 vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
                 if isinstance(self.optimizer, Compressing):
-                    self.optimizer.advance()
+                    self.optimizer.count_step()
         finally:
             if not self.failed:
                 self.zero_grad()
@@ -170,7 +173,8 @@ class ShardedOptimizer:
         views = self.views.touched(touched, self.optimizer)
         sweep = Sweep(step=self._step, factor=factor, options=options)
         if (layers := self._layers) is not None:
-            self._stepping.measure(touched, views, layers.measure(factor, options), lambda: layers.agree(touched, options))
+            self._stepping.measure(touched, views, layers.measure(factor, options),
+                                   lambda: layers.agree(touched, views, options))
             sweep = layers.apply(options)
         self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.elementwise import LAYERWISE
 from shoal.optim.lion import Lion
-from shoal.optim.onebit import OneBitAdam, one_bit_terms
+from shoal.optim.onebit import MeasuredAdam, OneBitAdam, ZeroOneAdam
 from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
 from shoal.zero.state import WHOLE_STEP, State, Use
@@ -70,7 +70,7 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
 
     Whether it can depends on the optimizer's options and hooks, which may change, and is asked at every step.
     """
-    plan = _PLANS.get(type(optimizer))
+    plan = _planner(optimizer)
     if plan is None or not available():
         return otherwise
 
@@ -85,7 +85,7 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
 
 def is_native(optimizer: Optimizer, views: Sequence[View]) -> bool:
     """Whether native code steps all `views` by itself, which any thread may do."""
-    known = type(optimizer) in _PLANS or type(optimizer) in LAYERWISE
+    known = _planner(optimizer) is not None or type(optimizer) in LAYERWISE
     return known and available() and is_plain(optimizer) and all(fits(view) for view in views)
 
 
@@ -172,15 +172,15 @@ def _adam(group: dict[str, Any], state: _State, moment: _Moment, *, decoupled: b
             [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time), group["eps"], decay])
 
 
-def _one_bit_adam(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
-    """1-bit Adam (onebit.py), whose variance stands still where beta2 is one."""
-    if "exp_avg" not in state:
-        state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
-    state["step"] += 1
-    beta2, first, second = one_bit_terms(group, state)
+def _measured_adam(optimizer: Optimizer, group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
+    """1-bit Adam and 0/1 Adam (onebit.py), whose variance stands still where beta2 is one."""
+    assert isinstance(optimizer, MeasuredAdam)
+    terms = optimizer.begin(group, state, moment)
     lr, beta1 = float(group["lr"]), group["betas"][0]
-    return (Rule.ADAMW, [state["exp_avg"], state["exp_avg_sq"]],
-            [1 - beta1, beta2, 1 - beta2, lr / first, 1 / sqrt(second), group["eps"], lr * group["weight_decay"]])
+    constants = [1 - beta1, terms.beta2, 1 - terms.beta2, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
+                 lr * group["weight_decay"]]
+    rule = (Rule.AHEAD, [*constants, terms.again]) if terms.again else (Rule.ADAMW, constants)
+    return rule[0], [state["exp_avg"], state["exp_avg_sq"]], rule[1]
 
 
 def _sgd(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
@@ -209,7 +209,12 @@ def _lion(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
     return Rule.LION, [state["exp_avg"]], [lr, 1 - beta1, 1 - beta2, lr * group["weight_decay"]]
 
 
+def _planner(optimizer: Optimizer) -> _Planner | None:
+    if type(optimizer) in (OneBitAdam, ZeroOneAdam):
+        return partial(_measured_adam, optimizer)
+    return _PLANS.get(type(optimizer))
+
+
 _PLANS: dict[type[Optimizer], _Planner] = {
     Adam: _adam, AdamW: partial(_adam, decoupled=True), SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
-    OneBitAdam: _one_bit_adam,
 }
