@@ -24,7 +24,7 @@ from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from link import FRAME, PAYLOAD
 from machine import ROOT
-from outcome import Outcome, Sheet, Target
+from outcome import FOLDER, Outcome, Sheet, Target
 from progress import progress
 from speeds import check_memory, curve, interface, sent, times
 from sweep import Cell, Found, sweep
@@ -114,7 +114,7 @@ def _options() -> argparse.Namespace:
     options.systems = options.systems or (QUICK if options.quick else CHOICES)
     if options.quick:
         options.model, options.rates, options.rounds, options.seconds = "tiny", ("50mbit", link.UNLIMITED), 1, 0.5
-        options.length = 32
+        options.length, options.out = 32, options.out or FOLDER / "quick-communication.json"
     return options
 
 
