@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from link import FRAME, PAYLOAD
 from machine import ROOT
 from outcome import FOLDER, Outcome, Sheet, Target
 from progress import progress
-from speeds import check_memory, curve, interface, sent, times
+from speeds import curve, fitting, interface, sent, times
 from sweep import Cell, Found, sweep
 from workloads import parameters
 
@@ -47,9 +47,9 @@ IMAGES = ("communication.svg", "communication.png")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What was found, of which systems that ran, and the bytes that each must send by its formula."""
+    """What was found of the systems that ran, each in its group, and the bytes that each must send by its formula."""
 
-    found: Found
+    found: dict[str, Found]
     plan: Plan
     rates: tuple[str, ...]
     names: tuple[str, ...]
@@ -65,11 +65,15 @@ class Results:
         return 2 * parameters(self.plan.workload) * (self.plan.ranks - 1) / self.plan.ranks
 
     def cells(self, name: str) -> list[Cell]:
-        return [cell for cell in self.found.cells if cell.system == name and cell.sent]
+        return [cell for cell in self.found[name].cells if cell.system == name and cell.sent]
+
+    def compared(self, name: str) -> bool:
+        """Whether DDP was measured beside the system, to the end."""
+        return BASELINE in self.found[name].losses
 
     def ends(self, name: str) -> bool:
-        """Whether the speed of training from end to end is known: of the system, its warm-up and the baseline."""
-        return SYSTEMS[name].warm_up in self.names and BASELINE in self.names
+        """Whether the speed of training from end to end is known: its warm-up was measured beside it too."""
+        return self.compared(name) and SYSTEMS[name].warm_up in self.found[name].losses
 
     def packing(self, name: str) -> dict[str, float]:
         """Return the share of packing and unpacking in a step, by rate: the median over rounds."""
@@ -80,19 +84,18 @@ def main() -> None:
     options = _options()
     plan = Plan(workload=options.model, ranks=options.hosts, rounds=options.rounds, steps=0, warm=2 * FREEZE,
                 length=options.length, microbatch=options.microbatch)
-    check_memory(options.systems, plan)
-    sends = {name: sent(name, plan) for name in options.systems}
+    sends, found = {name: sent(name, plan) for name in options.systems}, list[Found]()
     try:
         with Hosts(plan.ranks, delay=options.delay) as hosts, progress() as tell:
-            found = sweep(options.systems, plan, options.rates, hosts, sends=sends, seconds=options.seconds, tell=tell)
+            for group in fitting(options.systems, plan):
+                found.append(sweep(group, plan, options.rates, hosts, sends=sends, seconds=options.seconds, tell=tell))
     except HostsUnavailable as reason:
         sys.stderr.write(f"skipped: {reason}\n")
         return
-    results = Results(found=found, plan=plan, rates=tuple(options.rates), sends=sends,
-                      names=tuple(name for name in options.systems if name not in found.failures))
+    results = collected(found, plan, options.systems, options.rates)
     if options.plot:
         draw(results)
-    outcome(results, seconds=options.seconds, pictures=IMAGES[:1] if options.plot else ()).publish(options.out)
+    outcome(results, found, seconds=options.seconds, pictures=IMAGES[:1] if options.plot else ()).publish(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -118,13 +121,20 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def outcome(results: Results, *, seconds: float, pictures: tuple[str, ...] = ()) -> Outcome:
+def collected(found: Sequence[Found], plan: Plan, systems: Sequence[str], rates: Sequence[str]) -> Results:
+    """Gather what the groups found; of a system that is in several, what the first did in which it did not fail."""
+    ran = {name: each for each in reversed(found) for name in each.losses if name not in each.failures}
+    return Results(found=ran, plan=plan, rates=tuple(rates), names=tuple(name for name in systems if name in ran),
+                   sends={name: sent(name, plan) for name in systems})
+
+
+def outcome(results: Results, groups: Sequence[Found], *, seconds: float, pictures: tuple[str, ...] = ()) -> Outcome:
     """Lay what was found into tables, beside what was promised."""
-    found, plan, rates = results.found, results.plan, results.rates
+    plan, rates = results.plan, results.rates
     sheets = (Sheet(title="Samples a second", columns=("system", *rates), rows=tuple(
-        (SYSTEMS[name].title, *(f"{point.middle:.2f}" for point in curve(found, name, plan, rates)))
+        (SYSTEMS[name].title, *(f"{point.middle:.2f}" for point in curve(results.found[name], name, plan, rates)))
         for name in results.names)), *_speeds(results), _bytes(results), _packing(results))
-    failures = [f"{SYSTEMS[name].title}: {reason}." for name, reason in found.failures.items()]
+    failures = [f"{SYSTEMS[name].title}: {reason}." for found in groups for name, reason in found.failures.items()]
     note = (
         f"GPT of {parameters(plan.workload):,} parameters, fp32, {plan.ranks} hosts with one gloo rank of one thread each, "
         f"{plan.microbatch} sequence(s) of {plan.length} tokens a host and step, no clipping. {plan.rounds} round(s) of "
@@ -135,21 +145,22 @@ def outcome(results: Results, *, seconds: float, pictures: tuple[str, ...] = ())
     promised = plan.workload == "30m"  # a tiny model sends little, and of that much is not its gradients
     return Outcome(benchmark="communication", command=" ".join(["python", *sys.argv]), note=" ".join([note, *failures]),
                    sheets=sheets, targets=tuple(targets(results)) if promised else (), pictures=pictures,
-                   raw={"plan": asdict(plan), "sends": results.sends, **asdict(found)})
+                   raw={"plan": asdict(plan), "sends": results.sends, "groups": [asdict(found) for found in groups]})
 
 
 def targets(results: Results) -> list[Target]:
     """Return what is promised of the compressing systems, beside what was measured."""
-    found, infinite = results.found, float("inf")
+    infinite = float("inf")
     targets: list[Target] = []
     for name in results.compressed:
+        found = results.found[name]
         title, measured, packing = SYSTEMS[name].title, interface(found, name), results.packing(name)
         targets += [Target(what=f"{title}: times fewer bytes than {dtype} gradients and weights", low=fewer, high=infinite,
                            measured=size * results.whole / measured) for dtype, size, fewer in FEWER[SYSTEMS[name].stage]]
         targets += [Target(what=f"{title}: bytes on the interface over the formula", low=0.97, high=1.03,
                            measured=measured / results.sends[name])]
         for rate, fewest in ((SLOW, FASTER), (FAST, NO_SLOWER)):
-            if rate in results.rates and BASELINE in results.names:
+            if rate in results.rates and results.compared(name):
                 targets += [Target(what=f"{title} at {rate}: times DDP's samples a second", low=fewest, high=infinite,
                                    measured=times(found, name, rate))]
         if SLOW in results.rates and results.ends(name):
@@ -161,12 +172,13 @@ def targets(results: Results) -> list[Target]:
 
 
 def _speeds(results: Results) -> list[Sheet]:
-    if BASELINE not in results.names:
+    others = [name for name in results.names if name != BASELINE and results.compared(name)]
+    if not others:
         return []
-    found, others = results.found, [name for name in results.names if name != BASELINE]
-    rows = [(SYSTEMS[name].title, *(f"{times(found, name, rate):.2f}" for rate in results.rates)) for name in others]
-    whole = [(SYSTEMS[name].title, *(f"{times(found, name, rate, warm_up=WARM_UP):.2f}" for rate in results.rates))
-             for name in results.compressed if results.ends(name)]
+    rows = [(SYSTEMS[name].title, *(f"{times(results.found[name], name, rate):.2f}" for rate in results.rates))
+            for name in others]
+    whole = [(SYSTEMS[name].title, *(f"{times(results.found[name], name, rate, warm_up=WARM_UP):.2f}"
+                                     for rate in results.rates)) for name in results.compressed if results.ends(name)]
     sheets = [Sheet(title="Times DDP", columns=("system", *results.rates), rows=tuple(rows))]
     if whole:
         sheets.append(Sheet(title=f"Times DDP from end to end, {WARM_UP:.0%} of the steps being warm-up",
@@ -177,15 +189,19 @@ def _speeds(results: Results) -> list[Sheet]:
 def _bytes(results: Results) -> Sheet:
     rows: list[tuple[str, ...]] = []
     for name in results.names:
-        cells, formula, measured = results.cells(name), results.sends[name], interface(results.found, name)
+        cells, formula, measured = results.cells(name), results.sends[name], interface(results.found[name], name)
         payload, state, words = (_middle(turns) for turns in (
             (cell.payload for cell in cells), (cell.state for cell in cells), (cell.words for cell in cells)))
-        rows.append((SYSTEMS[name].title, f"{formula:,.0f}", *(f"{own:,.0f}" if state else "-" for own in (state, words)),
-                     f"{payload:,.0f}", f"{measured:,.0f}", f"{measured / formula:.3f}", f"{payload * FRAME / PAYLOAD:,.0f}",
-                     f"{4 * results.whole / measured:.1f}", f"{results.found.losses[name]:.4f}"))
-    return Sheet(title="Bytes that a rank sends in a step", rows=tuple(rows), columns=(
-        "system", "formula", "own count: gradients, weights", "own count: words", "payload of TCP", "on the interface",
-        "interface / formula", "in packets of 1500", "times fewer than fp32", "loss"))
+        rows.append((SYSTEMS[name].title, _mega(formula), _mega(state) if state else "-", f"{words:.0f} B" if state else "-",
+                     _mega(payload), _mega(measured), f"{measured / formula:.4f}", _mega(payload * FRAME / PAYLOAD),
+                     f"{4 * results.whole / measured:.2f}", f"{results.found[name].losses[name]:.4f}"))
+    return Sheet(title="MB that a rank sends in a step", rows=tuple(rows), columns=(
+        "system", "formula", "own count: state", "own count: words", "payload of TCP", "interface", "interface / formula",
+        "in packets of 1500", "fp32 / interface", "loss"))
+
+
+def _mega(bytes: float) -> str:
+    return f"{bytes / 1e6:.4f}"
 
 
 def _middle(turns: Iterable[list[float]]) -> float:
@@ -200,7 +216,7 @@ def _packing(results: Results) -> Sheet:
 
 def draw(results: Results, folder: Path = ROOT / "docs" / "images") -> None:
     """Draw samples a second over the rate of the link, and how many times DDP's they are where DDP was measured."""
-    curves = {SYSTEMS[name].title: curve(results.found, name, results.plan, results.rates) for name in results.names}
+    curves = {SYSTEMS[name].title: curve(results.found[name], name, results.plan, results.rates) for name in results.names}
     title = (f"GPT of {parameters(results.plan.workload) / 1e6:.1f} M parameters on {results.plan.ranks} hosts, "
              f"{results.plan.microbatch} x {results.plan.length} tokens a host and step")
     picture(curves, [folder / image for image in IMAGES], title=title,

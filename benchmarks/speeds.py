@@ -67,7 +67,30 @@ def interface(found: Found, name: str) -> float:
 
 def check_memory(systems: Sequence[str], plan: Plan) -> None:
     """End the program where the systems do not fit the memory together."""
-    needed = len(systems) * plan.ranks * (PROCESS + PARAMETER * parameters(plan.workload))
-    if needed > available():
-        sys.exit(f"memory: the systems need about {needed / 2**30:.1f} GiB at once and {available() / 2**30:.1f} are "
-                 "available; choose fewer with --systems")
+    if len(systems) > (most := _fit(plan)):
+        sys.exit(f"memory: {len(systems)} systems are to be there at once, and room is for about {most}; choose fewer with "
+                 "--systems")
+
+
+def groups(systems: Sequence[str], most: int) -> list[list[str]]:
+    """Cut the systems into groups of at most `most` where that can be: each with DDP, and the warm-up of those in it."""
+    lead = [name for name in systems if name == BASELINE]
+    found = [list(lead)]
+    for name in systems:
+        needed = [each for each in (SYSTEMS[name].warm_up, name) if each in systems and each not in lead]
+        if len({*found[-1], *needed}) > most and found[-1] != lead:
+            found.append(list(lead))
+        found[-1] += [each for each in needed if each not in found[-1]]
+    return found
+
+
+def fitting(systems: Sequence[str], plan: Plan) -> list[list[str]]:
+    """Return groups of systems of which each fits the memory; ends the program where one does not."""
+    found = groups(systems, _fit(plan))
+    check_memory(max(found, key=len), plan)
+    return found
+
+
+def _fit(plan: Plan) -> int:
+    """Return how many systems fit the memory that is available now."""
+    return available() // (plan.ranks * (PROCESS + PARAMETER * parameters(plan.workload)))

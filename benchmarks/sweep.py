@@ -80,7 +80,7 @@ def sweep(names: Sequence[str], plan: Plan, rates: Sequence[str], hosts: Hosts, 
                     tell(f"round {number + 1} of {plan.rounds}, {rate}: {name}, {periods * period} steps in about "
                          f"{periods * period * expected:.0f} s")
                     with _fails(team, teams, failures):
-                        _turn(team, periods, hosts, cells[name, rate])
+                        take_turn(team, periods, hosts, cells[name, rate])
         losses = {team.result.name: team.warm.loss for team in teams if team.warm}
     return Found(cells=list(cells.values()), failures=failures, losses=losses)
 
@@ -114,8 +114,8 @@ def _fails(team: Team, teams: list[Team], failures: dict[str, str]) -> Generator
         failures[team.result.name] = str(error)
 
 
-def _turn(team: Team, periods: int, hosts: Hosts, cell: Cell) -> None:
-    """Run the steps; the first period finds cold caches and nothing on its way, so its time is not counted."""
+def take_turn(team: Team, periods: int, hosts: Hosts, cell: Cell) -> None:
+    """Run so many periods of steps; the first finds cold caches and nothing on its way, so its time is not counted."""
     period = SYSTEMS[cell.system].period
     steps = periods * period
     before, counted = settled(hosts), team.count()

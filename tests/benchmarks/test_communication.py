@@ -6,17 +6,19 @@ import json
 import runpy
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from catalogue import COMPRESSED, COMPRESSING, FREEZE, SYSTEMS
-from communication import CHOICES, Results, draw, outcome, targets
+from communication import CHOICES, Results, collected, draw, outcome, targets
 from crossing import Point, ratios
-from hosts import Hosts, unavailable
-from interleave import Plan
+from hosts import Hosts, Traffic, unavailable
+from interleave import Count, Plan, Team, Turn
 from packing import Packing
-from speeds import curve, interface, sent, times
-from sweep import Cell, Found, sweep
+from speeds import curve, groups, interface, sent, times
+from sweep import Cell, Found, sweep, take_turn
 from workloads import parameters
 
 from shoal.signs import packed_bytes
@@ -34,12 +36,11 @@ def found(**failures: str) -> Found:
                   payload=[1e6, 1e6], state=[0.0, 0.0], words=[32.0, 32.0], packing=[0.04, 0.08])
              for name, seconds in SECONDS.items() for rate, second in zip(RATES, seconds, strict=True)
              if name not in failures]
-    return Found(cells=cells, failures=failures, losses=dict.fromkeys(SECONDS, 5.0))
+    return Found(cells=cells, failures=failures, losses=dict.fromkeys(set(SECONDS) - set(failures), 5.0))
 
 
 def results(**failures: str) -> Results:
-    return Results(found=found(**failures), plan=PLAN, rates=RATES, names=tuple(set(SECONDS) - set(failures)),
-                   sends={name: sent(name, PLAN) for name in SECONDS})
+    return collected([found(**failures)], PLAN, tuple(SECONDS), RATES)
 
 
 # The systems
@@ -74,6 +75,59 @@ def test_samples_a_second_and_their_ratios_are_by_rate() -> None:
     assert interface(found(), "ddp") == pytest.approx(1.01 * sent("ddp", PLAN))
 
 
+# Groups
+
+
+def test_what_does_not_fit_together_is_cut_into_groups_each_with_ddp_and_the_warm_ups_of_its_own() -> None:
+    names = ("ddp", "ddp-fp16", "shoal-0", "shoal-1", "onebit-adam-0", "onebit-adam-1")
+    assert groups(names, 6) == [list(names)]
+    assert groups(names, 4) == [["ddp", "ddp-fp16", "shoal-0", "shoal-1"],
+                                ["ddp", "shoal-0", "onebit-adam-0"], ["ddp", "shoal-1", "onebit-adam-1"]]
+    assert groups(names[1:3], 1) == [["ddp-fp16"], ["shoal-0"]]
+    assert groups(("onebit-adam-1",), 1) == [["onebit-adam-1"]]
+
+
+def test_a_ratio_is_taken_within_the_group_of_a_system() -> None:
+    other = Found(cells=[Cell(system=name, rate=rate, seconds=[[10.0]], sent=[1.0]) for name in ("ddp", "shoal-0")
+                         for rate in RATES], failures={"shoal-1": "died"}, losses={"ddp": 5.0, "shoal-0": 5.0})
+    both = collected([other, found()], PLAN, ("ddp", "shoal-0", *SECONDS), RATES)
+    assert both.found["shoal-0"] is other and both.found["onebit-adam-1"].cell("shoal-1", "1gbit")
+    assert times(both.found["shoal-0"], "shoal-0", "1gbit") == 1.0 and both.ends("onebit-adam-1")
+    assert both.found["ddp"] is other  # of those in several, the first
+
+
+class Alternating:
+    """A team, and its hosts, whose every third step takes five times as long and alone sends anything."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def steps(self, number: int) -> Turn:
+        seconds = [5.0 if step % 3 == 2 else 1.0 for step in range(self.done, self.done + number)]
+        self.done += number
+        return Turn(seconds=seconds, cpu=0.0, faults=0.0, loss=1.0, sent=[], packing=[0.1 * each for each in seconds])
+
+    def counts(self) -> list[Count]:
+        sent = 300 * (self.done // 3)
+        return [Count(sockets=sent + 10, kinds={"reduce": sent, "words": 4 * self.done})]
+
+    def bytes(self, host: int) -> Traffic:
+        return Traffic(sent=330 * (self.done // 3), received=0)
+
+
+def test_where_steps_are_not_alike_a_step_is_the_mean_of_its_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SYSTEMS, "alternating", replace(SYSTEMS["ddp"], period=3))
+    both = Alternating()
+    team = types.SimpleNamespace(steps=both.steps, count=both.counts)
+    cell = Cell(system="alternating", rate="1gbit")
+    take_turn(cast(Team, team), 3, cast(Hosts, both), cell)
+    assert both.done == 9 and cell.seconds == [[7 / 3, 7 / 3]]
+    assert (cell.sent, cell.payload, cell.state, cell.words) == ([110.0], [100.0], [100.0], [4.0])
+    assert cell.packing == [pytest.approx(0.1)]
+
+
 # Promises
 
 
@@ -91,13 +145,13 @@ def test_promises_are_of_the_compressing_systems_and_what_is_measured_is_beside_
 def test_without_ddp_nothing_is_said_of_times_ddp() -> None:
     whats = [target.what for target in targets(results(ddp="rank 0: it died"))]
     assert whats and not [what for what in whats if "DDP" in what]
-    laid = outcome(results(ddp="rank 0: it died"), seconds=1.0)
+    laid = outcome(results(ddp="rank 0: it died"), [found(ddp="rank 0: it died")], seconds=1.0)
     assert "DDP: rank 0: it died." in laid.note and all("Times DDP" not in sheet.title for sheet in laid.sheets)
 
 
 def test_what_was_found_becomes_a_page_with_its_picture(tmp_path: Path) -> None:
     draw(results(), tmp_path)
-    outcome(results(), seconds=1.0, pictures=("communication.svg",)).publish(tmp_path / "found.json")
+    outcome(results(), [found()], seconds=1.0, pictures=("communication.svg",)).publish(tmp_path / "found.json")
     render = runpy.run_path(str(BENCHMARKS / "report.py"))["render"]
     page = render(json.loads((tmp_path / "found.json").read_text()))
     assert "![communication](images/communication.svg)" in page and "at least 5" in page and "**Targets**" in page
