@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory rscan test check bench bench-tiers \
-	bench-slow-network peers clean
+	bench-slow-network bench-communication peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -66,6 +66,12 @@ bench-tiers: .venv/.installed  ## time state on the host and on disk: steps, the
 bench-slow-network: .venv/.installed  ## time a GPT on two hosts over the rate of their link; needs root and iproute2
 	$(BIN)/python benchmarks/hosts.py --check
 	$(BIN)/python benchmarks/slow_network.py --plot
+
+bench-communication: .venv/.installed  ## time and count what compressing and sparse gradients save between two hosts; root, iproute2
+	$(BIN)/python benchmarks/hosts.py --check
+	$(BIN)/python benchmarks/communication.py --plot
+	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/sparse.py
 
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh

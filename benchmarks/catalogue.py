@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from systems import System, ddp, ddp_half, deepspeed, fsdp2, lookups, pipeline, plain, shoal, zero_redundancy
+from dataclasses import dataclass
+from typing import Any
+
+from systems import ADAMW, BETAS, System, ddp, ddp_half, deepspeed, fsdp2, lookups, pipeline, plain, shoal, zero_redundancy
 
 BASELINE = "ddp"
 
@@ -12,6 +15,35 @@ LOOKUPS = {
     for stage in (0, 1, 2, 3) for optimizer in ("Adam", "Adagrad") for way, rows in (("dense", False), ("rows", True))
 }
 """The systems of sparse.py."""
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressing:
+    """An optimizer that compresses: how it is configured, at which stages, and the system that its warm-up is, by stage."""
+
+    optimizer: dict[str, Any]
+    warm_up: str
+    stages: tuple[int, ...] = (0, 1)
+    ratio: float = 1.0
+    period: int = 1
+
+
+FREEZE = 2
+"""Steps of warm-up: fewer than the ranks run before the first turn, so that every turn is compressed."""
+
+COMPRESSING = {
+    "onebit-adam": Compressing(warm_up="shoal-{stage}", optimizer={
+        "type": "OneBitAdam", "params": {**ADAMW, "betas": list(BETAS), "freeze_step": FREEZE}}),
+}
+"""The systems of communication.py: another optimizer that compresses is another row."""
+
+COMPRESSED = {
+    f"{name}-{stage}": System(title=f"Shoal {row.optimizer['type']}, stage {stage}", settings=f"freeze_step {FREEZE}",
+                              build=shoal(stage, optimizer=row.optimizer), ratio=row.ratio, period=row.period, stage=stage,
+                              warm_up=row.warm_up.format(stage=stage))
+    for name, row in COMPRESSING.items() for stage in row.stages
+}
 
 SYSTEMS = {
     "plain": System(title="one process alone", settings="fused AdamW, no communication", build=plain, ratio=0.0),
@@ -35,4 +67,5 @@ SYSTEMS = {
                                             build=pipeline(schedule))
        for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "zero-bubble"))},
     **LOOKUPS,
+    **COMPRESSED,
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import link
 
@@ -51,25 +53,49 @@ def where(one: Sequence[Point], other: Sequence[Point]) -> str:
     return "everywhere" if len(wins) == len(one) else " and ".join(wins)
 
 
-def picture(curves: Curves, files: Sequence[Path], *, title: str, crossing: float | None = None) -> None:
-    """Draw the curves, both axes logarithmic, into `files`, whose endings say of which kind (PNG, SVG)."""
+def picture(curves: Curves, files: Sequence[Path], *, title: str, crossing: float | None = None, over: str = "") -> None:
+    """Draw the curves, both axes logarithmic, into `files`, whose endings say of which kind (PNG, SVG).
+
+    With `over`, the name of a curve, how many times as fast as that one each is stands beside it.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), dpi=160, layout="constrained")
+    figure = Figure(figsize=(13, 5) if over else (9, 5), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *beside = figure.subplots(1, 2 if over else 1, squeeze=False)[0]
     places = _places([point.rate for points in curves.values() for point in points])
-    for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
-        x = [places[point.rate] for point in points]
-        middle = [point.middle for point in points]
-        spread = [[point.middle - point.low for point in points], [point.high - point.middle for point in points]]
-        axes.errorbar(x, middle, yerr=spread, color=colour, marker="o", markersize=4, linewidth=1.6, capsize=2, label=name)
+    _panel(axes, curves, places, "samples a second")
     if crossing is not None:
         axes.axvline(crossing, color="#adb5bd", linestyle="--", linewidth=1)
         axes.annotate(f"as fast at {words(crossing)}", (crossing, 0), xycoords=axes.get_xaxis_transform(), xytext=(4, 6),
                       textcoords="offset points", fontsize=9, color="#495057")
+    axes.set_title(title, loc="left", fontsize=11, pad=12)
+    axes.legend(frameon=False, fontsize=9)
+    for panel in beside:
+        _panel(panel, {name: ratios(points, curves[over]) for name, points in curves.items()}, places,
+               f"times as fast as {over}")
+    with mpl.rc_context({"svg.hashsalt": "shoal", "svg.fonttype": "none"}):  # the same curves give the same file
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def ratios(points: Sequence[Point], over: Sequence[Point]) -> list[Point]:
+    """Return the points in units of the other curve's at the same rate, which are taken as they stand in the middle."""
+    units = {point.rate: point.middle for point in over}
+    return [Point(rate=point.rate, middle=point.middle / unit, low=point.low / unit, high=point.high / unit)
+            for point in points if (unit := units.get(point.rate))]
+
+
+def _panel(axes: Any, curves: Curves, places: Mapping[str, float], what: str) -> None:
+    """Draw the curves over the rates at their places."""
+    for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS)):
+        x = [places[point.rate] for point in points]
+        middle = [point.middle for point in points]
+        spread = [[point.middle - point.low for point in points], [point.high - point.middle for point in points]]
+        axes.errorbar(x, middle, yerr=spread, color=colour, marker="o", markersize=4, linewidth=1.6, capsize=2, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(list(places.values()), [_label(rate) for rate in places])
@@ -77,18 +103,12 @@ def picture(curves: Curves, files: Sequence[Path], *, title: str, crossing: floa
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("rate of the link between the hosts, each way")
-    axes.set_ylabel("samples a second")
-    axes.set_title(title, loc="left", fontsize=11, pad=12)
+    axes.set_ylabel(what)
     axes.grid(color="#e9ecef", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", length=0, colors="#495057", labelsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    with mpl.rc_context({"svg.hashsalt": "shoal", "svg.fonttype": "none"}):  # the same curves give the same file
-        for file in files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def words(bits: float) -> str:

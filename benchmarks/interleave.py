@@ -66,6 +66,16 @@ class Turn:
     loss: float
     sent: list[dict[str, int]]
     """Bytes that each rank had sent by sockets and by memory before the turn."""
+    packing: list[float]
+    """Seconds of packing and unpacking within each step, of the rank where they were most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Bytes that a rank has sent so far: payload of its sockets, and what this library counts of it itself, by kind."""
+
+    sockets: int
+    kinds: dict[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +156,13 @@ class Team:
         return Turn(seconds=[max(steps) for steps in zip(*(answer["seconds"] for answer in answers), strict=True)],
                     cpu=statistics.mean(answer["cpu"] for answer in answers),
                     faults=statistics.mean(answer["faults"] for answer in answers),
-                    loss=statistics.mean(answer["loss"] for answer in answers), sent=[answer["sent"] for answer in answers])
+                    loss=statistics.mean(answer["loss"] for answer in answers), sent=[answer["sent"] for answer in answers],
+                    packing=[max(steps) for steps in zip(*(answer["packing"] for answer in answers), strict=True)])
+
+    def count(self) -> list[Count]:
+        """Ask every rank what it has sent so far."""
+        self._order({"count": True})
+        return [Count(**answer) for answer in self._answers()]
 
     def turn(self) -> None:
         """Run one round's steps."""

@@ -27,6 +27,7 @@ LOWEST, HIGHEST = 1e5, 1e11  # bits a second: below, one burst is seconds of the
 SEGMENT = 72 << 10
 TIMER = 1e-3  # seconds that a timer may be late
 QUEUE = 5.0  # milliseconds
+FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame at an MTU of 1500, and what TCP carries of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

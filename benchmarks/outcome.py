@@ -70,6 +70,8 @@ class Outcome:
     sheets: tuple[Sheet, ...]
     targets: tuple[Target, ...]
     raw: Any
+    pictures: tuple[str, ...] = ()
+    """Files that were drawn, of docs/images."""
 
     def publish(self, out: Path | None) -> None:
         """Print the tables and write the JSON to `out` (default: out/benchmarks/<benchmark>.json)."""
@@ -77,7 +79,8 @@ class Outcome:
         out.parent.mkdir(parents=True, exist_ok=True)
         verdicts = [{**asdict(target), "met": target.met, "row": target.row()} for target in self.targets]
         document = {"benchmark": self.benchmark, "command": self.command, "note": self.note, "machine": facts(),
-                    "sheets": [asdict(sheet) for sheet in self.sheets], "targets": verdicts, "raw": self.raw}
+                    "sheets": [asdict(sheet) for sheet in self.sheets], "targets": verdicts, "pictures": self.pictures,
+                    "raw": self.raw}
         out.write_text(json.dumps(document, indent=1, default=str) + "\n")
         console = Console()
         console.width = max(console.width, 130)

@@ -40,11 +40,13 @@ def fill(text: str, name: str, part: str) -> str:
 
 
 def render(found: dict[str, Any]) -> str:
-    """Return one benchmark's conditions, tables and targets as Markdown."""
+    """Return one benchmark's conditions, pictures, tables and targets as Markdown."""
     machine = found["machine"]
     lines = [f"`{found['command']}` on {machine['date']}, commit {machine['commit']}.", "",
              f"{machine['processor']}, {machine['cores']} cores, {machine['memory']}, {machine['system']}; Python "
              f"{machine['python']}, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}.", "", found["note"], ""]
+    for picture in found.get("pictures", ()):  # of files that were written before there were any, none
+        lines += [f"![{found['benchmark']}](images/{picture})", ""]
     for sheet in found["sheets"]:
         lines += [f"**{sheet['title']}**", "", _markdown(sheet["title"], sheet["columns"], sheet["rows"]), ""]
     if found["targets"]:

@@ -10,7 +10,6 @@ their losses agree. benchmarks/README.md says at which settings.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,12 +19,13 @@ import link
 from catalogue import BASELINE, SYSTEMS
 from crossing import Point, crossover, picture, where
 from hosts import Hosts, HostsUnavailable
-from interleave import PARAMETER, PROCESS, Plan
-from machine import ROOT, available
+from interleave import Plan
+from machine import ROOT
 from outcome import Outcome, Sheet, Target
 from progress import progress
+from speeds import check_memory, curve, interface, sent, times
 from sweep import Found, sweep
-from workloads import parameters, workload
+from workloads import parameters
 
 RATES = ("100mbit", "200mbit", "500mbit", "1gbit", "2.5gbit", link.UNLIMITED)
 PIPELINES = tuple(name for name, system in SYSTEMS.items() if system.whole)
@@ -38,7 +38,7 @@ def main() -> None:
     options = _options()
     plan = Plan(workload=options.model, ranks=options.hosts, rounds=options.rounds, steps=0, warm=4, length=options.length,
                 microbatch=options.batch // options.hosts, pieces=options.microbatches)
-    _check_memory(len(options.systems) * plan.ranks * (PROCESS + PARAMETER * parameters(plan.workload)))
+    check_memory(options.systems, plan)
     sends = {name: sent(name, plan) for name in options.systems}
     try:
         with Hosts(plan.ranks, delay=options.delay) as hosts, progress() as tell:
@@ -77,37 +77,14 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def sent(name: str, plan: Plan) -> float:
-    """Return the bytes that the busiest host must send in a step of a system, by its formula.
-
-    Data parallel: `ratio` x 2 Psi (N-1)/N in fp32. A pipeline: what lies between two blocks, for all sequences, once
-    forward and its gradient once backward; the first and the last host send one of the two.
-    """
-    system, ranks = SYSTEMS[name], plan.ranks
-    if system.whole:
-        task = workload(plan.workload, microbatch=plan.microbatch, length=plan.length)
-        return float(min(2, ranks - 1) * ranks * task.link_bytes)
-    return system.ratio * 4 * parameters(plan.workload) * 2 * (ranks - 1) / ranks
-
-
-def curve(found: Found, name: str, plan: Plan, rates: Sequence[str]) -> list[Point]:
-    """Return the samples a second of a system by rate; none where it failed."""
-    points: list[Point] = []
-    for rate in rates:
-        if cell := found.cell(name, rate):
-            speeds = [plan.ranks * plan.microbatch / statistics.median(seconds) for seconds in cell.seconds]
-            points.append(Point(rate=rate, middle=statistics.median(speeds), low=min(speeds), high=max(speeds)))
-    return points
-
-
 def _outcome(found: Found, plan: Plan, sends: dict[str, float], options: argparse.Namespace) -> Outcome:
     curves = {name: curve(found, name, plan, options.rates) for name in options.systems if name not in found.failures}
     speeds = tuple((SYSTEMS[name].title, *(f"{point.middle:.2f}" for point in points)) for name, points in curves.items())
-    ratios = tuple((SYSTEMS[name].title, *(f"{_times(found, name, rate):.2f}" for rate in options.rates),
+    ratios = tuple((SYSTEMS[name].title, *(f"{times(found, name, rate):.2f}" for rate in options.rates),
                     where(points, curves[BASELINE]))
                    for name, points in curves.items() if name != BASELINE and BASELINE in curves)
-    wire = tuple((SYSTEMS[name].title, f"{sends[name] / 1e6:.2f}", f"{_sent(found, name) / 1e6:.2f}",
-                  f"{_sent(found, name) / sends[name]:.3f}", f"{found.losses[name]:.4f}") for name in curves)
+    wire = tuple((SYSTEMS[name].title, f"{sends[name] / 1e6:.2f}", f"{interface(found, name) / 1e6:.2f}",
+                  f"{interface(found, name) / sends[name]:.3f}", f"{found.losses[name]:.4f}") for name in curves)
     sheets = (Sheet(title="Samples a second", columns=("system", *options.rates), rows=speeds),
               Sheet(title="Times DDP", columns=("system", *options.rates, "DDP as fast from"), rows=ratios),
               Sheet(title="On the interface", rows=wire, columns=("system", "formula, MB a step", "measured, MB a step",
@@ -127,30 +104,12 @@ def _outcome(found: Found, plan: Plan, sends: dict[str, float], options: argpars
 def _targets(found: Found, curves: dict[str, list[Point]], sends: dict[str, float], rates: Sequence[str]) -> list[Target]:
     pipelines = [name for name in curves if SYSTEMS[name].whole]
     faster = [Target(what=f"{SYSTEMS[name].title} at {PROMISED}: times DDP's samples a second", low=TIMES,
-                     high=float("inf"), measured=_times(found, name, PROMISED))
+                     high=float("inf"), measured=times(found, name, PROMISED))
               for name in pipelines if BASELINE in curves and PROMISED in rates]
     wire = [Target(what=f"{SYSTEMS[name].title}: bytes on the interface over the formula", low=0.97, high=1.03,
-                   measured=_sent(found, name) / sends[name]) for name in curves]
+                   measured=interface(found, name) / sends[name]) for name in curves]
     losses = found.losses.values()
     return [*faster, *wire, Target(what="all systems' losses differ by", measured=max(losses) - min(losses), high=2e-3)]
-
-
-def _times(found: Found, name: str, rate: str) -> float:
-    """Return how many times as fast as DDP a system is at a rate: the median of the ratios of each round."""
-    mine, baseline = found.cell(name, rate), found.cell(BASELINE, rate)
-    assert mine and baseline
-    return statistics.median(statistics.median(theirs) / statistics.median(ours)
-                             for ours, theirs in zip(mine.seconds, baseline.seconds, strict=True))
-
-
-def _sent(found: Found, name: str) -> float:
-    return statistics.median(bytes for cell in found.cells if cell.system == name for bytes in cell.sent)
-
-
-def _check_memory(needed: int) -> None:
-    if needed > available():
-        sys.exit(f"memory: the systems need about {needed / 2**30:.1f} GiB at once and {available() / 2**30:.1f} are "
-                 "available; choose fewer with --systems")
 
 
 def _draw(found: Found, plan: Plan, options: argparse.Namespace) -> None:

@@ -2,11 +2,13 @@
 
 One rank of every system lives on each host through the whole sweep. In a round the rate is set once for all systems, and
 each takes a turn at it. A turn begins and ends when the interfaces stand still, so that what a system sends late, after its
-step has returned, is counted as its own and slows nobody else. As many steps make a turn as the time for it allows.
+step has returned, is counted as its own and slows nobody else. As many steps make a turn as the time for it allows. Where a
+system's steps are not alike a step stands for the mean of one period of them.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import link
+from catalogue import SYSTEMS
 from hosts import Hosts, Traffic
 from interleave import Plan, Team, TeamFailed
 
+WORDS = "words"  # the kind of this library's traffic that moves neither gradients nor weights
 QUIET = 0.3  # seconds in which nothing is sent, after which nothing will be
 FEWEST, MOST = 2, 8  # counted steps of a turn
 CARRIED = 0.95  # of a rate, by TCP
@@ -25,12 +29,21 @@ CARRIED = 0.95  # of a rate, by TCP
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """What one system did at one rate, by round: seconds of each counted step, bytes of a step on the busiest interface."""
+    """What one system did at one rate, by round: seconds of each counted step, and what a step of the busiest host sends."""
 
     system: str
     rate: str
     seconds: list[list[float]] = field(default_factory=list[list[float]])
     sent: list[float] = field(default_factory=list[float])
+    """Bytes on the interface."""
+    payload: list[float] = field(default_factory=list[float])
+    """Bytes that TCP carried of them, by the kernel's count of the rank's sockets."""
+    state: list[float] = field(default_factory=list[float])
+    """Payload of gradients and weights, as this library counts it itself; 0 for other systems."""
+    words: list[float] = field(default_factory=list[float])
+    """Payload of what ranks agree on beside them: norms, flags."""
+    packing: list[float] = field(default_factory=list[float])
+    """Share of the counted steps' time that went into packing and unpacking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +75,12 @@ def sweep(names: Sequence[str], plan: Plan, rates: Sequence[str], hosts: Hosts, 
                 hosts.set_rate(rate)
                 for team in _rotated(teams, number):
                     name = team.result.name
-                    expected = _expected(team, sends[name], rate)
-                    steps = 1 + max(FEWEST, min(MOST, round(seconds / expected)))
-                    tell(f"round {number + 1} of {plan.rounds}, {rate}: {name}, {steps} steps in about "
-                         f"{steps * expected:.0f} s")
+                    expected, period = _expected(team, sends[name], rate), SYSTEMS[name].period
+                    periods = 1 + max(FEWEST, min(MOST, round(seconds / expected / period)))
+                    tell(f"round {number + 1} of {plan.rounds}, {rate}: {name}, {periods * period} steps in about "
+                         f"{periods * period * expected:.0f} s")
                     with _fails(team, teams, failures):
-                        _turn(team, steps, hosts, cells[name, rate])
+                        take_turn(team, periods, hosts, cells[name, rate])
         losses = {team.result.name: team.warm.loss for team in teams if team.warm}
     return Found(cells=list(cells.values()), failures=failures, losses=losses)
 
@@ -101,13 +114,21 @@ def _fails(team: Team, teams: list[Team], failures: dict[str, str]) -> Generator
         failures[team.result.name] = str(error)
 
 
-def _turn(team: Team, steps: int, hosts: Hosts, cell: Cell) -> None:
-    """Run the steps; the first finds cold caches and nothing on its way, so it is not counted."""
-    before = settled(hosts)
+def take_turn(team: Team, periods: int, hosts: Hosts, cell: Cell) -> None:
+    """Run so many periods of steps; the first finds cold caches and nothing on its way, so its time is not counted."""
+    period = SYSTEMS[cell.system].period
+    steps = periods * period
+    before, counted = settled(hosts), team.count()
     turn = team.steps(steps)
     moved = [now - earlier for now, earlier in zip(settled(hosts), before, strict=True)]
-    cell.seconds.append(turn.seconds[1:])
+    ranks = list(zip(counted, team.count(), strict=True))
+    kinds = [{kind: now.kinds[kind] - earlier.kinds.get(kind, 0) for kind in now.kinds} for earlier, now in ranks]
+    cell.seconds.append([statistics.fmean(turn.seconds[start:start + period]) for start in range(period, steps, period)])
     cell.sent.append(max(host.sent for host in moved) / steps)
+    cell.payload.append(max(now.sockets - earlier.sockets for earlier, now in ranks) / steps)
+    cell.state.append(max(sum(size for kind, size in rank.items() if kind != WORDS) for rank in kinds) / steps)
+    cell.words.append(max(rank.get(WORDS, 0) for rank in kinds) / steps)
+    cell.packing.append(sum(turn.packing[period:]) / sum(turn.seconds[period:]))
 
 
 def settled(hosts: Hosts, quiet: float = QUIET) -> list[Traffic]:

@@ -29,9 +29,17 @@ class System:
     settings: str
     build: Callable[[nn.Module, Workload], Step]
     peer: bool = False
-    ratio: float = 1.0  # bytes a step must send at least, in units of 2 Psi (N-1)/N
+    ratio: float = 1.0
+    """Bytes a step must send at least, in units of 2 Psi (N-1)/N in fp32; of a compressing one, of the signs of as many."""
     whole: bool = False
     """Every rank takes part in every sequence: a step is given the batch of all ranks, not the rank's own."""
+    stage: int = 0
+    """Of ZeRO, where that is asked about."""
+    warm_up: str = ""
+    """The system that trains as this one did while it warmed up. Those that have one compress, and their warm-up is over
+    before anything is counted."""
+    period: int = 1
+    """Steps after which what they send begins anew: whole periods are counted, of which a step is the mean."""
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload) -> Step:

@@ -1,8 +1,10 @@
 """Bytes that this process put on the wire, counted by the kernel: one yardstick for every system.
 
-gloo moves everything over TCP sockets, also on one machine. Linux keeps for each socket the bytes sent and the bytes
-sent again (`tcp_info`, include/uapi/linux/tcp.h); their difference, summed over the process's own sockets, is what it
-sent. Bytes of a socket closed meanwhile are lost to the count; gloo keeps its sockets open.
+gloo moves everything over TCP sockets, also on one machine. Linux keeps for each socket the bytes that were acknowledged
+(`tcp_info`, include/uapi/linux/tcp.h), which counts a byte once however often it was sent; their sum over the process's own
+sockets is what it sent, once nothing is on its way. (The bytes sent without those sent again are more than that where a full
+queue of the own host refuses a segment, for its next attempt counts as a first one.) Bytes of a socket closed meanwhile are
+lost to the count; gloo keeps its sockets open.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import stat
 import struct
 import time
 
-_BYTES_SENT = 200  # offset of tcpi_bytes_sent, followed by tcpi_bytes_retrans; Linux 4.19 and later
-_LENGTH = _BYTES_SENT + 16
+_BYTES_ACKED = 120  # offset of tcpi_bytes_acked; Linux 4.1 and later
+_LENGTH = _BYTES_ACKED + 8
 
 
 def bytes_sent() -> int:
-    """Return the bytes that the open TCP sockets of this process have sent so far, without retransmissions."""
+    """Return the bytes that the open TCP sockets of this process have sent so far and the others acknowledged."""
     return sum(_sent(int(name)) for name in os.listdir("/proc/self/fd"))
 
 
@@ -44,6 +46,6 @@ def _sent(descriptor: int) -> int:
     except OSError:  # the descriptor of the listing itself, or one closed since
         return 0
     if len(info) < _LENGTH:
-        raise RuntimeError("this kernel does not count bytes per socket (Linux 4.19 or later does)")
-    sent, again = struct.unpack_from("QQ", info, _BYTES_SENT)
-    return sent - again
+        raise RuntimeError("this kernel does not count bytes per socket (Linux 4.1 or later does)")
+    (acknowledged,) = struct.unpack_from("Q", info, _BYTES_ACKED)
+    return acknowledged

@@ -1,7 +1,8 @@
 """One rank of one system: it builds, then sleeps on its standard input and runs steps when told to.
 
 Asleep it uses no CPU, so that all systems can be alive at once and take turns. Orders and answers are lines of JSON:
-`{"steps": k}` runs k steps and answers with the seconds of each; `{"finish": true}` answers with the totals and ends.
+`{"steps": k}` runs k steps and answers with the seconds of each, and how many of them it packed and unpacked; `{"count":
+true}` answers with what has been sent so far; `{"finish": true}` answers with the totals and ends.
 Bytes on the wire are read before the first step of a turn and at the end, once they stand still: a system may leave
 collectives in flight when its step returns, and what they have yet to send belongs to the steps before.
 """
@@ -22,7 +23,8 @@ warnings.simplefilter("ignore")  # what other libraries deprecate is not what is
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from catalogue import SYSTEMS  # noqa: E402
-from wire import settled_bytes_sent  # noqa: E402
+from packing import Packing  # noqa: E402
+from wire import bytes_sent, settled_bytes_sent  # noqa: E402
 from workloads import SEED, workload  # noqa: E402
 
 
@@ -38,27 +40,33 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     system = SYSTEMS[job["system"]]
     step, readers = system.build(model, task), range(job["ranks"]) if system.whole else (job["rank"],)
+    packing = Packing()
+    packing.watch()
     _answer(answers, parameters=parameters, threads=torch.get_num_threads())
     done = 0
     for line in sys.stdin:
         order = json.loads(line)
+        if "count" in order:
+            _answer(answers, sockets=bytes_sent(), kinds=_kinds())
+            continue
         sent = {"sockets": settled_bytes_sent(), "memory": _lent()}
         if "finish" in order:
             _answer(answers, sent=sent, steps=done, **_memory())
             break
         dist.barrier()
-        seconds: list[float] = []
+        seconds, packed = list[float](), list[float]()
         before = resource.getrusage(resource.RUSAGE_SELF)
         loss = torch.tensor(0.0)
         for _ in range(order["steps"]):
             inputs, targets = (torch.cat(parts) for parts in zip(*(task.batch(done, rank) for rank in readers), strict=True))
-            start = time.perf_counter()
+            start, spent = time.perf_counter(), packing.seconds
             loss = step(inputs, targets)
             seconds.append(time.perf_counter() - start)
+            packed.append(packing.seconds - spent)
             done += 1
         after = resource.getrusage(resource.RUSAGE_SELF)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        _answer(answers, seconds=seconds, loss=loss.item(), sent=sent, cpu=cpu / order["steps"],
+        _answer(answers, seconds=seconds, packing=packed, loss=loss.item(), sent=sent, cpu=cpu / order["steps"],
                 faults=(after.ru_minflt - before.ru_minflt) / order["steps"])
     os._exit(0)  # teardown of process groups is not measured, and peers may be gone
 
@@ -79,6 +87,12 @@ def _lent() -> int:
     """Return the bytes that other ranks have read from this one's memory, which no socket counts."""
     collectives = sys.modules.get("shoal.collectives")
     return collectives.traffic.lent if collectives else 0
+
+
+def _kinds() -> dict[str, int]:
+    """Return the payload bytes that this library itself counts, by kind; nothing for other systems."""
+    collectives = sys.modules.get("shoal.collectives")
+    return dict(collectives.traffic.bytes) if collectives else {}
 
 
 def _memory() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -71,6 +72,8 @@ class Report:
         model = Mark(name=f"GPT {self.args.model}", bits=bits)
         marks = [Mark(name="order-0 entropy", bits=held_out.order0), Mark(name="xz -9", bits=held_out.xz)]
         if engine.global_rank == 0:
+            quality = {"step": engine.global_steps, "bits_per_byte": bits}
+            (self.args.out / "quality.json").write_text(json.dumps(quality) + "\n")
             picture(self.args.out / "loss.png", history.bits, model, marks, self.title)
         tables.show(self.console, tables.sample(PROMPT, written), text_picture(history.bits, marks),
                     tables.quality(model, marks, f"{held_out.length:,} held-out bytes"),

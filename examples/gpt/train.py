@@ -28,6 +28,9 @@ from shoal.data import RepeatingLoader
 from shoal.errors import CheckpointError
 from watch import Watch
 
+WARM_UPS = ("freeze_step", "var_freeze_step")
+"""Steps after which an optimizer begins to compress: a share of them all."""
+
 
 def train(engine: shoal.Engine, batches: Iterator[tuple[Tensor, Tensor]], watch: Watch) -> None:
     """Step through `batches` until `watch` says that it is enough."""
@@ -80,11 +83,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Return what the JSON file says, its schedule stretched to `--steps`, and the number of steps."""
+    """Return what the JSON file says, its schedule and warm-ups of the optimizer stretched to `--steps`, and the steps."""
     config: dict[str, Any] = read(args.shoal_config)
-    schedule = config["scheduler"]["params"]
-    schedule["total_num_steps"] = args.steps or schedule["total_num_steps"]
-    return config, schedule["total_num_steps"]
+    schedule, optimizer = config["scheduler"]["params"], config["optimizer"]["params"]
+    before, steps = schedule["total_num_steps"], args.steps or schedule["total_num_steps"]
+    schedule["total_num_steps"] = steps
+    for key in WARM_UPS:
+        if key in optimizer:
+            optimizer[key] = max(1, optimizer[key] * steps // before)
+    return config, steps
 
 
 def resume(engine: shoal.Engine, out: Path) -> None:

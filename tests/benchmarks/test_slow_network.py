@@ -9,7 +9,7 @@ import torch
 from crossing import Point, crossover, picture, where
 from hosts import Hosts, unavailable
 from interleave import Plan
-from slow_network import sent
+from speeds import sent
 from sweep import sweep
 from torch import nn
 from workloads import parameters, workload

@@ -1,6 +1,7 @@
 """The training example, end to end: two ranks, a few steps, then the last of them again from a checkpoint."""
 
 import csv
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,3 +77,22 @@ def test_the_report_ends_with_the_command_that_trains_on(runs: Runs) -> None:
     command = runs.said.strip().splitlines()[-1].split()
     assert command[1:3] == ["run", "--ranks"] and {"--resume", "--steps", "8"} <= set(command)
     assert (runs.out / "checkpoints/latest").read_text().strip() == "global_step4"
+
+
+@pytest.mark.parametrize(("steps", "freeze", "total"), [(None, 200, 1000), (2000, 400, 2000), (4, 1, 4)])
+def test_a_warm_up_is_stretched_with_the_schedule(steps: int | None, freeze: int, total: int) -> None:
+    code = f"""
+import argparse, json, pathlib, sys
+sys.path.insert(0, {str(ROOT / "examples/gpt")!r})
+from train import configuration
+path = pathlib.Path({str(ROOT / "examples/gpt/onebit.json")!r})
+config, steps = configuration(argparse.Namespace(shoal_config=path, steps={steps}))
+print(json.dumps([config["optimizer"]["params"]["freeze_step"], config["scheduler"]["params"]["total_num_steps"], steps]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [freeze, total, total]
+
+
+def test_what_was_learned_is_left_for_programs(runs: Runs) -> None:
+    quality = json.loads((runs.out / "quality.json").read_text())
+    assert quality["step"] == 4 and 4 < quality["bits_per_byte"] < 9

@@ -1,0 +1,227 @@
+"""What compressing optimizers save between hosts: bytes of a step, samples a second over the rate of the link, packing.
+
+    python benchmarks/communication.py [--rates 200mbit 1gbit unlimited] [--plot]
+    python benchmarks/communication.py --quick                      # a tiny model and two rates, to try it
+
+Hosts are those of hosts.py, with one rank of one thread each. Few sequences make a step, so that what is measured is
+communication: DDP, our AdamW, and each optimizer that compresses (COMPRESSING in catalogue.py), past its warm-up.
+Training from end to end is not run here: its speed follows from the seconds of a step in and after the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import link
+from catalogue import BASELINE, COMPRESSED, FREEZE, SYSTEMS
+from crossing import picture
+from hosts import Hosts, HostsUnavailable
+from interleave import Plan
+from link import FRAME, PAYLOAD
+from machine import ROOT
+from outcome import FOLDER, Outcome, Sheet, Target
+from progress import progress
+from speeds import curve, fitting, interface, sent, times
+from sweep import Cell, Found, sweep
+from workloads import parameters
+
+RATES = ("200mbit", "1gbit", link.UNLIMITED)
+QUICK = (BASELINE, "shoal-1", "onebit-adam-1")
+CHOICES = (BASELINE, "ddp-fp16", "shoal-0", "shoal-1", *COMPRESSED)
+WARM_UP = 0.15  # of all steps, in training from end to end
+FEWER: dict[int, tuple[tuple[str, int, float], ...]] = {
+    0: (("fp32", 4, 30.0), ("16-bit", 2, 15.0)),
+    1: (("16-bit", 2, 12.0),),
+}
+"""By stage: beside which gradients and weights, their bytes an element, and how many times fewer bytes are promised."""
+SLOW, FASTER, END_TO_END = "200mbit", 5.0, 3.0
+FAST, NO_SLOWER = "1gbit", 1.0
+PACKING = 0.1  # of a step, at most
+IMAGES = ("communication.svg", "communication.png")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What was found of the systems that ran, each in its group, and the bytes that each must send by its formula."""
+
+    found: dict[str, Found]
+    plan: Plan
+    rates: tuple[str, ...]
+    names: tuple[str, ...]
+    sends: dict[str, float]
+
+    @property
+    def compressed(self) -> list[str]:
+        return [name for name in self.names if SYSTEMS[name].warm_up]
+
+    @property
+    def whole(self) -> float:
+        """Elements that a rank sends in a step where everything travels as it is: 2 Psi (N-1)/N."""
+        return 2 * parameters(self.plan.workload) * (self.plan.ranks - 1) / self.plan.ranks
+
+    def cells(self, name: str) -> list[Cell]:
+        return [cell for cell in self.found[name].cells if cell.system == name and cell.sent]
+
+    def compared(self, name: str) -> bool:
+        """Whether DDP was measured beside the system, to the end."""
+        return BASELINE in self.found[name].losses
+
+    def ends(self, name: str) -> bool:
+        """Whether the speed of training from end to end is known: its warm-up was measured beside it too."""
+        return self.compared(name) and SYSTEMS[name].warm_up in self.found[name].losses
+
+    def packing(self, name: str) -> dict[str, float]:
+        """Return the share of packing and unpacking in a step, by rate: the median over rounds."""
+        return {cell.rate: statistics.median(cell.packing) for cell in self.cells(name)}
+
+
+def main() -> None:
+    options = _options()
+    plan = Plan(workload=options.model, ranks=options.hosts, rounds=options.rounds, steps=0, warm=2 * FREEZE,
+                length=options.length, microbatch=options.microbatch)
+    sends, found = {name: sent(name, plan) for name in options.systems}, list[Found]()
+    try:
+        with Hosts(plan.ranks, delay=options.delay) as hosts, progress() as tell:
+            for group in fitting(options.systems, plan):
+                found.append(sweep(group, plan, options.rates, hosts, sends=sends, seconds=options.seconds, tell=tell))
+    except HostsUnavailable as reason:
+        sys.stderr.write(f"skipped: {reason}\n")
+        return
+    results = collected(found, plan, options.systems, options.rates)
+    if options.plot:
+        draw(results)
+    outcome(results, found, seconds=options.seconds, pictures=IMAGES[:1] if options.plot else ()).publish(options.out)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help=f"of the links ({' '.join(RATES)})")
+    parser.add_argument("--delay", help="of each link, each way: 5ms ... (none; needs sch_netem)")
+    parser.add_argument("--hosts", type=int, default=2, help="how many, with one rank each (2)")
+    parser.add_argument("--systems", nargs="+", choices=tuple(SYSTEMS), metavar="NAME",
+                        help=f"which to measure ({' '.join(CHOICES)})")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each rate (3)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn, in which at least 2 steps are counted (15)")
+    parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")
+    parser.add_argument("--microbatch", type=int, default=2, help="sequences a host and step (2)")
+    parser.add_argument("--length", type=int, default=128, help="tokens a sequence (128)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two rates, few systems, one short round")
+    parser.add_argument("--plot", action="store_true", help="draw the curves into docs/images/communication.png and .svg")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/communication.json)")
+    options = parser.parse_args()
+    options.systems = options.systems or (QUICK if options.quick else CHOICES)
+    if options.quick:
+        options.model, options.rates, options.rounds, options.seconds = "tiny", ("50mbit", link.UNLIMITED), 1, 0.5
+        options.length, options.out = 32, options.out or FOLDER / "quick-communication.json"
+    return options
+
+
+def collected(found: Sequence[Found], plan: Plan, systems: Sequence[str], rates: Sequence[str]) -> Results:
+    """Gather what the groups found; of a system that is in several, what the first did in which it did not fail."""
+    ran = {name: each for each in reversed(found) for name in each.losses if name not in each.failures}
+    return Results(found=ran, plan=plan, rates=tuple(rates), names=tuple(name for name in systems if name in ran),
+                   sends={name: sent(name, plan) for name in systems})
+
+
+def outcome(results: Results, groups: Sequence[Found], *, seconds: float, pictures: tuple[str, ...] = ()) -> Outcome:
+    """Lay what was found into tables, beside what was promised."""
+    plan, rates = results.plan, results.rates
+    sheets = (Sheet(title="Samples a second", columns=("system", *rates), rows=tuple(
+        (SYSTEMS[name].title, *(f"{point.middle:.2f}" for point in curve(results.found[name], name, plan, rates)))
+        for name in results.names)), *_speeds(results), _bytes(results), _packing(results))
+    failures = [f"{SYSTEMS[name].title}: {reason}." for found in groups for name, reason in found.failures.items()]
+    note = (
+        f"GPT of {parameters(plan.workload):,} parameters, fp32, {plan.ranks} hosts with one gloo rank of one thread each, "
+        f"{plan.microbatch} sequence(s) of {plan.length} tokens a host and step, no clipping. {plan.rounds} round(s) of "
+        f"about {seconds:g} s a turn, the first step of each not counted; the median over rounds. Losses are those after "
+        f"{plan.warm} steps. The compressing optimizers are past their warm-up. End to end is computed, not run: "
+        f"1 / ({WARM_UP:g} x seconds of our step in the warm-up + {1 - WARM_UP:g} x seconds after it). The interfaces count "
+        f"headers once for up to 64 KiB (offload); in packets of 1500 bytes they are 4.6 % of the payload.")
+    promised = plan.workload == "30m"  # a tiny model sends little, and of that much is not its gradients
+    return Outcome(benchmark="communication", command=" ".join(["python", *sys.argv]), note=" ".join([note, *failures]),
+                   sheets=sheets, targets=tuple(targets(results)) if promised else (), pictures=pictures,
+                   raw={"plan": asdict(plan), "sends": results.sends, "groups": [asdict(found) for found in groups]})
+
+
+def targets(results: Results) -> list[Target]:
+    """Return what is promised of the compressing systems, beside what was measured."""
+    infinite = float("inf")
+    targets: list[Target] = []
+    for name in results.compressed:
+        found = results.found[name]
+        title, measured, packing = SYSTEMS[name].title, interface(found, name), results.packing(name)
+        targets += [Target(what=f"{title}: times fewer bytes than {dtype} gradients and weights", low=fewer, high=infinite,
+                           measured=size * results.whole / measured) for dtype, size, fewer in FEWER[SYSTEMS[name].stage]]
+        targets += [Target(what=f"{title}: bytes on the interface over the formula", low=0.97, high=1.03,
+                           measured=measured / results.sends[name])]
+        for rate, fewest in ((SLOW, FASTER), (FAST, NO_SLOWER)):
+            if rate in results.rates and results.compared(name):
+                targets += [Target(what=f"{title} at {rate}: times DDP's samples a second", low=fewest, high=infinite,
+                                   measured=times(found, name, rate))]
+        if SLOW in results.rates and results.ends(name):
+            targets += [Target(what=f"{title} at {SLOW}, {WARM_UP:.0%} of it warm-up: times DDP's samples a second",
+                               low=END_TO_END, high=infinite, measured=times(found, name, SLOW, warm_up=WARM_UP))]
+        targets += [Target(what=f"{title}: packing and unpacking, of the step, at the rate where that is most", unit=" %",
+                           measured=100 * max(packing.values()), high=100 * PACKING)]
+    return targets
+
+
+def _speeds(results: Results) -> list[Sheet]:
+    others = [name for name in results.names if name != BASELINE and results.compared(name)]
+    if not others:
+        return []
+    rows = [(SYSTEMS[name].title, *(f"{times(results.found[name], name, rate):.2f}" for rate in results.rates))
+            for name in others]
+    whole = [(SYSTEMS[name].title, *(f"{times(results.found[name], name, rate, warm_up=WARM_UP):.2f}"
+                                     for rate in results.rates)) for name in results.compressed if results.ends(name)]
+    sheets = [Sheet(title="Times DDP", columns=("system", *results.rates), rows=tuple(rows))]
+    if whole:
+        sheets.append(Sheet(title=f"Times DDP from end to end, {WARM_UP:.0%} of the steps being warm-up",
+                            columns=("system", *results.rates), rows=tuple(whole)))
+    return sheets
+
+
+def _bytes(results: Results) -> Sheet:
+    rows: list[tuple[str, ...]] = []
+    for name in results.names:
+        cells, formula, measured = results.cells(name), results.sends[name], interface(results.found[name], name)
+        payload, state, words = (_middle(turns) for turns in (
+            (cell.payload for cell in cells), (cell.state for cell in cells), (cell.words for cell in cells)))
+        rows.append((SYSTEMS[name].title, _mega(formula), _mega(state) if state else "-", f"{words:.0f} B" if state else "-",
+                     _mega(payload), _mega(measured), f"{measured / formula:.4f}", _mega(payload * FRAME / PAYLOAD),
+                     f"{4 * results.whole / measured:.2f}", f"{results.found[name].losses[name]:.4f}"))
+    return Sheet(title="MB that a rank sends in a step", rows=tuple(rows), columns=(
+        "system", "formula", "own count: state", "own count: words", "payload of TCP", "interface", "interface / formula",
+        "in packets of 1500", "fp32 / interface", "loss"))
+
+
+def _mega(bytes: float) -> str:
+    return f"{bytes / 1e6:.4f}"
+
+
+def _middle(turns: Iterable[list[float]]) -> float:
+    return statistics.median(bytes for turn in turns for bytes in turn)
+
+
+def _packing(results: Results) -> Sheet:
+    rows = tuple((SYSTEMS[name].title, *(f"{100 * share:.1f} %" for share in results.packing(name).values()))
+                 for name in results.compressed)
+    return Sheet(title="Packing and unpacking, of the step's time", columns=("system", *results.rates), rows=rows)
+
+
+def draw(results: Results, folder: Path = ROOT / "docs" / "images") -> None:
+    """Draw samples a second over the rate of the link, and how many times DDP's they are where DDP was measured."""
+    curves = {SYSTEMS[name].title: curve(results.found[name], name, results.plan, results.rates) for name in results.names}
+    title = (f"GPT of {parameters(results.plan.workload) / 1e6:.1f} M parameters on {results.plan.ranks} hosts, "
+             f"{results.plan.microbatch} x {results.plan.length} tokens a host and step")
+    picture(curves, [folder / image for image in IMAGES], title=title,
+            over=SYSTEMS[BASELINE].title if BASELINE in results.names else "")
+
+
+if __name__ == "__main__":
+    main()

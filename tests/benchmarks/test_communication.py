@@ -1,0 +1,193 @@
+"""What compressing saves is laid beside the formula and the promise; packing is timed where it happens."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+from catalogue import COMPRESSED, COMPRESSING, FREEZE, SYSTEMS
+from communication import CHOICES, Results, collected, draw, outcome, targets
+from crossing import Point, ratios
+from hosts import Hosts, Traffic, unavailable
+from interleave import Count, Plan, Team, Turn
+from packing import Packing
+from speeds import curve, groups, interface, sent, times
+from sweep import Cell, Found, sweep, take_turn
+from workloads import parameters
+
+from shoal.signs import packed_bytes
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PLAN = Plan(workload="30m", ranks=2, rounds=2, steps=0, warm=2 * FREEZE, microbatch=2)
+TINY = Plan(workload="tiny", ranks=2, rounds=1, steps=0, warm=2 * FREEZE, microbatch=1, length=16)
+RATES = ("200mbit", "1gbit")
+SECONDS = {"ddp": (6.0, 1.5), "shoal-1": (6.0, 1.5), "onebit-adam-1": (1.0, 0.75)}  # of a step, by rate
+
+
+def found(**failures: str) -> Found:
+    """Return what a sweep of three systems might find: twice the time in the second round."""
+    cells = [Cell(system=name, rate=rate, seconds=[[second, second], [2 * second] * 3], sent=[1.01 * sent(name, PLAN)] * 2,
+                  payload=[1e6, 1e6], state=[0.0, 0.0], words=[32.0, 32.0], packing=[0.04, 0.08])
+             for name, seconds in SECONDS.items() for rate, second in zip(RATES, seconds, strict=True)
+             if name not in failures]
+    return Found(cells=cells, failures=failures, losses=dict.fromkeys(set(SECONDS) - set(failures), 5.0))
+
+
+def results(**failures: str) -> Results:
+    return collected([found(**failures)], PLAN, tuple(SECONDS), RATES)
+
+
+# The systems
+
+
+def test_every_compressing_optimizer_is_a_row_with_a_warm_up_that_is_a_system() -> None:
+    assert set(COMPRESSED) <= set(CHOICES) and set(COMPRESSED) <= set(SYSTEMS)
+    assert {system.warm_up for system in COMPRESSED.values()} <= set(SYSTEMS)
+    assert len(COMPRESSED) == sum(len(row.stages) for row in COMPRESSING.values())
+    assert SYSTEMS["onebit-adam-1"].stage == 1 and SYSTEMS["onebit-adam-1"].warm_up == "shoal-1"
+
+
+# Bytes and speeds
+
+
+def test_one_that_compresses_sends_signs_of_as_many_elements() -> None:
+    assert sent("onebit-adam-0", PLAN) == sent("onebit-adam-1", PLAN) == 2 * packed_bytes(parameters("30m") // 2)
+    assert sent("ddp", PLAN) / sent("onebit-adam-0", PLAN) == pytest.approx(31.5, abs=0.02)
+
+
+def test_times_is_the_median_of_the_rounds_ratios_and_a_warm_up_counts_by_its_share() -> None:
+    assert times(found(), "onebit-adam-1", "200mbit") == pytest.approx(6.0)
+    assert times(found(), "onebit-adam-1", "1gbit") == pytest.approx(2.0)
+    assert times(found(), "onebit-adam-1", "200mbit", warm_up=0.15) == pytest.approx(6 / (0.15 * 6 + 0.85 * 1))
+
+
+def test_samples_a_second_and_their_ratios_are_by_rate() -> None:
+    slow, fast = curve(found(), "onebit-adam-1", PLAN, RATES)
+    assert (slow.low, slow.middle, slow.high) == (2.0, 3.0, 4.0) and fast.high == pytest.approx(16 / 3)
+    (ratio,) = ratios([slow], [Point(rate="200mbit", middle=0.5, low=0.1, high=9.0), fast])
+    assert ratio == Point(rate="200mbit", middle=6.0, low=4.0, high=8.0)
+    assert interface(found(), "ddp") == pytest.approx(1.01 * sent("ddp", PLAN))
+
+
+# Groups
+
+
+def test_what_does_not_fit_together_is_cut_into_groups_each_with_ddp_and_the_warm_ups_of_its_own() -> None:
+    names = ("ddp", "ddp-fp16", "shoal-0", "shoal-1", "onebit-adam-0", "onebit-adam-1")
+    assert groups(names, 6) == [list(names)]
+    assert groups(names, 4) == [["ddp", "ddp-fp16", "shoal-0", "shoal-1"],
+                                ["ddp", "shoal-0", "onebit-adam-0"], ["ddp", "shoal-1", "onebit-adam-1"]]
+    assert groups(names[1:3], 1) == [["ddp-fp16"], ["shoal-0"]]
+    assert groups(("onebit-adam-1",), 1) == [["onebit-adam-1"]]
+
+
+def test_a_ratio_is_taken_within_the_group_of_a_system() -> None:
+    other = Found(cells=[Cell(system=name, rate=rate, seconds=[[10.0]], sent=[1.0]) for name in ("ddp", "shoal-0")
+                         for rate in RATES], failures={"shoal-1": "died"}, losses={"ddp": 5.0, "shoal-0": 5.0})
+    both = collected([other, found()], PLAN, ("ddp", "shoal-0", *SECONDS), RATES)
+    assert both.found["shoal-0"] is other and both.found["onebit-adam-1"].cell("shoal-1", "1gbit")
+    assert times(both.found["shoal-0"], "shoal-0", "1gbit") == 1.0 and both.ends("onebit-adam-1")
+    assert both.found["ddp"] is other  # of those in several, the first
+
+
+class Alternating:
+    """A team, and its hosts, whose every third step takes five times as long and alone sends anything."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def steps(self, number: int) -> Turn:
+        seconds = [5.0 if step % 3 == 2 else 1.0 for step in range(self.done, self.done + number)]
+        self.done += number
+        return Turn(seconds=seconds, cpu=0.0, faults=0.0, loss=1.0, sent=[], packing=[0.1 * each for each in seconds])
+
+    def counts(self) -> list[Count]:
+        sent = 300 * (self.done // 3)
+        return [Count(sockets=sent + 10, kinds={"reduce": sent, "words": 4 * self.done})]
+
+    def bytes(self, host: int) -> Traffic:
+        return Traffic(sent=330 * (self.done // 3), received=0)
+
+
+def test_where_steps_are_not_alike_a_step_is_the_mean_of_its_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SYSTEMS, "alternating", replace(SYSTEMS["ddp"], period=3))
+    both = Alternating()
+    team = types.SimpleNamespace(steps=both.steps, count=both.counts)
+    cell = Cell(system="alternating", rate="1gbit")
+    take_turn(cast(Team, team), 3, cast(Hosts, both), cell)
+    assert both.done == 9 and cell.seconds == [[7 / 3, 7 / 3]]
+    assert (cell.sent, cell.payload, cell.state, cell.words) == ([110.0], [100.0], [100.0], [4.0])
+    assert cell.packing == [pytest.approx(0.1)]
+
+
+# Promises
+
+
+def test_promises_are_of_the_compressing_systems_and_what_is_measured_is_beside_them() -> None:
+    verdicts = {target.what.partition(": ")[2]: target for target in targets(results())}
+    assert [target.what for target in targets(results()) if "OneBitAdam" not in target.what] == []
+    assert verdicts["times fewer bytes than 16-bit gradients and weights"].measured == pytest.approx(15.75 / 1.01, abs=0.02)
+    assert verdicts["packing and unpacking, of the step, at the rate where that is most"].measured == pytest.approx(6.0)
+    measured = [target.measured for target in verdicts.values()]
+    assert len(measured) == 4 and all(target.met for target in targets(results()))
+    speeds = [target for target in targets(results()) if "samples a second" in target.what]
+    assert [target.low for target in speeds] == [5.0, 1.0, 3.0]
+
+
+def test_without_ddp_nothing_is_said_of_times_ddp() -> None:
+    whats = [target.what for target in targets(results(ddp="rank 0: it died"))]
+    assert whats and not [what for what in whats if "DDP" in what]
+    laid = outcome(results(ddp="rank 0: it died"), [found(ddp="rank 0: it died")], seconds=1.0)
+    assert "DDP: rank 0: it died." in laid.note and all("Times DDP" not in sheet.title for sheet in laid.sheets)
+
+
+def test_what_was_found_becomes_a_page_with_its_picture(tmp_path: Path) -> None:
+    draw(results(), tmp_path)
+    outcome(results(), [found()], seconds=1.0, pictures=("communication.svg",)).publish(tmp_path / "found.json")
+    render = runpy.run_path(str(BENCHMARKS / "report.py"))["render"]
+    page = render(json.loads((tmp_path / "found.json").read_text()))
+    assert "![communication](images/communication.svg)" in page and "at least 5" in page and "**Targets**" in page
+    assert "times as fast as DDP" in (tmp_path / "communication.svg").read_text()
+
+
+# Packing
+
+
+def test_what_a_package_promises_is_timed_and_does_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("shoal.signs")
+    vars(package).update(__all__=["BLOCK", "pack"], BLOCK=2048, pack=lambda number, *, more=0: number + more)
+    monkeypatch.setitem(sys.modules, "shoal.signs", package)
+    packing = Packing()
+    packing.watch()
+    before = packing.seconds
+    assert before == 0.0 and vars(package)["pack"](1, more=2) == 3 and vars(package)["BLOCK"] == 2048
+    assert packing.seconds > before
+
+
+def test_without_the_package_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "shoal.signs")
+    packing = Packing()
+    packing.watch()
+    assert packing.seconds == 0.0
+
+
+@pytest.mark.skipif(bool(missing := unavailable()), reason=f"no hosts: {missing}")
+def test_between_hosts_a_compressed_step_sends_what_the_formula_says() -> None:
+    names = ("shoal-1", "onebit-adam-1")
+    sends = {name: sent(name, TINY) for name in names}
+    with Hosts(2) as hosts:
+        swept = sweep(names, TINY, ("50mbit",), hosts, sends=sends, seconds=0.1, tell=lambda text: None)
+    assert not swept.failures
+    exact, ours = (swept.cell(name, "50mbit") for name in names)
+    assert exact and ours and exact.state[0] == sends["shoal-1"] and exact.packing == [0.0] and 0 < ours.packing[0] < 1
+    assert sends["onebit-adam-1"] <= ours.state[0] < 1.01 * sends["onebit-adam-1"]  # each unit is rounded up
+    assert ours.words == exact.words and ours.state[0] < ours.payload[0] < ours.sent[0] < 1.5 * ours.state[0]
+    assert exact.state[0] < exact.payload[0] < exact.sent[0] < 1.05 * exact.state[0]  # not twice what was refused

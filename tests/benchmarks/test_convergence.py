@@ -1,0 +1,153 @@
+"""Runs that are there are not run again, interrupted ones go on, and what all have learned is laid side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from convergence import COUNTERPARTS, Case, outcome, ratios, train
+from learned import Learned, band, picture
+from runs import Run, RunFailed
+
+GPT = Path(__file__).parents[2] / "examples" / "gpt"
+TRAINED = """
+import json, pathlib
+print("step 1/7  loss 2.0 (2.9 bits)  grad 1.0")
+out = pathlib.Path({out!r})
+(out / "curve.csv").write_text("step,bits_per_byte\\n1,4.0\\n2,3.0\\n")
+(out / "quality.json").write_text(json.dumps({{"step": 7, "bits_per_byte": 2.5}}))
+"""
+OPTIONS = argparse.Namespace(model="3m", ranks=2, seeds=[0, 1], plot=False)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "some.json"
+    path.write_text("{}")
+    return path
+
+
+def run_of(config: Path, seed: int = 0) -> Run:
+    return Run(config=config, seed=seed, steps=7, model="tiny", ranks=2, folder=config.parent / "runs")
+
+
+def commanded(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let runs be a few lines of Python in place of training."""
+    monkeypatch.setattr(Run, "command", property(lambda run: [sys.executable, "-c", code.format(out=str(run.out))]))
+
+
+def learned(*bits: float) -> list[Learned]:
+    return [Learned(bits=each, training={step: each + 1 / step for step in range(1, 101)}) for each in bits]
+
+
+# Runs
+
+
+def test_a_run_has_a_folder_by_all_that_decides_its_outcome(config: Path) -> None:
+    first = run_of(config).out
+    assert first == run_of(config).out and first != run_of(config, seed=1).out
+    config.write_text('{"other": 1}')
+    assert first != run_of(config).out
+
+
+def test_a_run_is_done_when_it_has_measured_after_its_last_step(config: Path) -> None:
+    run = run_of(config)
+    assert not run.done
+    run.out.mkdir(parents=True)
+    for text, done in (("", False), ('{"step": 3, "bits_per_byte": 2}', False), ('{"step": 7, "bits_per_byte": 2}', True)):
+        (run.out / "quality.json").write_text(text)
+        assert run.done is done
+
+
+def test_a_run_that_was_interrupted_goes_on(config: Path) -> None:
+    run = run_of(config)
+    assert "--resume" not in run.command
+    (run.out / "checkpoints").mkdir(parents=True)
+    (run.out / "checkpoints" / "latest").write_text("global_step3")
+    assert run.command[-1] == "--resume" and run.command[:4] == [sys.executable, "-m", "shoal", "run"]
+
+
+def test_what_is_there_is_not_run_again(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commanded(monkeypatch, TRAINED)
+    runs, told = [run_of(config), run_of(config, seed=1)], list[str]()
+    runs[0].train(told.append)
+    assert told == ["step 1/7  loss 2.0 (2.9 bits)"] and runs[0].learned() == Learned(bits=2.5, training={1: 4.0, 2: 3.0})
+    told.clear()
+    assert train(runs, 2, told.append) == []
+    assert told == ["1 of 2 runs are there already", "run 1 of 1, some, seed 1: step 1/7  loss 2.0 (2.9 bits)"]
+    assert all(run.done for run in runs) and train(runs, 1, told.append) == []
+
+
+def test_a_run_that_fails_says_where_and_what_it_said_and_the_others_go_on(config: Path,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run_of(config), run_of(config, seed=1)]
+    commanded(monkeypatch, "import sys; sys.exit('no memory') if 'seed0' in {out!r} else None\n" + TRAINED)
+    (failure,) = train(runs, 1, lambda text: None)
+    assert "some, seed 0: ended with status 1" in failure and "train.log ends: no memory" in failure
+    assert [run.done for run in runs] == [False, True]
+
+
+def test_a_run_that_is_ended_ends_and_does_not_begin_again(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commanded(monkeypatch, "print('step 1', flush=True); import time; time.sleep(600)")
+    run, begun = run_of(config), threading.Event()
+    failures: list[str] = []
+
+    def attempt() -> None:
+        with pytest.raises(RunFailed, match="ended with status -15") as failed:
+            run.train(lambda line: begun.set())
+        failures.append(str(failed.value))
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    assert begun.wait(60)
+    run.end()
+    thread.join(60)
+    assert len(failures) == 1
+    with pytest.raises(RunFailed, match="ended before it began"):
+        run.train(lambda line: None)
+
+
+# What they learned
+
+
+def test_a_curve_is_the_means_of_equal_stretches_and_a_band_is_of_the_seeds() -> None:
+    run = Learned(bits=1.0, training={1: 4.0, 2: 2.0, 3: 1.0, 4: 0.0})
+    assert run.curve(points=2) == {2: 3.0, 4: 0.5} and len(run.curve()) == 4
+    points = band(learned(2.0, 4.0))
+    assert len(points) == 50 and points[-1].step == 100
+    assert points[0].low == pytest.approx(2.75) and points[0].middle == pytest.approx(3.75)
+    assert points[0].high == pytest.approx(4.75)
+
+
+def test_a_ratio_is_within_a_seed_and_the_promise_is_beside_the_counterpart() -> None:
+    adam, lamb, ours = (Case(path=Path(f"{name.lower()}.json"), optimizer=name, steps=10)
+                        for name in ("AdamW", "Lamb", "OneBitLamb"))
+    found = {adam: learned(2.0, 4.0), lamb: learned(2.5, 5.0), ours: learned(2.5, 5.1)}
+    assert ratios(found, ours, "AdamW") == [1.25, 1.275] and ratios(found, adam, "AdamW") == []
+    assert ratios(found, ours, "Lion") == []
+    laid = outcome(found, ["some run failed"], OPTIONS)
+    (target,) = laid.targets
+    assert target.what == "OneBitLamb (onebitlamb): bits per byte above Lamb's, the mean over seeds"
+    assert target.measured == pytest.approx(1.0) and not target.met
+    assert laid.sheets[0].rows[2] == ("OneBitLamb (onebitlamb)", "3.8000", "2.5000", "5.1000", "1.2625", "1.0100")
+    assert laid.note.endswith("some run failed") and json.dumps(laid.raw)
+
+
+def test_the_picture_shows_every_case_and_is_always_the_same(tmp_path: Path) -> None:
+    cases = {"AdamW (zero1)": learned(2.0, 2.1), "OneBitAdam (onebit)": learned(2.2)}
+    for folder in ("one", "other"):
+        files = [tmp_path / folder / f"curves.{kind}" for kind in ("png", "svg")]
+        picture(cases, files, title="learning")
+    text = files[1].read_text()
+    assert "learning" in text and "OneBitAdam" in text and text == (tmp_path / "one" / "curves.svg").read_text()
+
+
+def test_the_example_has_the_same_training_with_both_optimizers() -> None:
+    adam, onebit = (Case.read(GPT / name, None) for name in ("zero1.json", "onebit.json"))
+    assert (adam.optimizer, onebit.optimizer) == ("AdamW", "OneBitAdam") and adam.steps == onebit.steps == 1000
+    assert COUNTERPARTS[onebit.optimizer] == adam.optimizer
+    assert Case.read(GPT / "onebit.json", 30).steps == 30
