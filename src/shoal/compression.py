@@ -8,7 +8,7 @@ from shoal.schema import Config
 
 __all__ = ["check_compressing"]
 
-_FREEZE = ("freeze_step", "var_freeze_step")
+_WARM_UP = ("freeze_step", "var_update_scaler")
 
 
 def check_compressing(settings: Config, mesh: Mesh) -> None:
@@ -35,10 +35,10 @@ def check_compressing(settings: Config, mesh: Mesh) -> None:
 def _check_warm_up(settings: Config) -> None:
     """Raise unless the warm-up ends before training does, where its length is known."""
     total = settings.scheduler.params.get("total_num_steps")
-    for key in _FREEZE:
-        freeze = settings.optimizer.params.get(key)
-        if settings.optimizer.type is None or not isinstance(total, int) or not isinstance(freeze, int):
+    for key in _WARM_UP:
+        steps = settings.optimizer.params.get(key)
+        if settings.optimizer.type is None or not isinstance(total, int) or not isinstance(steps, int):
             continue
-        if freeze >= total:
-            raise ConfigError(f"optimizer.params.{key}: got {freeze}, and scheduler.params.total_num_steps {total}: "
+        if steps >= total:
+            raise ConfigError(f"optimizer.params.{key}: got {steps}, and scheduler.params.total_num_steps {total}: "
                               f"training would end before anything is compressed; give {max(1, total // 5)}, a fifth of it")
