@@ -85,19 +85,6 @@ def test_who_waits_for_a_rank_that_failed_is_told_where_it_began(case: str, rank
         assert said.startswith(words) and soon
 
 
-def uneven_data() -> str:
-    engine = engine_of(0)
-    engine.train_batch(batches())
-    with pytest.raises(PipelineError) as found:
-        engine.train_batch(batches(2 if engine.mesh.rank("data") else 3))
-    return str(found.value)
-
-
-def test_an_iterator_that_ends_early_ends_the_step_of_all_data_ranks() -> None:
-    for said in run_ranks(4, uneven_data):
-        assert "train_batch, step 2: the iterator ended after 2 of 3 microbatches" in said
-
-
 def astray() -> str:
     engine = engine_of(0)
     engine.train_batch(batches())
