@@ -26,6 +26,7 @@ from shoal.collectives import Communicator
 from shoal.compression import check_compressing
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
+from shoal.copies import Copies
 from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
@@ -182,6 +183,9 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                                   roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
     for each in engine.sharded.passes:
         each.before_backward = engine.before_backward
+    if engine.census.tensor is not None:
+        engine.copies = Copies({name: parameter for name, parameter in model.named_parameters()
+                                if parameter in trained and engine.census.of(name).shared})
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return  # a stage may have nothing to train, and steps with the others all the same
     views = Views(engine.sharded.trainable, len(groups.options))
