@@ -269,9 +269,13 @@ class PipelineEngine(Engine):
             items = self._drawn(data_iter, count, name)
         except Exception as error:
             trouble = str(error) or type(error).__name__
+        except BaseException as error:  # somebody wants to end the program
+            self.board.post(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
+            raise
         values = name not in self._compared or self.settings.debug
         drawn = Drawn.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
                          first=self.is_first_stage(), stage=f"rank {dist.get_rank()} (stage {self._stages_in_words})")
+        self.census.everyone.step = self.global_steps
         words = torch.tensor([digest(call), bool(trouble) or values, *drawn.words()]).to(self.device)
         if self._alike(self.census.everyone.gather_words(words, "what to begin with").tolist()):
             return self._batches(items)
