@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tables": ("embeddings", "row_tables"),
     "rows": ("sparse_gradients",),
     "axes": ("comm", "mesh"),
-    "holders": ("holders",),
+    "holders": ("copies", "holders"),
     "precision": ("precision",),
     "sharding": ("zero",),
     "decisions": ("gradients",),

@@ -118,3 +118,23 @@ def test_a_pipeline_module_is_told_what_it_cannot_be() -> None:
             "topology: got 'x' among dims [1, 'x', 2]",
         ), strict=True):
             assert words in text
+
+
+def configured() -> list[str]:
+    meshes = [shoal.configured_mesh({**CONFIG, **keys}) for keys in (
+        {}, {"mesh": {"pipeline": 2}}, {"pipeline": {"stages": 2}, "mesh": {"tensor": 2}},
+        {"tensor_parallel": {"autotp_size": 2}}, {"mesh": {"shard": 2}})]
+    wrong = [told(lambda keys=keys: shoal.configured_mesh({**CONFIG, **keys}), ShoalError) for keys in (
+        {"mesh": {"pipe": 2}}, {"mesh": [2]}, {"mesh": {"tensor": 3}},
+        {"mesh": {"tensor": 2}, "tensor_parallel": {"autotp_size": 4}})]
+    return [*map(str, meshes), *wrong]
+
+
+def test_a_script_gets_the_mesh_of_its_configuration_before_initialize() -> None:
+    for text, words in zip(run_ranks(4, configured)[3], (
+        "Mesh(pipeline=1, replica=1, shard=4, sequence=1, tensor=1)", "Mesh(pipeline=2, replica=1, shard=2",
+        "Mesh(pipeline=2, replica=1, shard=1, sequence=1, tensor=2)", "shard=2, sequence=1, tensor=2)",
+        "Mesh(pipeline=1, replica=2, shard=2", "mesh.pipe: unknown key; did you mean 'pipeline'?", "mesh: got [2]; give a",
+        "mesh: tensor 3 = 3 does not divide the 4 ranks", "tensor axis has 2 ranks by mesh.tensor and 4 by",
+    ), strict=True):
+        assert words in text

@@ -38,7 +38,7 @@ STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
 
 def build(shape: Shape, config: dict[str, Any], seed: int, data: Blocks) -> PipelineEngine:
     """Put the model on the mesh of the configuration: this rank's stages, and of their layers this rank's part."""
-    mesh = shoal.Mesh(**config["mesh"])
+    mesh = shoal.configured_mesh(config)
     schedule = config.get("pipeline", {}).get("schedule", "1f1b")
     model = shoal.PipelineModule(layers(shape), num_stages=mesh.size("pipeline"), loss_fn=cross_entropy, schedule=schedule,
                                  stages_per_rank=STAGES_PER_RANK.get(schedule, 1))

@@ -9,6 +9,7 @@ from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import comm, zero
+    from shoal.arrange import configured_mesh
     from shoal.data import RepeatingLoader
     from shoal.distributed import init_distributed
     from shoal.engine import Engine
@@ -38,6 +39,7 @@ __all__ = [
     "add_config_arguments",
     "add_tuning_arguments",
     "comm",
+    "configured_mesh",
     "gathered",
     "init_distributed",
     "initialize",
@@ -61,6 +63,7 @@ _HOMES = {
     "Unpacked": "shoal.pipeline.spec",
     "add_config_arguments": "shoal.entry",
     "add_tuning_arguments": "shoal.schedule",
+    "configured_mesh": "shoal.arrange",
     "gathered": "shoal.zero.gathered",
     "init_distributed": "shoal.distributed",
     "initialize": "shoal.entry",

@@ -27,7 +27,7 @@ from shoal.pipeline.module import PipelineModule
 from shoal.schema import Config
 from shoal.tensor_parallel import parallelize
 
-__all__ = ["census_of", "mesh_of"]
+__all__ = ["census_of", "configured_mesh", "mesh_of"]
 
 
 def mesh_of(source: Source, model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh:
@@ -54,7 +54,21 @@ def mesh_of(source: Source, model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh
         _agreed(said)
         _check_places(mesh, model)
         return mesh
-    sizes = _agreed(said)
+    return _of_sizes(_agreed(said))
+
+
+def configured_mesh(config: Source) -> Mesh:
+    """Return the mesh that a configuration asks for, to a script that needs its groups before `initialize`.
+
+    Every rank calls it, and passes the mesh on as `mpu`. Raises `ConfigError` for the configuration, `UsageError` for
+    sizes that do not multiply to the ranks.
+    """
+    distributed.init_distributed()
+    return _of_sizes(_agreed(_configured(Config.resolve(config, data_ranks=None))))
+
+
+def _of_sizes(sizes: dict[str, int]) -> Mesh:
+    """Return the mesh of so many ranks by axis; the ranks that nobody speaks for are data ranks."""
     if "shard" in sizes and "replica" not in sizes:  # whatever else is left are copies of a shard group
         sizes["replica"] = max(1, dist.get_world_size() // prod(sizes.values()))
     return Mesh(**sizes)  # pyright: ignore[reportArgumentType]  the names of axes

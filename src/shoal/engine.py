@@ -19,6 +19,7 @@ from shoal import comm
 from shoal.board import Board
 from shoal.collectives import Communicator
 from shoal.controls import Controls
+from shoal.copies import Copies
 from shoal.errors import RanksDisagree, TierError, UsageError
 from shoal.fingerprint import fingerprint_of
 from shoal.holders import Census
@@ -65,6 +66,8 @@ class Engine(Controls):
         self.lr_scheduler: AnySchedule | None = None
         self.sharded: ShardedModel | None = None
         self.training_dataloader: Any = None
+        self.copies: Copies | None = None
+        """What each tensor rank has whole, whose gradients are to be compared."""
         self.micro_steps = 0
         self.global_steps = 0
         self.global_samples = 0
@@ -187,6 +190,8 @@ class Engine(Controls):
         if self.settings.comms_logger.enabled:
             comm.log_summary()
         self.restore_forwards()
+        if self.copies is not None:
+            self.copies.forget()
         if self.sharded is not None:
             self.sharded.destroy()
 
@@ -233,6 +238,9 @@ class Engine(Controls):
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
         for communicator in self.census.communicators:
             communicator.step = self.global_steps
+        if self.copies is not None and self.census.tensor is not None:
+            again = self.copies.compare(self.census.tensor, again=self.settings.debug)
+            self.copies = self.copies if again else None
         try:
             self._applied = self.optimizer.step()
         except TierError as error:  # of this rank alone, for which the others wait

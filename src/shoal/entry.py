@@ -26,6 +26,7 @@ from shoal.collectives import Communicator
 from shoal.compression import check_compressing
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
+from shoal.copies import Copies
 from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
@@ -38,6 +39,7 @@ from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
 from shoal.optim.views import Views
 from shoal.pipeline.module import PipelineModule
+from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.averaging import Averaging
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Policy, policy
@@ -104,6 +106,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
         warn_once("initialize: model_parameters has no effect beside an optimizer instance, whose own groups count")
+    if not isinstance(model, PipelineModule) and settings.pipeline != PipelineSettings():
+        warn_once(f"pipeline: has no effect: the model is a {type(model).__name__}, and no PipelineModule")
     if settings.dump_state and census.everyone.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -182,6 +186,9 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                                   roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
     for each in engine.sharded.passes:
         each.before_backward = engine.before_backward
+    if engine.census.tensor is not None:
+        engine.copies = Copies({member.name: member.parameter for unit in engine.sharded.trainable if unit.holders.shared
+                                for member in unit.members})
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return  # a stage may have nothing to train, and steps with the others all the same
     views = Views(engine.sharded.trainable, len(groups.options))

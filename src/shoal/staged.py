@@ -21,7 +21,7 @@ from shoal.engine import Engine, half
 from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
 from shoal.nested import mapped
 from shoal.pipeline.connector import Connector
-from shoal.pipeline.drawing import Drawn, compare, draw
+from shoal.pipeline.drawing import Drawn, compare, digest, draw
 from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.links import Links
 from shoal.pipeline.module import PipelineModule
@@ -81,13 +81,7 @@ class PipelineEngine(Engine):
         self._executor.refuse_failed()
         call = f"train_batch of {count} microbatches"
         self.board.begin(call)
-        if self._compares("train_batch"):
-            batches = self._agreed(data_iter, count, call, values=True)
-        else:
-            try:
-                batches = self._batches(self._drawn(data_iter, count, "train_batch"))
-            except Exception as error:
-                self._executor.refuse(str(error), error)
+        batches = self._agreed(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self._applied = False
         with self._executor.together(f"the end of step {self.global_steps + 1}"):
@@ -116,7 +110,7 @@ class PipelineEngine(Engine):
         call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
                 f"bcast_loss={bcast_loss}")
         self.board.begin(call)
-        batches = self._agreed(data_iter, count, call, values=self._compares("eval_batch"))
+        batches = self._agreed(data_iter, count, call)
         if self.optimizer is not None:
             self.optimizer.settle()
         training = self.module.training
@@ -253,10 +247,6 @@ class PipelineEngine(Engine):
             self._schedules[count] = found
         return self._schedules[count]
 
-    def _compares(self, call: str) -> bool:
-        """Whether ranks compare the values that they draw: at the first call of each kind, or always to find a fault."""
-        return call not in self._compared or self.settings.debug
-
     def _drawn(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[tuple[Any, Any]]:
         """Draw the microbatches of a step, where the first or the last stage is."""
         if not (self.is_first_stage() or self.is_last_stage()):
@@ -268,25 +258,45 @@ class PipelineEngine(Engine):
             raise UsageError(f"{call}: there is no data; pass an iterator, or training_data to initialize")
         return draw(data, count, f"{call}, step {self.global_steps + 1}", self._batch_fn)
 
-    def _agreed(self, data_iter: Iterator[Any] | None, count: int, call: str, *, values: bool) -> Batches:
-        """Draw microbatches; if a rank cannot, or ranks differ in the call or the samples, all raise: nothing has begun."""
+    def _agreed(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
+        """Draw microbatches; if a rank cannot, or ranks differ in the call or the samples, all raise: nothing has begun.
+
+        Every call costs a few words of each rank, and where these show a difference, more of them. Values are compared at
+        the first call of each kind, or always to find a fault.
+        """
         name, items, trouble = call.partition(" ")[0], list[tuple[Any, Any]](), ""
         try:
             items = self._drawn(data_iter, count, name)
         except Exception as error:
             trouble = str(error) or type(error).__name__
+        except BaseException as error:  # somebody wants to end the program
+            self.board.post(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
+            raise
+        values = name not in self._compared or self.settings.debug
         drawn = Drawn.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
                          first=self.is_first_stage(), stage=f"rank {dist.get_rank()} (stage {self._stages_in_words})")
+        self.census.everyone.step = self.global_steps
+        words = torch.tensor([digest(call), bool(trouble) or values, *drawn.words()]).to(self.device)
+        if self._alike(self.census.everyone.gather_words(words, "what to begin with").tolist()):
+            return self._batches(items)
         said = self.census.everyone.gather_objects((call, trouble, drawn))
         for rank, (theirs, _, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise RanksDisagree(f"ranks call different things: rank 0 is in {said[0][0]}, rank {rank} in {theirs}; let "
                                     f"every rank make the same calls, in one order")
         if any(text for _, text, _ in said):
-            raise UsageError("; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(said) if text))
+            raise UsageError(_by_rank([text for _, text, _ in said]))
         compare([each for _, _, each in said], name)
         self._compared.add(name)
         return self._batches(items)
+
+    def _alike(self, rows: list[list[int]]) -> bool:
+        """Whether all ranks make one call, none has more to say, and none saw another's samples in other shapes."""
+        seen: dict[tuple[int, ...], int] = {}
+        shapes = [(place, shape) for *_, samples, inputs, labels in rows
+                  for place, shape in (((samples, 0), inputs), ((samples, 1), labels)) if shape]
+        return (all(call == rows[0][0] and not more for call, more, *_ in rows)
+                and all(seen.setdefault(place, shape) == shape for place, shape in shapes))
 
     def _batches(self, items: list[tuple[Any, Any]]) -> Batches:
         return Batches(inputs=[inputs for inputs, _ in items] if self.is_first_stage() else [],
@@ -311,6 +321,14 @@ class PipelineEngine(Engine):
         """Return the last stage's losses, on all stages."""
         said = self.census.communicator("pipeline").gather_objects([loss.item() for loss in losses])
         return [torch.tensor(value, device=self.device) for value in next(found for found in said if found)]
+
+
+def _by_rank(texts: list[str]) -> str:
+    """Join what ranks have to say, what several say alike but once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in ranks.items() if text)
 
 
 def _words(values: Tensor) -> Tensor:

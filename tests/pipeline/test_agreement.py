@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import RanksDisagree, ShoalError, UsageError
+from shoal.errors import PipelineError, RanksDisagree, ShoalError, UsageError
 from shoal.testing import run_ranks
 
 WIDTH = 4
@@ -129,16 +129,45 @@ def test_a_stage_may_leave_out_what_it_does_not_use() -> None:
     assert found[0] == found[1] and found[0][0] == found[0][1]
 
 
-def of_later_steps() -> str:
-    engine = engine_of(timeout=20)
+def of_later_steps() -> tuple[str, str, float]:
+    engine, other = engine_of(timeout=20), dist.get_rank() == 1
     engine.train_batch(batches())
-    sizes = [2, 3] if dist.get_rank() else [2, 2]
-    return told(lambda: engine.train_batch(iter([next(batches(size=size)) for size in sizes])), ShoalError)
+    sizes = [2, 3] if other else [2, 2]
+    unlike = told(lambda: engine.train_batch(iter([next(batches(size=size)) for size in sizes])))
+    after = engine.train_batch(batches()).item()
+    parts = iter([(None, next(batches(size=3))[1]) if other else (next(batches())[0], None)] * 2)
+    return unlike, told(lambda: engine.train_batch(parts), PipelineError), after
 
 
-def test_a_microbatch_of_another_size_is_named_with_both_numbers_by_the_loss() -> None:
-    for said in run_ranks(2, of_later_steps):
-        assert "(the output has 2 samples, and the labels 3; the ranks of the first and the last stage draw the same" in said
+def test_a_microbatch_of_another_size_is_named_with_both_numbers_at_any_step() -> None:
+    for unlike, within, after in run_ranks(2, of_later_steps):
+        assert "microbatch 1: rank 0 (stage 0) drew inputs of (2, 4) float32, rank 1 (stage 1) of (3, 4) float32" in unlike
+        assert after > 0
+        assert "(the output has 2 samples, and the labels 3; the ranks of the first and the last stage draw the" in within
+
+
+def ending(case: str) -> tuple[str, list[float], bool]:
+    """Train a step, try one whose iterator ends early on some ranks, and go on."""
+    engine, plain, rank = engine_of(3, {"num_stages": 2}), engine_of(3, {"num_stages": 2}), dist.get_rank()
+    losses = [engine.train_batch(batches()).item()]
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    enough = {"all": False, "one": rank != 3, "unlike": rank == 1}[case]
+    text = told(lambda: engine.train_batch(batches(2 if enough else 1)), UsageError)
+    same = all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    same = same and engine.global_steps == engine.micro_steps // 2 == 1
+    losses += [engine.train_batch(batches(seed=2)).item(), engine.eval_batch(batches()).item()]
+    wanted = [plain.train_batch(batches()).item(), plain.train_batch(batches(seed=2)).item(),
+              plain.eval_batch(batches()).item()]
+    return text, losses, same and losses == wanted
+
+
+@pytest.mark.parametrize(("case", "who"), [
+    ("all", "ranks 0, 1, 2, 3: "), ("one", "rank 3: "), ("unlike", "ranks 0, 2, 3: "),
+])
+def test_an_iterator_that_ends_early_at_a_later_step_leaves_the_engine_as_it_was(case: str, who: str) -> None:
+    for text, _, same in run_ranks(4, ending, case):
+        assert text.startswith(f"{who}train_batch, step 2: the iterator ended after 1 of 2 microbatches; give it a multiple")
+        assert text.count("train_batch") == 1 and same
 
 
 def odd_iterators() -> list[str]:
@@ -157,7 +186,7 @@ def odd_iterators() -> list[str]:
 
 def test_iterators_and_counts_that_cannot_be_are_refused_and_the_engine_goes_on() -> None:
     for text, words in zip(run_ranks(2, odd_iterators)[1], (
-        "rank 0: train_batch, step 1: the iterator failed: OSError: disk gone",
+        "ranks 0, 1: train_batch, step 1: the iterator failed: OSError: disk gone",
         "the iterator gave a tuple of 3; each item is (inputs, labels)",
         "the iterator ended after 1 of 2 microbatches; give it a multiple of 2, or wrap the loader in",
         "got a list, which would start anew at every step; pass an iterator",

@@ -85,19 +85,6 @@ def test_who_waits_for_a_rank_that_failed_is_told_where_it_began(case: str, rank
         assert said.startswith(words) and soon
 
 
-def uneven_data() -> str:
-    engine = engine_of(0)
-    engine.train_batch(batches())
-    with pytest.raises(PipelineError) as found:
-        engine.train_batch(batches(2 if engine.mesh.rank("data") else 3))
-    return str(found.value)
-
-
-def test_an_iterator_that_ends_early_ends_the_step_of_all_data_ranks() -> None:
-    for said in run_ranks(4, uneven_data):
-        assert "train_batch, step 2: the iterator ended after 2 of 3 microbatches" in said
-
-
 def astray() -> str:
     engine = engine_of(0)
     engine.train_batch(batches())
@@ -114,6 +101,41 @@ def test_ranks_that_call_different_things_in_the_midst_of_training_are_told() ->
     for said in run_ranks(2, astray):
         assert "ranks call different things: rank" in said and "train_batch of 3 microbatches" in said
         assert "eval_batch of 3 microbatches" in said
+
+
+def interrupted() -> str:
+    def items() -> Any:
+        yield next(batches())
+        raise KeyboardInterrupt
+
+    engine = engine_of(9)
+    engine.train_batch(batches())
+    start, rank = time.monotonic(), dist.get_rank()
+    with pytest.raises((KeyboardInterrupt, ShoalError)) as found:
+        engine.train_batch(items() if rank == 0 else batches())
+    assert isinstance(found.value, KeyboardInterrupt) is (rank == 0)
+    return str(found.value) if time.monotonic() - start < LONG / 2 else "late"
+
+
+def test_an_interrupt_while_a_rank_draws_is_heard_by_those_who_wait() -> None:
+    said = "rank 0: train_batch of 3 microbatches: the iterator ended the program: KeyboardInterrupt"
+    assert said in run_ranks(2, interrupted)[1]
+
+
+def in_place() -> str:
+    layers = [shoal.LayerSpec(nn.Linear, WIDTH, WIDTH), shoal.LayerSpec(nn.ReLU, inplace=True),
+              shoal.LayerSpec(nn.Linear, WIDTH, WIDTH), shoal.LayerSpec(nn.ReLU, inplace=True)]
+    module = shoal.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method=[0, 1, 4])
+    engine = shoal.initialize(model=module, config={"train_micro_batch_size_per_gpu": 2, "timeout": LONG,
+                                                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})[0]
+    with pytest.raises(PipelineError) as found:
+        engine.train_batch(batches())
+    return str(found.value)
+
+
+def test_a_layer_that_changes_what_came_from_another_stage_is_named() -> None:
+    for said in run_ranks(2, in_place):
+        assert "layer '1' (ReLU) changes its input in place, and that came from another stage" in said
 
 
 def recovered() -> list[float]:

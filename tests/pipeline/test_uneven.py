@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,26 @@ def refused() -> str:
 def test_a_plain_model_has_no_pipeline_ranks() -> None:
     words = "mesh.pipeline asks for 2 pipeline ranks, and the model is a Linear, which has no stages"
     assert words in run_ranks(2, refused)[0]
+
+
+class Listening(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def plain() -> list[str]:
+    logging.getLogger("shoal").addHandler(listening := Listening())
+    for settings in ({}, {"schedule": "zb-h1"}):
+        shoal.initialize(model=nn.Linear(4, 4), config={**Case().settings, "pipeline": settings})
+    return listening.lines
+
+
+def test_a_schedule_for_a_plain_model_is_said_to_have_no_effect() -> None:
+    assert run_ranks(1, plain)[0] == ["pipeline: has no effect: the model is a Linear, and no PipelineModule"]
 
 
 def detached() -> list[bool]:

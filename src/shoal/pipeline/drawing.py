@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
+from zlib import crc32
 
 from shoal.errors import RanksDisagree, UsageError
 from shoal.fingerprint import Fingerprint, fingerprint_of
 from shoal.log import warn_once
 
-__all__ = ["Drawn", "compare", "draw"]
+__all__ = ["Drawn", "compare", "digest", "draw"]
 
 _FIX = ("the ranks of the first and the last stage, and all their tensor ranks, draw the same samples, in one order: seed "
         "the loader by the data rank, engine.mesh.rank('data'), or give training_data to initialize")
@@ -66,6 +67,20 @@ class Drawn:
         return cls(samples=samples, stage=stage, first=first,
                    inputs=[fingerprint_of(inputs, values=values) for inputs, _ in items],
                    labels=[fingerprint_of(labels, values=values) for _, labels in items])
+
+    def words(self) -> tuple[int, int, int]:
+        """Return whose samples they are, and a number for the shapes of the inputs and of the labels, 0 without tensors."""
+        return digest(self.samples), _shapes(self.inputs), _shapes(self.labels)
+
+
+def digest(value: object) -> int:
+    """Return a number that stands for what `value` shows, the same on every rank."""
+    return crc32(repr(value).encode())
+
+
+def _shapes(values: Sequence[Fingerprint]) -> int:
+    shown = [(value.shapes, value.dtypes) for value in values]
+    return digest(shown) if any(shapes for shapes, _ in shown) else 0
 
 
 def compare(said: Sequence[Drawn], call: str) -> None:

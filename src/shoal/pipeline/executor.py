@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +147,6 @@ class Executor:
         if self._failure is not None:
             raise PipelineError(f"{self._where}: an earlier step failed, and the stages are no longer at one point of "
                                 f"training: load a checkpoint into a new engine. What went wrong: {self._failure}")
-
-    def refuse(self, message: str, error: Exception) -> NoReturn:
-        """Raise `PipelineError` here and, soon, on every other rank of the pipeline: this rank cannot begin."""
-        self._fail(f"{self._where}: {message}")
-        raise PipelineError(f"{self._where}: {message}") from error
 
     def close(self) -> None:
         """End the channels."""

@@ -16,9 +16,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.errors import UsageError
 from shoal.pipeline.layer import Built
 
 __all__ = ["Recompute", "Stage"]
+
+_IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
+"""What autograd says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,10 @@ class Stage(nn.Sequential):
             try:
                 value = layer(value)
             except Exception as error:
+                if _IN_PLACE in str(error):
+                    raise UsageError(f"layer '{layer.name}' ({layer.kind}) changes its input in place, and that came from "
+                                     f"another stage, to which its gradient goes back: give the layer inplace=False, or "
+                                     f"let it change a copy") from error
                 error.add_note(f"in layer '{layer.name}' ({layer.kind}) of pipeline stage {self.number}")
                 raise
         return value

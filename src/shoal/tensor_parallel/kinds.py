@@ -36,6 +36,8 @@ class Site:
     sequence_dim: int | None
     taken: Taken
     """Parts of parameters, which several modules may share."""
+    path: str = ""
+    """The name of the module."""
     entered: bool = False
     """Whether its input has entered the region already, through a module around it."""
     streams: Streams | None = None
@@ -184,7 +186,7 @@ class Norm(Kind):
     def convert(self, module: nn.Module, site: Site) -> nn.Module:
         if site.sequence_dim is None and not self.per_head:
             return module
-        norm = Shared(module, site.group)
+        norm = Shared(module, site.group, name=site.path, sequence_dim=None if self.per_head else site.sequence_dim)
         if self.gather_output and site.sequence_dim is not None:
             gather_after(norm, site.axis, site.sequence_dim)
         return norm
@@ -197,7 +199,8 @@ class Dropout(Kind):
     def convert(self, module: nn.Module, site: Site) -> nn.Module:
         if not isinstance(module, nn.Dropout):
             raise UsageError(f"{type(module).__name__} is no nn.Dropout")
-        return module if site.sequence_dim is None else PartDropout(module.p, module.inplace, group=site.group)
+        return module if site.sequence_dim is None else PartDropout(
+            module.p, module.inplace, group=site.group, name=site.path, sequence_dim=site.sequence_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

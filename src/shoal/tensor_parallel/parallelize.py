@@ -173,7 +173,8 @@ def _convert(model: nn.Module, matches: list[Match], group: dist.ProcessGroup, s
             if isinstance(match.kind, Region):
                 streams.append(Streams(Apart(dist.get_rank(group))))
                 regions[match.path] = match.kind, streams[-1]
-            site = Site(group=group, sequence_dim=sequence_dim, taken=taken, streams=streams[-1] if streams else None,
+            site = Site(group=group, sequence_dim=sequence_dim, taken=taken, path=match.path,
+                        streams=streams[-1] if streams else None,
                         entered=any(region.enter is not None for region, _ in around))
             done[match.module] = match, _converted(match, site)
         first, made = done[match.module]

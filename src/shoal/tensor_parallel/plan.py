@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.config.suggest import nearest
 from shoal.errors import UsageError
-from shoal.tensor_parallel.kinds import Column, Dropout, Heads, Kind, Region, Row, Sequence, Whole
+from shoal.tensor_parallel.kinds import Column, Dropout, Heads, Kind, Norm, Region, Row, Sequence, Whole
 
 __all__ = ["Elsewhere", "Match", "Plan", "assign", "found_in"]
 
@@ -106,7 +106,7 @@ def assign(plan: Plan, model: nn.Module, whole: Elsewhere) -> list[Match]:
                  for path, several in patterns.items() if len(several) > 1]
     found = [Match(path=path, module=paths[path], kind=plan.kinds[several[0]])
              for path, several in patterns.items() if several]
-    problems += _lonely(plan)
+    problems += [*_lonely(plan), *_endless(plan)]
     blocks = dict(_within_blocks(model, "", whole.numbered))
     problems += _shown(_forgotten(blocks, plan, found))
     if plan.sequence_dim is not None:
@@ -165,13 +165,35 @@ def _lonely(plan: Plan) -> list[str]:
     return []
 
 
+def _endless(plan: Plan) -> list[str]:
+    """Return a line if the plan splits sequences and never gathers them, or the other way round."""
+    if plan.sequence_dim is None:
+        return []
+    begins = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Sequence) and kind.split is not None]
+    ends = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Sequence | Norm) and kind.gather_output]
+    if begins and not ends:
+        return [f"sequences are split at {', '.join(map(repr, begins))}, and nothing gathers them: say "
+                f"Norm(gather_output=True) of the norm behind the last block, or Sequence(gather_output=True) of that block"]
+    if ends and not begins:
+        return [f"sequences are gathered behind {', '.join(map(repr, ends))}, and nothing splits them: say "
+                f"Sequence(split=ARGUMENT) of the first block, with the name of the argument of its forward"]
+    return []
+
+
 def _halfway(blocks: Mapping[str, nn.Module], matched: list[Match]) -> dict[str, list[str]]:
     """Return what to say of parameters where sequences are split that their kind leaves as they are."""
     begins = {match.path.rpartition(".")[0] for match in matched
               if isinstance(match.kind, Sequence) and match.kind.split is not None and match.path in blocks}
     around = tuple(f"{path}." if path else "" for path in begins)
     handled = {match.path for match in matched}
+    apart = tuple(f"{match.path}." for match in matched
+                  if isinstance(match.kind, Whole) or (isinstance(match.kind, Region) and match.kind.dropout))
     found: dict[str, list[str]] = defaultdict(list)
+    for path, module in blocks.items():
+        if (isinstance(module, nn.Dropout) and module.p > 0 and path not in handled and not path.startswith(apart)
+                and around and path.startswith(around)):
+            found[f"no pattern matches {_starred(path)} (Dropout), {{}} of them: it would drop alike from every part: say "
+                  f"Dropout() where it runs between regions, or Region(dropout=True) around it"].append(path)
     for match in matched:
         kind, module = type(match.kind).__name__, match.module
         if isinstance(match.kind, Region | Sequence | Dropout) and any(True for _ in module.parameters(recurse=False)):
