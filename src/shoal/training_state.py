@@ -187,8 +187,8 @@ def _moment(view: View, part: Part, kind: str, value: Tensor | float, cuts: Cuts
         span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (Kept(value), at - view.start)
         yield from _of(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
     elif start == slot.start and (slot.name not in cuts or cuts[slot.name].rank == 0):
-        prefix = SCALAR if isinstance(value, Tensor) else NUMBER
-        yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=torch.as_tensor(value).reshape(1))
+        prefix, scalar = (SCALAR, value) if isinstance(value, Tensor) else (NUMBER, torch.tensor(value, dtype=torch.float64))
+        yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=scalar.reshape(1))
 
 
 def _state_dtype(view: View, saved: torch.dtype) -> torch.dtype:

@@ -15,8 +15,8 @@ import shoal
 from shoal import signs
 from shoal.collectives import traffic
 from shoal.errors import ConfigError, NotSupportedYet, ShoalError, UsageError
-from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
-from shoal.optim.variance import settle
+from shoal.native import step as native
+from shoal.optim.onebit import OneBitAdam, ZeroOneAdam, bounded
 from shoal.testing import run_ranks
 
 FREEZE, SIZE = 4, 40
@@ -140,13 +140,10 @@ def against_formula() -> None:
         for whole, part in zip(pad, moments, strict=True):
             whole[at * span:][:len(part)] = part
     momentum, variance = pad
-    for part in variance.view(ranks, span):
-        part /= 1 - 0.999**FREEZE
-        settle(part[:len(everywhere[0][1])], 0.1)
     residuals, published, full = [torch.zeros(layout.size) for _ in range(ranks)], master.clone(), master.clone()
     reference = Whole()
     for step in range(FREEZE, FREEZE + 3):
-        total = torch.zeros(layout.size)
+        total, own = torch.zeros(layout.size), torch.zeros(layout.size)
         for at in range(ranks):
             for parameter, values in zip(reference.parameters(), layout.views(published), strict=True):
                 parameter.data.copy_(values)
@@ -160,6 +157,7 @@ def against_formula() -> None:
                 mine, into = (whole.view(ranks, span)[to] for whole in (residuals[at], total))
                 if to == at:
                     into += mine
+                    own.view(ranks, span)[to] += mine
                     mine.zero_()
                 else:
                     packed = torch.zeros(signs.packed_bytes(span), dtype=torch.uint8)
@@ -168,8 +166,11 @@ def against_formula() -> None:
         for buffer in (total, *residuals):
             layout.clear_gaps(buffer)
         momentum = 0.9 * momentum + 0.1 * total
+        variance = 0.999 * variance + 0.001 * (ranks * own**2 + (1 - 1 / ranks) * momentum**2)
         time, ahead = step + 1, momentum + (total - momentum) / 9
-        full = full * (1 - 1e-3) - 1e-2 / (1 - 0.9**time) * ahead / (variance.sqrt() + 1e-8)
+        held = len(everywhere[0][1])
+        least = torch.cat([torch.cat([bounded(part[:held], 0.01), part[held:]]) for part in variance.view(ranks, span)])
+        full = full * (1 - 1e-3) - 1e-2 / (1 - 0.9**time) * ahead / ((least / (1 - 0.999**time)).sqrt() + 1e-8)
         for ahead, behind in zip(full.view(ranks, span), published.view(ranks, span), strict=True):
             packed = torch.zeros(signs.packed_bytes(span), dtype=torch.uint8)
             signs.difference(ahead.contiguous(), behind, packed)
@@ -295,16 +296,62 @@ def test_it_trains_with_everything_else(config: dict[str, Any]) -> None:
     assert torch.equal(weight, other) and sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_a_settled_variance_is_bounded_from_below_and_never_used_elements_stand_still() -> None:
-    variance = torch.tensor([0.0, 1e-9, 1.0, 3.0])
-    settle(variance, 0.1)
-    torch.testing.assert_close(variance, torch.tensor([float("inf"), 0.1, 1.0, 3.0]))
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = OneBitAdam([weight], lr=0.1, freeze_step=1)
-    for _ in range(3):
-        weight.grad = torch.tensor([0.0, 1.0, 1.0, 1.0])
-        optimizer.step()
-    assert weight[0] == 1 and (weight[1:] < 1).all()
+def test_a_variance_counts_as_a_fraction_of_its_blocks_mean_at_least() -> None:
+    variance = torch.cat([torch.tensor([0.0, 1e-9, 1.0, 3.0]), torch.zeros(1020), torch.tensor([5.0, 0.0])])
+    least = 0.1 * 4 / 1024
+    expected = torch.cat([torch.tensor([least, least, 1.0, 3.0]), torch.full((1020,), least), torch.tensor([5.0, 0.25])])
+    torch.testing.assert_close(bounded(variance, 0.1), expected)
+
+
+def test_a_rank_alone_steps_as_the_class_does_and_natively_as_by_torch() -> None:
+    """The step of whole parameters, that of slices by torch and that of native code are one."""
+    random = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(9, 3000, generator=random)
+    found: list[Tensor] = []
+    for by_native in (True, False):
+        weight, moments = start.clone(), [torch.zeros(3000), torch.zeros(3000)]
+        for time, gradient in enumerate(gradients, 1):
+            addend, constants = gradient * 0.4 + 0.1, [0.1, 0.999, 1 - 0.999, 0.01 / (1 - 0.9**time),
+                                                       (1 - 0.999**time)**-0.5, 1e-8, 1e-3]
+            if by_native:
+                native.step(native.Rule.ONE_BIT_ADAM, weight, moments, gradient, [*constants, 1 / 9, 2, 0.01], addend=addend)
+            else:
+                optimizer = found_optimizer(weight, moments, time)
+                optimizer.take(weight, gradient, optimizer.param_groups[0], addend=addend, addends=2)
+        found.append(weight)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def found_optimizer(weight: Tensor, moments: list[Tensor], time: int) -> OneBitAdam:
+    """Return an optimizer past its warm-up whose moments are those, before step `time`."""
+    optimizer = OneBitAdam([weight], lr=0.01, freeze_step=1, weight_decay=0.1)
+    optimizer.param_groups[0]["applied_steps"] = 100
+    optimizer.state[weight] = {"step": torch.tensor(float(time - 1)), "taken": torch.tensor(float(time - 1)),
+                               "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    return optimizer
+
+
+def follows(stage: int, steps: int) -> tuple[float, float]:
+    """Train on noise around a mean by signs; return the mean of the variances that were found, and what it should be."""
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 16, bias=False)
+    engine = shoal.initialize(model=layer, config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.0, "freeze_step": 1, "betas": [0.9, 0.98]}}})[0]
+    random = torch.Generator().manual_seed(1 + engine.global_rank)
+    for _ in range(steps):
+        gradient = 0.5 + torch.randn(16, 256, generator=random)
+        engine.backward((engine(torch.eye(256)).T * gradient).sum())
+        engine.step()
+    assert engine.optimizer is not None
+    found = torch.cat([state["exp_avg_sq"].flatten() for state in engine.optimizer.optimizer.state.values()])
+    return found.mean().item(), 0.25 + 1 / engine.world_size
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_variance_goes_on_while_signs_travel_as_that_of_whole_gradients_would(ranks: int) -> None:
+    for found, expected in run_ranks(ranks, follows, 1, 120):
+        assert found / (1 - 0.98**120) == pytest.approx(expected, rel=0.1)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[ShoalError], str]] = {

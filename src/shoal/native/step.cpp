@@ -5,8 +5,9 @@
 // the weights rest so. A byte moves once; what is computed is computed in registers and in a block that stays in the L1
 // cache.
 //
-// Every element steps by itself and, LAMB's measure apart, no sum runs over elements, and no multiplication is fused with an addition but where
-// it says so (-ffp-contract=off), so that the result has the same bits however the slice is cut: into threads, vectors or calls.
+// Every element steps by itself and, but for LAMB's measure and the bound of 1-bit Adam, no sum runs over elements. No
+// multiplication is fused with an addition but where it says so (-ffp-contract=off). So the result has the same bits however
+// the slice is cut: into threads or vectors, and but for those two into calls.
 
 #include <cmath>
 #include <cstdint>
@@ -20,7 +21,7 @@ constexpr int64_t kBlock = 1024;          // elements converted at a time: 4 KiB
 constexpr int64_t kLanes = 8;             // partial sums in fp64: a vector of AVX-512, two of AVX2
 constexpr int64_t kWorthAThread = 1 << 15;  // elements below which a thread costs more than it brings
 
-enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5, kAhead = 6 };
+enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5, kOneBitAdam = 6 };
 
 // --- The rules. `c` holds what is the same for all elements, `g` the gradient times the factor. ---
 
@@ -43,16 +44,32 @@ void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict
     }
 }
 
-// AdamW's by a momentum that has taken the gradient once more, in part: c[7].
-void adam_ahead(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
-                const float* c) {
-    const float into_m = c[0], keep_v = c[1], into_v = c[2], size = c[3], root = c[4], eps = c[5], decay = c[6], again = c[7];
+// AdamW by gradients that came as signs in part (onebit.py). `a` is the addend that is exact; null: `g` is. A variance counts
+// as at least a fraction of its block's mean.
+// c: those of AdamW, how far the momentum takes the gradient once more, the addends of a gradient, and the fraction
+void one_bit_adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
+                  const float* __restrict a, const float* c) {
+    const float into_m = c[0], keep_v = c[1], into_v = c[2], size = c[3], root = c[4], eps = c[5], decay = c[6];
+    const float again = c[7], own = a == nullptr ? 1.0f : c[8], mean = a == nullptr ? 0.0f : 1.0f - 1.0f / c[8];
+    const float* __restrict seen = a == nullptr ? g : a;
+    float lanes[kLanes] = {};
+    for (int64_t start = 0; start < n; start += kLanes) {
+        const int64_t width = n - start < kLanes ? n - start : kLanes;
+        for (int64_t lane = 0; lane < width; ++lane) {
+            const int64_t i = start + lane;
+            const float first = first_moment(m[i], g[i], into_m);
+            const float second = keep_v * v[i] + into_v * (own * seen[i] * seen[i] + mean * first * first);
+            m[i] = first;
+            v[i] = second;
+            lanes[lane] += second;
+        }
+    }
+    float sum = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+    const float least = c[9] * sum / static_cast<float>(n);
     for (int64_t i = 0; i < n; ++i) {
-        float first = first_moment(m[i], g[i], into_m);
-        float second = second_moment(v[i], g[i], keep_v, into_v);
-        m[i] = first;
-        v[i] = second;
-        w[i] = w[i] * (1.0f - decay) - size * first_moment(first, g[i], again) / (std::sqrt(second) * root + eps);
+        const float second = v[i] < least ? least : v[i];
+        w[i] = w[i] * (1.0f - decay) - size * first_moment(m[i], g[i], again) / (std::sqrt(second) * root + eps);
     }
 }
 
@@ -154,7 +171,7 @@ std::vector<Block> blocks_of(int64_t stretches, const int64_t* ends) {
     return blocks;
 }
 
-void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* g, const float* c) {
+void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* g, const float* addend, const float* c) {
     switch (rule) {
         case kAdam: return adam(n, w, a, b, g, c, false);
         case kAdamW: return adam(n, w, a, b, g, c, true);
@@ -162,7 +179,7 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
         case kNesterov: return sgd(n, w, a, g, c, true);
         case kAdagrad: return adagrad(n, w, a, g, c);
         case kLion: return lion(n, w, a, g, c);
-        case kAhead: return adam_ahead(n, w, a, b, g, c);
+        case kOneBitAdam: return one_bit_adam(n, w, a, b, g, addend, c);
     }
 }
 
@@ -175,8 +192,9 @@ int shoal_step_version() { return 3; }
 
 // Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
 // dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).
-void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g, int g_dtype, float factor, void* out,
-                int out_dtype, const float* c, int threads) {
+// `addend`, of the dtype of `g` or null, is what some rules want of the gradient beside it.
+void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g, const void* addend, int g_dtype,
+                float factor, void* out, int out_dtype, const float* c, int threads) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
     const bool parallel = threads > 1 && n >= 2 * kWorthAThread;
     const bool as_it_is = g_dtype == kFloat32 && factor == 1.0f;
@@ -190,8 +208,10 @@ void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g
             gradient = static_cast<const float*>(g) + start;
         else
             widen(converted, g, g_dtype, start, count, factor);
+        float beside[kBlock];
+        if (addend != nullptr) widen(beside, addend, g_dtype, start, count, factor);
         step_block(rule, count, w + start, a == nullptr ? nullptr : a + start, b == nullptr ? nullptr : b + start,
-                   gradient, c);
+                   gradient, addend == nullptr ? nullptr : beside, c);
         if (out_dtype != kNone) narrow(out, out_dtype, w + start, start, count);
     }
 }

@@ -39,8 +39,9 @@ class Rule(IntEnum):
     """lr / (1 + (t - 1) * lr_decay), eps, decay"""
     LION = 5
     """lr, 1 - beta1, 1 - beta2, lr * decay"""
-    AHEAD = 6
-    """those of ADAMW, and how far the momentum takes the gradient once more"""
+    ONE_BIT_ADAM = 6
+    """those of ADAMW, how far the momentum takes the gradient once more, the number of addends, and the fraction of the mean
+    of 1024 variances that each counts at least as"""
 
 
 def available() -> bool:
@@ -50,17 +51,19 @@ def available() -> bool:
 
 
 def step(rule: Rule, master: Tensor, moments: Sequence[Tensor], gradient: Tensor, constants: Sequence[float], *,
-         factor: float = 1.0, weight: Tensor | None = None) -> None:
+         factor: float = 1.0, weight: Tensor | None = None, addend: Tensor | None = None) -> None:
     """Step the fp32 `master` (n,) and its fp32 `moments` (n,) in place by `gradient` (n,) times `factor`.
 
-    `weight` (n,), of 16 or 32 bits, receives the new values. All are contiguous and on the host. The result has the same
-    bits however many threads work and wherever a longer slice was cut.
+    `weight` (n,), of 16 or 32 bits, receives the new values. `addend` (n,), of the gradient's dtype, is the exact one of
+    those that are summed in it, where a rule asks for one. All are contiguous and on the host. The result has the same bits
+    however many threads work, and but for ONE_BIT_ADAM wherever a longer slice was cut.
     """
-    library = _checked(master, moments, gradient, *([] if weight is None else [weight]))
+    library = _checked(master, moments, gradient, *(each for each in (weight, addend) if each is not None))
+    assert addend is None or addend.dtype == gradient.dtype
     first, second = (_pointer(moments[index] if index < len(moments) else None) for index in range(2))
     library.shoal_step(
         int(rule), ctypes.c_int64(master.numel()), _pointer(master), first, second,
-        _pointer(gradient), DTYPES[gradient.dtype], ctypes.c_float(factor),
+        _pointer(gradient), _pointer(addend), DTYPES[gradient.dtype], ctypes.c_float(factor),
         _pointer(weight), _NOWHERE if weight is None else DTYPES[weight.dtype], _floats(constants), torch.get_num_threads())
 
 

@@ -100,11 +100,15 @@ class Lamb(Optimizer):
                     self.lamb_coeffs.append(found)
         return loss
 
-    def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """Let the moments of `weight`, a parameter or a slice, take its `gradient`; the weight stays as it is."""
+    def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], addend: Tensor | None = None,
+                addends: int = 1) -> None:
+        """Let the moments of `weight`, a parameter or a slice, take its `gradient`; the weight stays as it is.
+
+        LAMB itself does not ask for one of the `addends` of the gradient.
+        """
         state = self.state[weight]
         self.begin(group, state, lambda moment: torch.zeros_like(weight, memory_format=torch.preserve_format))
-        c = self.constants(group, state)
+        c = constants(group, state["step"].item())
         state["exp_avg"].lerp_(gradient, c.into_first)
         state["exp_avg_sq"].mul_(c.keep_second).addcmul_(gradient, gradient, value=c.into_second)
 
@@ -114,10 +118,6 @@ class Lamb(Optimizer):
             state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
-    def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
-        """Return the constants of the step that `state` counts by now."""
-        return constants(group, state["step"].item())
-
     def sums(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
         """Return what of `weight`, or of a part of it, adds up to what `coefficient` asks for: two numbers in fp64."""
         return torch.stack([squares(weight[part]), squares(self.direction(weight, group, part))])
@@ -126,7 +126,7 @@ class Lamb(Optimizer):
                   gradient: Tensor | None = None) -> Tensor:
         """Return u of `weight`, or of a part of it, by moments that have taken the gradient."""
         state = self.state[weight]
-        c = self.constants(group, state)
+        c = constants(group, state["step"].item())
         below = (state["exp_avg_sq"][part] * c.second).add_(c.inside).sqrt_().add_(c.outside)
         update = (state["exp_avg"][part] * c.first).div_(below)
         return update.add_(weight[part], alpha=c.decay) if c.decay else update
@@ -143,19 +143,14 @@ class Lamb(Optimizer):
         return True
 
 
-def constants(group: Mapping[str, Any], time: float, *, measured: float | None = None) -> Constants:
-    """Return the constants of a group's step number `time`, counted from 1.
-
-    If given, v stands still, which has taken `measured` gradients.
-    """
+def constants(group: Mapping[str, Any], time: float) -> Constants:
+    """Return the constants of a group's step number `time`, counted from 1."""
     (beta1, beta2), eps, inside = group["betas"], group["eps"], group["eps_inside_sqrt"]
-    taken = time if measured is None else measured
     corrected = group["bias_correction"]
     return Constants(
-        into_first=1 - beta1, keep_second=beta2 if measured is None else 1.0,
-        into_second=1 - beta2 if measured is None else 0.0, first=1 / (1 - beta1**time) if corrected else 1.0,
-        second=1 / (1 - beta2**taken) if corrected and taken else 1.0, inside=eps if inside else 0.0,
-        outside=0.0 if inside else eps, decay=group["weight_decay"])
+        into_first=1 - beta1, keep_second=beta2, into_second=1 - beta2,
+        first=1 / (1 - beta1**time) if corrected else 1.0, second=1 / (1 - beta2**time) if corrected else 1.0,
+        inside=eps if inside else 0.0, outside=0.0 if inside else eps, decay=group["weight_decay"])
 
 
 def squares(tensor: Tensor) -> Tensor:

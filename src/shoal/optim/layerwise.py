@@ -22,7 +22,7 @@ from shoal.errors import OptimizerError
 from shoal.holders import Census
 from shoal.native import step as native
 from shoal.optim.compressing import Compressing
-from shoal.optim.lamb import AT_ONCE, Lamb
+from shoal.optim.lamb import AT_ONCE, Lamb, constants
 from shoal.optim.stepping import Options, Sweep, fits, is_plain, moments_of, round_off, rounding, settle
 from shoal.optim.views import View
 from shoal.zero.state import Use
@@ -106,8 +106,9 @@ class Layerwise:
             optimizer.begin(group, state, moments_of(view))
             gradient = view.unit.gradient.at_rest(view.part)
             return native.measure(weight, [state["exp_avg"], state["exp_avg_sq"]], gradient, _ends(stretches),
-                                  self._constants(group, state), factor=factor)
-        optimizer.advance(view.parameter, view.gradient(factor), group)
+                                  _constants(group, state), factor=factor)
+        addend, addends = view.unit.addend(view.part) or (None, 1)
+        optimizer.advance(view.parameter, view.gradient(factor), group, None if addend is None else addend * factor, addends)
         settle(view, optimizer)
         sums = torch.zeros(len(stretches), 2, dtype=torch.float64, device=weight.device)
         for row, stretch in zip(sums, stretches, strict=True):
@@ -125,7 +126,7 @@ class Layerwise:
                 state = optimizer.state[view.parameter]
                 with rounding(view) as rounded:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
-                                 self._constants(group, state), lengths, weight=rounded)
+                                 _constants(group, state), lengths, weight=rounded)
                 continue
             gradient = view.gradient(1.0) if self._keeps else None  # which the factor is in
             for stretch, length in zip(stretches, lengths, strict=True):
@@ -136,8 +137,6 @@ class Layerwise:
     def _is_native(self, view: View, group: dict[str, Any]) -> bool:
         return self._native and native.available() and fits(view) and self._optimizer.in_native_sweeps(group)
 
-    def _constants(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
-        return astuple(self._optimizer.constants(group, state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +172,10 @@ def _at_once(stretch: _Stretch, device: torch.device) -> Iterator[slice]:
 
 def _ends(stretches: list[_Stretch]) -> list[int]:
     return [stretch.stop for stretch in stretches]
+
+
+def _constants(group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
+    return astuple(constants(group, state["step"].item()))
 
 
 def _nothing(unit: Unit) -> Tensor:

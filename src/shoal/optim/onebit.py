@@ -1,18 +1,22 @@
-"""Adam whose variance takes some gradients only, so that the others, and the weights, can travel as signs.
+"""Adam between gradients that come as signs in part, one addend of each element apart, which is exact.
 
-    momentum = beta1 * momentum + (1 - beta1) * gradient
-    variance = beta2 * variance + (1 - beta2) * gradient^2                             at measured steps (variance.py)
-    ahead    = momentum + again * (gradient - momentum)                                 again = 0 during the warm-up
-    weight   = weight - lr * (ahead / (sqrt(variance) + eps) + weight_decay * weight)
+    m = beta1 m + (1 - beta1) g                                             g is the sum of N addends, of which a is exact
+    v = beta2 v + (1 - beta2) (N a^2 + (1 - 1/N) m^2)                       (1 - beta2) g^2 where all addends are exact
+    w = w - lr (m' / (sqrt(max(v', floor)) + eps) + weight_decay w)         m' = m + again (g - m), v' bias-corrected
 
-both moments divided by their bias corrections. While the variance stands still the step is linear in the gradient, so that
-what one step's signs do not say can be said by the next. 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) measures during a
-warm-up; 0/1 Adam (Lu et al. 2022, arXiv 2202.06009) ever more rarely. There every rank compresses its momentum; here its
-gradient, and the owner of a slice alone keeps the momentum of it, which is what lets state be sharded: docs/compression.md.
+A step by signs is linear in the gradient but for v, so that what one step's signs do not say can be said by the next. v
+takes squares, which cannot be made up for. But the square of a sum of N addends of mean mu/N and variance s/N is mu^2 + s in
+the mean, and that of one of them (mu/N)^2 + s/N: N times that, and (1 - 1/N) mu^2, with m for mu, is what was wanted. So the
+variance goes on, where 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) freezes it, and 0/1 Adam (Lu et al. 2022, arXiv
+2202.06009) takes exact gradients for it every now and then. There every rank compresses its momentum; here its gradient, and
+the owner of a slice alone keeps the momentum of it, which is what lets state be sharded: docs/compression.md.
+
+Signs have one magnitude for a block of elements, and an element whose variance is far below its block's would be stepped far
+too far by it: v counts as at least `variance_floor` times the mean of its block.
 
 Weights that follow their masters by signs are about a step behind them. So the masters go ahead of where Adam would be by
 `look_ahead` of its updates u: y = x + look_ahead u is stepped instead of x, by (1 + look_ahead) u - look_ahead u', where u'
-is the update before. As the momentum is m = beta1 m' + (1 - beta1) g, that is Adam's step by `ahead`, with
+is the update before. As the momentum is m = beta1 m' + (1 - beta1) g, that is Adam's step by m + again (g - m), with
 again = look_ahead (1 - beta1) / beta1: for 1, the momentum of Nesterov as Adam has it (Dozat 2016).
 """
 
@@ -31,11 +35,12 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.optim.compressing import Compressing, time_of
-from shoal.optim.variance import follow, started
 
-__all__ = ["MeasuredAdam", "OneBitAdam", "ZeroOneAdam"]
+__all__ = ["BLOCK", "OneBitAdam", "SignedAdam", "ZeroOneAdam", "bounded", "check_count"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+BLOCK = 1024
+"""Elements whose variance has a common lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +54,10 @@ class Terms:
     second: float
     """The bias correction of the variance."""
     again: float
+    floor: float
 
 
-class MeasuredAdam(Compressing):
+class SignedAdam(Compressing):
     """What 1-bit Adam and 0/1 Adam have in common. By itself, without an engine, nothing travels.
 
     Raises `ConfigError` for values out of range.
@@ -67,25 +73,28 @@ class MeasuredAdam(Compressing):
             raise ConfigError(f"{name}: got betas={defaults['betas']}; both must be at least 0 and below 1")
         super().__init__(params, defaults)
         if any("exp_avg_mask" in group for group in self.param_groups):
-            raise ConfigError(f"{name}: got a group with exp_avg_mask, which is not supported: leave it out; elements that "
-                              f"had no gradient while the variance was measured take no step anyway")
+            raise ConfigError(f"{name}: got a group with exp_avg_mask, which is not supported: leave it out; what signs say "
+                              f"of an element that never has a gradient adds up to nothing anyway")
 
-    def begin(self, group: Mapping[str, Any], state: dict[str, Any],
-              moment: Callable[[str], Tensor]) -> Terms:
-        """Count a step of one tensor's `state`, and return its terms. Before the first one `moment` gives zeros by name."""
+    def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor], *,
+              exact: bool) -> Terms:
+        """Count a step of one tensor's `state`, and return its terms. Before the first one `moment` gives zeros by name.
+
+        A gradient that came `exact` holds what signs have left before, unless the step is a measured one: the variance
+        passes it over.
+        """
         if "exp_avg" not in state:
-            state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
-            started(state)
+            state.update(step=torch.zeros(()), taken=torch.zeros(()), exp_avg=moment("exp_avg"),
+                         exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
-        (beta1, beta2), corrected = group["betas"], group["bias_correction"]
-        time = time_of(group, state)
-        measured = self.measures(group, time)
-        count = follow(state, measured=measured, floor=group["variance_floor"])
-        first = 1 - beta1 ** int(state["step"].item()) if corrected else 1.0
-        second = 1 - beta2**count if corrected and count else 1.0
-        ahead = group["look_ahead"] if beta1 and time > self.warm_up(group) else 0.0
-        return Terms(beta2=beta2 if measured else 1.0, first=first, second=second,
-                     again=ahead * (1 - beta1) / (beta1 or 1.0))
+        time, (beta1, beta2) = time_of(group, state), group["betas"]
+        compressed, takes = time > self.warm_up(group), not exact or self.measures(group, time)
+        state["taken"] += takes
+        count, corrected = int(state["taken"].item()), group["bias_correction"]
+        return Terms(beta2=beta2 if takes else 1.0, first=1 - beta1 ** int(state["step"].item()) if corrected else 1.0,
+                     second=1 - beta2**count if corrected and count else 1.0,
+                     again=group["look_ahead"] * (1 - beta1) / beta1 if compressed and beta1 else 0.0,
+                     floor=group["variance_floor"] if compressed else 0.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]  torch overloads it
@@ -97,32 +106,47 @@ class MeasuredAdam(Compressing):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._step(group, weight, weight.grad)
+                    self.take(weight, weight.grad, group, addend=weight.grad, addends=1)
         return loss
 
-    def _step(self, group: dict[str, Any], weight: Tensor, gradient: Tensor) -> None:
+    def take(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], *, addend: Tensor | None,
+             addends: int) -> None:
+        """Step `weight`, a parameter or a slice, by a `gradient` of so many `addends`, of which `addend` is exact.
+
+        It is the gradient itself where there is one; none where all of several are exact.
+        """
         state, lr = self.state[weight], float(group["lr"])
-        terms = self.begin(group, state, lambda kind: torch.zeros_like(weight))
+        terms = self.begin(group, state, lambda kind: torch.zeros_like(weight), exact=addend is None)
         momentum, variance = state["exp_avg"], state["exp_avg_sq"]
         momentum.lerp_(gradient, 1 - group["betas"][0])
         if terms.beta2 != 1:
-            variance.mul_(terms.beta2).addcmul_(gradient, gradient, value=1 - terms.beta2)
-        if group["eps_inside_sqrt"]:
-            denominator = variance.div(terms.second).add_(group["eps"]).sqrt_()
-        else:
-            denominator = variance.div(terms.second).sqrt_().add_(group["eps"])
+            exact, many = (gradient, 1) if addend is None else (addend, addends)
+            variance.mul_(terms.beta2).addcmul_(exact, exact, value=(1 - terms.beta2) * many)
+            if many > 1:
+                variance.addcmul_(momentum, momentum, value=(1 - terms.beta2) * (1 - 1 / many))
+        below = bounded(variance, terms.floor).div_(terms.second)
+        denominator = below.add_(group["eps"]).sqrt_() if group["eps_inside_sqrt"] else below.sqrt_().add_(group["eps"])
         ahead = momentum.lerp(gradient, terms.again) if terms.again else momentum
         weight.mul_(1 - lr * group["weight_decay"]).addcdiv_(ahead, denominator, value=-lr / terms.first)
 
 
-class OneBitAdam(MeasuredAdam):
-    """Step parameters by 1-bit Adam: `freeze_step` steps are Adam's, and measured; 15 to 25 % of training is what the paper
-    warms up for. Raises `ConfigError` for values out of range.
+def bounded(variance: Tensor, floor: float) -> Tensor:
+    """Return `variance`, of any shape, each element at least `floor` times the mean of its block."""
+    copy = variance.contiguous().clone()
+    if floor:
+        for block in copy.view(-1).split(BLOCK):
+            block.clamp_(min=block.mean() * floor)
+    return copy
+
+
+class OneBitAdam(SignedAdam):
+    """Step parameters by 1-bit Adam: `freeze_step` steps are Adam's; 15 to 25 % of training is what the paper warms up for.
+    Raises `ConfigError` for values out of range.
     """
 
     def __init__(self, params: Params, lr: float | Tensor = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
-                 weight_decay: float = 0.0, *, variance_floor: float = 0.1, look_ahead: float = 1.0) -> None:
+                 weight_decay: float = 0.0, *, variance_floor: float = 0.01, look_ahead: float = 1.0) -> None:
         check_count("OneBitAdam", "freeze_step", freeze_step)
         super().__init__(params, {"lr": lr, "freeze_step": freeze_step, "bias_correction": bias_correction, "betas": betas,
                                   "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
@@ -132,7 +156,7 @@ class OneBitAdam(MeasuredAdam):
         return group["freeze_step"]
 
 
-class ZeroOneAdam(MeasuredAdam):
+class ZeroOneAdam(SignedAdam):
     """Step parameters by 0/1 Adam: the first `var_update_scaler` steps are measured, then as many at every second step, as
     many at every fourth, and so on until `var_freeze_step`. Raises `ConfigError` for values out of range.
     """
@@ -140,7 +164,7 @@ class ZeroOneAdam(MeasuredAdam):
     def __init__(self, params: Params, lr: float | Tensor = 1e-3, var_freeze_step: int = 100_000,
                  var_update_scaler: int = 16, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, *,
-                 variance_floor: float = 0.1, look_ahead: float = 1.0) -> None:
+                 variance_floor: float = 0.01, look_ahead: float = 1.0) -> None:
         check_count("ZeroOneAdam", "var_freeze_step", var_freeze_step)
         check_count("ZeroOneAdam", "var_update_scaler", var_update_scaler)
         super().__init__(params, {"lr": lr, "var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler,

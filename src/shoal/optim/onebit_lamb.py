@@ -1,23 +1,19 @@
-"""1-bit LAMB: LAMB whose variance and trust ratios settle after a warm-up, when gradients and weights begin to be signs.
+"""1-bit LAMB: LAMB by gradients that come as signs in part.
 
     step t <= freeze_step    LAMB (lamb.py), everything sent as it is;    a = coeff_beta a + (1 - coeff_beta) c
-    step t >  freeze_step    m = beta1 m + (1 - beta1) g,    v as it is,    f = beta2 f + (1 - beta2) g^2    from f = v
-                             r = mean of sqrt(v / f), within [factor_min, factor_max] and [1 - factor_threshold,
-                                 1 + factor_threshold] times the r before
-                             w = w - lr a r (m' / (sqrt(v) + eps) + weight_decay w)
+    step t >  freeze_step    m, v and u as 1-bit Adam has them (onebit.py),    c = a r
+                             r = (|w| / |u|) / a, within [factor_min, factor_max], and within
+                                 [1 - factor_threshold, 1 + factor_threshold] times the r before
 
-A trust ratio cannot be computed from momenta that arrive late and in parts, and so its running average a stands for it. How
-the gradients have grown or shrunk since the freeze, which LAMB would answer by c, is in the fresh variance f of what arrived
-(Li et al. 2021, arXiv 2104.06069, Algorithm 1). The paper takes the largest of the ratios where r is their mean: among
-millions, some element nearly always has a variance that has vanished, so that the largest is factor_max whatever happens.
-
-m' goes ahead as that of 1-bit Adam does, and v is settled as its is (onebit.py, variance.py).
+What is late and in parts makes |u|, and with it the trust ratio, a noisy number. So its average over the warm-up stands for
+it, and it moves away from that within bounds and by small steps (Li et al. 2021, arXiv 2104.06069, Algorithm 1). In the
+paper r follows a second variance, of the gradients that the momenta stand for, since that by which it steps is frozen; here
+the variance goes on, and r follows LAMB's own ratio.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from math import inf
 from types import EllipsisType
 from typing import Any
 
@@ -26,13 +22,12 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.optim.compressing import Compressing, next_time, time_of
-from shoal.optim.lamb import Constants, Lamb, constants
-from shoal.optim.onebit import check_count
-from shoal.optim.variance import follow, started
+from shoal.optim.lamb import Lamb, constants
+from shoal.optim.onebit import bounded, check_count
 
 __all__ = ["OneBitLamb"]
 
-_FRESH, _AVERAGE, _FACTOR = "exp_avg_sq_fresh", "coefficient", "factor"
+_AVERAGE, _FACTOR = "coefficient", "factor"
 
 
 class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethodOverride]  torch overloads `step`
@@ -45,7 +40,7 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
                  freeze_step: int = 100_000, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_coeff: float = 10.0,
                  min_coeff: float = 0.01, *, coeff_beta: float = 0.9, factor_max: float = 4.0, factor_min: float = 0.5,
-                 factor_threshold: float = 0.1, variance_floor: float = 0.1, look_ahead: float = 1.0) -> None:
+                 factor_threshold: float = 0.1, variance_floor: float = 0.01, look_ahead: float = 1.0) -> None:
         check_count("OneBitLamb", "freeze_step", freeze_step)
         if not (0 <= coeff_beta < 1 and 0 <= factor_threshold < 1 and 0 < factor_min <= 1 <= factor_max):
             raise ConfigError(f"OneBitLamb: got coeff_beta={coeff_beta}, factor_threshold={factor_threshold}, factor_min="
@@ -69,53 +64,48 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
     def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
         """Count a step of one tensor's `state`; before the first, `moment` gives zeros of its shape by name."""
         super().begin(group, state, moment)
-        if _AVERAGE not in state:
-            state.update({_AVERAGE: 0.0, _FACTOR: 1.0})
-            started(state)
-        measured = self.measures(group, time_of(group, state))
-        if not measured and _FRESH not in state:
-            state[_FRESH] = moment(_FRESH).copy_(state["exp_avg_sq"])
-        follow(state, measured=measured, floor=group["variance_floor"])
+        state.setdefault(_AVERAGE, 0.0)
+        state.setdefault(_FACTOR, 1.0)
 
-    def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
-        return constants(group, state["step"].item(), measured=None if _FRESH not in state else state["measured"].item())
-
-    def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        super().advance(weight, gradient, group)
-        if (fresh := self.state[weight].get(_FRESH)) is not None:
-            beta2 = group["betas"][1]
-            fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-
-    def sums(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
-        """Return Lamb's sums, or once the variance stands still the sum of sqrt(v / f) and the number of elements in it."""
+    def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], addend: Tensor | None = None,
+                addends: int = 1) -> None:
+        """Let the moments of `weight` take its `gradient`, of so many `addends`, of which `addend`, if given, is exact."""
+        if addend is None:
+            super().advance(weight, gradient, group)
+            return
         state = self.state[weight]
-        if _FRESH not in state:
-            return super().sums(weight, group, part)
-        fresh = constants(group, state["step"].item()).second
-        ratios = (state["exp_avg_sq"][part] * self.constants(group, state).second).div_(state[_FRESH][part] * fresh).sqrt_()
-        ratios = ratios[ratios < inf].double()  # what never had a gradient has no ratio
-        return torch.stack([ratios.sum(), torch.tensor(float(ratios.numel()), dtype=torch.float64, device=weight.device)])
+        self.begin(group, state, lambda moment: torch.zeros_like(weight))
+        c, momentum = constants(group, state["step"].item()), state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+        variance = state["exp_avg_sq"].mul_(c.keep_second).addcmul_(addend, addend, value=c.into_second * addends)
+        variance.addcmul_(momentum, momentum, value=c.into_second * (1 - 1 / addends))
 
     def direction(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...,
                   gradient: Tensor | None = None) -> Tensor:
         state, beta1 = self.state[weight], group["betas"][0]
-        update = super().direction(weight, group, part)
-        if _FRESH not in state or gradient is None or not beta1 or not group["look_ahead"]:
-            return update
-        c, again = self.constants(group, state), group["look_ahead"] * (1 - beta1) / beta1
-        below = (state["exp_avg_sq"][part] * c.second).add_(c.inside).sqrt_().add_(c.outside)
-        return update.add_((gradient[part] - state["exp_avg"][part]).mul_(c.first * again).div_(below))
+        if not self._compressed(group, state):
+            return super().direction(weight, group, part)
+        c, momentum = constants(group, state["step"].item()), state["exp_avg"][part]
+        if gradient is not None and beta1 and group["look_ahead"]:
+            momentum = momentum.lerp(gradient[part], group["look_ahead"] * (1 - beta1) / beta1)
+        below = bounded(state["exp_avg_sq"][part], group["variance_floor"]).mul_(c.second).add_(c.inside).sqrt_()
+        update = (momentum * c.first).div_(below.add_(c.outside))
+        return update.add_(weight[part], alpha=c.decay) if c.decay else update
 
     def coefficient(self, group: Mapping[str, Any], state: dict[str, Any], weight: float, update: float) -> float:
-        """Return what the update of a parameter is multiplied by, by what `sums` gave of all of it."""
-        if _FRESH not in state:
-            found, beta = super().coefficient(group, state, weight, update), group["coeff_beta"]
-            state[_AVERAGE] = beta * state[_AVERAGE] + (1 - beta) * found if state.get(_AVERAGE) else found
+        """Return what the update of a parameter is multiplied by, by the sums of squares of `weight` and of `update`."""
+        found = super().coefficient(group, state, weight, update)
+        if not self._compressed(group, state):
+            beta = group["coeff_beta"]
+            state[_AVERAGE] = beta * state[_AVERAGE] + (1 - beta) * found if state[_AVERAGE] else found
             return found
-        ratio, before, most = weight / update if update else 1.0, state[_FACTOR], group["factor_threshold"]
+        average = state[_AVERAGE] or found
+        ratio, before, most = found / average, state[_FACTOR], group["factor_threshold"]
         ratio = min(max(ratio, group["factor_min"]), group["factor_max"])
         state[_FACTOR] = min(max(ratio, (1 - most) * before), (1 + most) * before)
-        return (state[_AVERAGE] or 1.0) * state[_FACTOR]
+        return average * state[_FACTOR]
 
     def in_native_sweeps(self, group: Mapping[str, Any]) -> bool:
         return self.measures(group, next_time(group))
+
+    def _compressed(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        return time_of(group, state) > self.warm_up(group)

@@ -116,7 +116,7 @@ register_optimizer("Lamb")(Lamb)
 @register_optimizer("OneBitAdam")
 def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
-                 weight_decay: float = 0.0, *, variance_floor: float = 0.1, look_ahead: float = 1.0,
+                 weight_decay: float = 0.0, *, variance_floor: float = 0.01, look_ahead: float = 1.0,
                  amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl") -> Optimizer:
     """Build 1-bit Adam with the published defaults. `cuda_aware` and `comm_backend_name` chose a transport, of which there
     is one here for every backend; `amsgrad` is not defined for a variance that stands still.
@@ -130,7 +130,7 @@ def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, b
 def zero_one_adam(groups: Groups, lr: float = 1e-3, var_freeze_step: int = 100_000, var_update_scaler: int = 16,
                   local_step_scaler: int = 32_678, local_step_clipper: int = 16, bias_correction: bool = True,
                   betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
-                  weight_decay: float = 0.0, *, variance_floor: float = 0.1, look_ahead: float = 1.0,
+                  weight_decay: float = 0.0, *, variance_floor: float = 0.01, look_ahead: float = 1.0,
                   amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl") -> Optimizer:
     """Build 0/1 Adam with the published defaults, but for its local steps, which would need the whole momentum on every
     rank: every step travels (docs/compression.md).
@@ -149,7 +149,7 @@ def one_bit_lamb(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, b
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
                  weight_decay: float = 0.0, max_coeff: float = 10.0, min_coeff: float = 0.01, *, coeff_beta: float = 0.9,
                  factor_max: float = 4.0, factor_min: float = 0.5, factor_threshold: float = 0.1,
-                 variance_floor: float = 0.1, look_ahead: float = 1.0, amsgrad: bool = False, cuda_aware: bool = False,
+                 variance_floor: float = 0.01, look_ahead: float = 1.0, amsgrad: bool = False, cuda_aware: bool = False,
                  comm_backend_name: str = "nccl") -> Optimizer:
     """Build 1-bit LAMB with the published defaults."""
     _transport(amsgrad, cuda_aware, comm_backend_name)

@@ -23,9 +23,10 @@ from shoal.optim.brought import Brought
 from shoal.optim.compressing import Compressing
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
+from shoal.optim.onebit import SignedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
-from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, is_native, options_of, settle
+from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, options_of, settle
 from shoal.optim.views import View, Views
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.opening import WRITE_AHEAD
@@ -79,8 +80,11 @@ class ShardedOptimizer:
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
-        step = by_optimizer(optimizer, views)
-        self._step = by_native(optimizer, step) if rules.native else step
+        if isinstance(optimizer, SignedAdam):
+            self._step = by_signs(optimizer, native=rules.native)
+        else:
+            step = by_optimizer(optimizer, views)
+            self._step = by_native(optimizer, step) if rules.native else step
         if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
             views.regroup(lambda view, part: part.slot, optimizer)
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None

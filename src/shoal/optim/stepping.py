@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from shoal.errors import OptimizerError
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.elementwise import LAYERWISE
 from shoal.optim.lion import Lion
-from shoal.optim.onebit import MeasuredAdam, OneBitAdam, ZeroOneAdam
+from shoal.optim.onebit import OneBitAdam, SignedAdam, ZeroOneAdam
 from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
 from shoal.zero.state import WHOLE_STEP, State, Use
 
-__all__ = ["Options", "Stepping", "Sweep", "by_native", "by_optimizer", "fits", "is_native", "is_plain", "moments_of",
-           "options_of", "rounding", "settle"]
+__all__ = ["Options", "Stepping", "Sweep", "by_native", "by_optimizer", "by_signs", "fits", "is_native", "is_plain",
+           "moments_of", "options_of", "rounding", "settle"]
 
 Options = list[dict[str, Any]]
 """The options of each group when the step was decided on: a schedule may have changed them since."""
@@ -70,7 +71,7 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
 
     Whether it can depends on the optimizer's options and hooks, which may change, and is asked at every step.
     """
-    plan = _planner(optimizer)
+    plan = _PLANS.get(type(optimizer))
     if plan is None or not available():
         return otherwise
 
@@ -83,9 +84,47 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
     return stepping
 
 
+def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
+    """Return the way of gradients of which one addend may be exact: in `native` code where it can, else by torch."""
+    def stepping(some: Sequence[View], factor: float, options: Options) -> None:
+        if not is_unhooked(optimizer):
+            raise OptimizerError(f"optimizer: {type(optimizer).__name__} has a step hook, or another step in place of its "
+                                 f"own, which nobody calls: slices are stepped by what came as signs of them; remove them")
+        for view in some:
+            group, exact = options[view.group], view.unit.addend(view.part)
+            if not view.unit.signed:  # the gradient is its only addend
+                exact = (view.unit.gradient.at_rest(view.part), 1) if view.unit.gradient is not None else None
+            addend, addends = (None, 1) if exact is None else exact
+            if native and available() and fits(view) and not group["eps_inside_sqrt"]:
+                _step_signed(optimizer, view, group, factor, addend, addends)
+                continue
+            gradient = view.gradient(factor)
+            if addend is not None:
+                addend = gradient if addends == 1 else addend.to(gradient.dtype) * factor
+            optimizer.take(view.parameter.detach(), gradient, group, addend=addend, addends=addends)
+            settle(view, optimizer)
+            round_off(view)
+
+    return stepping
+
+
+def _step_signed(optimizer: SignedAdam, view: View, group: dict[str, Any], factor: float, addend: Tensor | None,
+                 addends: int) -> None:
+    assert view.unit.gradient is not None
+    state, lr, beta1 = optimizer.state[view.parameter], float(group["lr"]), group["betas"][0]
+    terms = optimizer.begin(group, state, moments_of(view), exact=addend is None)
+    constants = [1 - beta1, terms.beta2, 1 - terms.beta2, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
+                 lr * group["weight_decay"]]
+    rule, more = (Rule.ONE_BIT_ADAM, [terms.again, addends, terms.floor]) if terms.again or terms.floor else (Rule.ADAMW, [])
+    with rounding(view) as weight:
+        step(rule, view.parameter.detach(), [state["exp_avg"], state["exp_avg_sq"]],
+             view.unit.gradient.at_rest(view.part), [*constants, *more], factor=factor, weight=weight,
+             addend=None if addends == 1 else addend)
+
+
 def is_native(optimizer: Optimizer, views: Sequence[View]) -> bool:
     """Whether native code steps all `views` by itself, which any thread may do."""
-    known = _planner(optimizer) is not None or type(optimizer) in LAYERWISE
+    known = type(optimizer) in _PLANS or type(optimizer) in SIGNED or type(optimizer) in LAYERWISE
     return known and available() and is_plain(optimizer) and all(fits(view) for view in views)
 
 
@@ -153,10 +192,14 @@ def fits(view: View) -> bool:
 def is_plain(optimizer: Optimizer) -> bool:
     """Whether nothing asks for more than the rule: no option beyond it, no hook, no step that somebody put in its place."""
     options = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
+    return is_unhooked(optimizer) and not any(group.get(option) for group in optimizer.param_groups for option in options)
+
+
+def is_unhooked(optimizer: Optimizer) -> bool:
+    """Whether nothing is called around its step, and nothing instead of it."""
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     patched = vars(optimizer).get("step")
-    return (not any(group.get(option) for group in optimizer.param_groups for option in options)
-            and not any(vars(optimizer).get(hook) for hook in hooks)
+    return (not any(vars(optimizer).get(hook) for hook in hooks)
             and (patched is None or hasattr(patched, "_wrapped_by_lr_sched")))
 
 
@@ -170,17 +213,6 @@ def _adam(group: dict[str, Any], state: _State, moment: _Moment, *, decoupled: b
     decay = group["weight_decay"] * (lr if decoupled else 1)
     return (Rule.ADAMW if decoupled else Rule.ADAM, [state["exp_avg"], state["exp_avg_sq"]],
             [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time), group["eps"], decay])
-
-
-def _measured_adam(optimizer: Optimizer, group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
-    """1-bit Adam and 0/1 Adam (onebit.py), whose variance stands still where beta2 is one."""
-    assert isinstance(optimizer, MeasuredAdam)
-    terms = optimizer.begin(group, state, moment)
-    lr, beta1 = float(group["lr"]), group["betas"][0]
-    constants = [1 - beta1, terms.beta2, 1 - terms.beta2, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
-                 lr * group["weight_decay"]]
-    rule = (Rule.AHEAD, [*constants, terms.again]) if terms.again else (Rule.ADAMW, constants)
-    return rule[0], [state["exp_avg"], state["exp_avg_sq"]], rule[1]
 
 
 def _sgd(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
@@ -209,12 +241,8 @@ def _lion(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
     return Rule.LION, [state["exp_avg"]], [lr, 1 - beta1, 1 - beta2, lr * group["weight_decay"]]
 
 
-def _planner(optimizer: Optimizer) -> _Planner | None:
-    if type(optimizer) in (OneBitAdam, ZeroOneAdam):
-        return partial(_measured_adam, optimizer)
-    return _PLANS.get(type(optimizer))
-
-
+SIGNED = (OneBitAdam, ZeroOneAdam)
+"""Classes whose gradients may have one exact addend."""
 _PLANS: dict[type[Optimizer], _Planner] = {
     Adam: _adam, AdamW: partial(_adam, decoupled=True), SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
 }

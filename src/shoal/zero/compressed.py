@@ -3,9 +3,10 @@
     reduce     every rank packs its addend of each other's span; the owner adds what it unpacks to its own, exact addend
     publish    the owner packs by how much its master is ahead of the published weights; every rank adds what it unpacks
 
-Nothing is kept for it beside what rests anyway, and nothing is lost: what the signs of an addend do not say stays in the
-gradient's buffer, to which the next backward pass adds, and what those of an update do not say is the difference that
-remains between master and weights. docs/compression.md derives both.
+The owner's addend is kept apart until the step, since the squares of what signs say are not those of a gradient. Nothing
+else is kept beside what rests anyway, and nothing is lost: what the signs of an addend do not say stays in the gradient's
+buffer, to which the next backward pass adds, and what those of an update do not say is the difference that remains between
+master and weight. docs/compression.md derives both.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Signs:
         self._layout = layout
         self._span = layout.size // communicator.ranks
         self._row = signs.packed_bytes(self._span)
+        self.addend: Tensor | None = None
+        """This rank's exact addend of its span of the last sum, (span,)."""
+        self.ranks = communicator.ranks
+        """How many addends the sum is of."""
 
     @classmethod
     def between(cls, layout: Layout, communicator: Communicator, pool: Pool, dtype: torch.dtype) -> Signs | None:
@@ -46,10 +51,11 @@ class Signs:
     def reduce(self, addend: Tensor, label: Label) -> Handle:
         """Sum the 1-D `addend` over the ranks into this rank's span of it; elsewhere leave what was not sent.
 
-        The sum is taken in rank order, this rank's own addend first.
+        The sum is taken in rank order, this rank's own addend first, and that is `addend` until the next reduction.
         """
         ranks, rank = self._communicator.ranks, self._communicator.rank
         spans = addend.view(ranks, self._span)
+        self.addend = spans[rank].clone() if self.addend is None else self.addend.copy_(spans[rank])
         borrowed = [self._borrow(), self._borrow()]
         sent, received = (list(flat.view(ranks, self._row)) for flat in borrowed)
         sent[rank] = received[rank] = borrowed[0][:0]

@@ -129,6 +129,14 @@ class Unit:
         """Whether its gradient and its weights may travel as signs."""
         return self._signs is not None
 
+    def addend(self, part: range) -> tuple[Tensor, int] | None:
+        """Return the exact addend of the elements `part` of a gradient that came as signs, counted as the master's, and how
+        many addends there are; None where all of them are exact.
+        """
+        if self._signs is None or self._signs.addend is None or self.gradient is None or not self.gradient.signed:
+            return None
+        return self._signs.addend[part.start:part.stop], self._signs.ranks
+
     @property
     def travels(self) -> bool:
         """Whether the weights are released between their uses."""
