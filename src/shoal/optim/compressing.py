@@ -1,7 +1,7 @@
 """Optimizers that let gradients and weights travel as signs, and say when.
 
 A *measured* step's gradient travels as it is, all of it and nothing else, for a variance to take. What signs have left
-before is sent with the next exact gradient, and would count as part of it: so the step before a measured one is exact as well.
+before is sent with the next exact gradient, and would count as part of it: so the step before a measured one is exact too.
 
 Every rank counts the steps that were applied, so that all ranks change the way of travel at the same step. The count is an
 option of every group, and so a part of every checkpoint.
