@@ -29,6 +29,9 @@ def check_compressing(settings: Config, mesh: Mesh) -> None:
         if getattr(zero, key).device != "none":
             raise NotSupportedYet(f"zero_optimization.{key}.device: got '{getattr(zero, key).device}' with {name}, whose "
                                   f"masters are compared with the weights at every step; leave it out, or take AdamW")
+    if settings.sparse_gradients:
+        raise ConfigError(f"sparse_gradients: got true with {name}, whose gradients travel whole, as signs: leave it out, "
+                          f"and those of embeddings with sparse=True are made dense; or take AdamW or Adagrad with it")
     _check_warm_up(settings)
 
 

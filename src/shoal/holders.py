@@ -37,8 +37,8 @@ class Holders:
     """The gradient of the loss is the sum over the ranks divided by this."""
     late: bool = False
     """They are at several stages, which are never at one point of a pass together: reduced when a step begins."""
-    shared: bool = False
-    """They are on all tensor ranks."""
+    same: int = 1
+    """How many of them have one gradient: the tensor ranks, of what they do not cut."""
     replicas: Communicator | None = None
     """The ranks that hold the same slices of the state, in other copies of it (hybrid sharding); None: there is one copy."""
 
@@ -46,6 +46,11 @@ class Holders:
     def first(self) -> bool:
         """Whether this rank's slices are in the first copy of the state."""
         return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether they are on all tensor ranks."""
+        return self.same > 1
 
     @property
     def copies(self) -> int:
@@ -88,7 +93,7 @@ class Census:
         group = self.mesh.share(*(axis for axis in along if axis not in copied), stages=stages)
         if group is not None:
             self._holders[uncut, stages] = Holders(self._of(group), self.mesh.size(*along), late=bool(stages),
-                                                   shared=uncut and self.mesh.size("tensor") > 1, replicas=self._replicas)
+                                                   same=self.mesh.size("tensor") if uncut else 1, replicas=self._replicas)
 
     def of(self, name: str) -> Holders:
         """Return the holders of a parameter."""

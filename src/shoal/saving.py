@@ -187,6 +187,7 @@ class Saving(Surface):
             "groups": [] if optimizer is None else [{key: value for key, value in group.items() if key != "params"}
                                                     for group in optimizer.param_groups],
             "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
+            "residual_scale": 1.0 if optimizer is None else optimizer.scaler.value,
             "lr_scheduler": None if self.lr_scheduler is None else dict(self.lr_scheduler.state_dict()),
             "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
             "client_state": dict(client_state),
@@ -277,6 +278,8 @@ class Saving(Surface):
         if optimizer and self.optimizer is not None:
             self._load_groups(cast("list[dict[str, Any]]", shared["groups"]))
             self.optimizer.scaler.load_state_dict(cast("dict[str, Any]", shared["loss_scale"]))
+            scale = self.optimizer.scaler.value  # which the configuration may have set otherwise than it was
+            self.optimizer.rescale(scale / cast("float", shared.get("residual_scale", scale)))
         if schedule and self.lr_scheduler is not None and shared["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(shared["lr_scheduler"])
         if self.training_dataloader is not None and shared["data"] is not None:

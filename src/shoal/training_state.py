@@ -5,7 +5,8 @@
     scalar.KIND/NAME   the same where it is one number per parameter (step)
     buffer/NAME        the model's persistent buffers
     published/NAME     the weights as all ranks have them, where they follow their masters by signs
-    residual.R/NAME    what rank R of those that hold the parameter has not sent of its gradient, as an addend of the mean
+    residual.R/NAME    what rank R of those that hold the parameter has not sent of its gradient, as an addend of the mean,
+                       times the loss scale that the values tell
 
 Each rank gives the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
 cover everything; on loading it asks for whatever rests on it.

@@ -109,6 +109,7 @@ class SignedAdam(Compressing):
                     self.take(weight, weight.grad, group, addend=weight.grad, addends=1)
         return loss
 
+    @torch.no_grad()
     def take(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], *, addend: Tensor | None,
              addends: int) -> None:
         """Step `weight`, a parameter or a slice, by a `gradient` of so many `addends`, of which `addend` is exact.

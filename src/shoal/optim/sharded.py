@@ -166,7 +166,7 @@ class ShardedOptimizer:
         finally:
             if not self.failed:
                 self.zero_grad()
-                self._rescale(self.scaler.value / loss_scale)
+                self.rescale(self.scaler.value / loss_scale)
         self.route()
         if not self.overflow:
             self._model.run_ahead()
@@ -227,6 +227,12 @@ class ShardedOptimizer:
             wire = self.optimizer.wire()
             self._model.travel(gradient=wire.gradient, weights=wire.weights)
 
+    def rescale(self, factor: float) -> None:
+        """Let what was not sent of the gradients follow the loss scale, which has changed by `factor`."""
+        for unit in self._model.trainable:
+            if unit.gradient is not None:
+                unit.gradient.rescale(factor)
+
     def settle(self) -> None:
         """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
         self._stepping.settle()
@@ -279,12 +285,6 @@ class ShardedOptimizer:
         self._taken.append(gradient)
         self._stepping.take(unit, views, sweep, beside=beside)
         return True
-
-    def _rescale(self, factor: float) -> None:
-        """Let what was not sent of the gradients follow the loss scale."""
-        for unit in self._model.trainable:
-            if unit.gradient is not None:
-                unit.gradient.rescale(factor)
 
     def _factor(self, norm: float | None, loss_scale: float) -> float:
         clip = self.rules.clipping

@@ -101,7 +101,7 @@ def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
             gradient = view.gradient(factor)
             if addend is not None:
                 addend = gradient if addends == 1 else addend.to(gradient.dtype) * factor
-            optimizer.take(view.parameter.detach(), gradient, group, addend=addend, addends=addends)
+            optimizer.take(view.parameter, gradient, group, addend=addend, addends=addends)
             settle(view, optimizer)
             round_off(view)
 

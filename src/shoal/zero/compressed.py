@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal import signs
 from shoal.collectives import Communicator, Handle, Label
+from shoal.holders import Holders
 from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
 
@@ -32,30 +33,44 @@ class Signs:
     after it, though signs know no zero: what is padded must not count in a block's scale.
     """
 
-    def __init__(self, layout: Layout, communicator: Communicator, pool: Pool):
+    def __init__(self, layout: Layout, communicator: Communicator, pool: Pool, *, copies: int = 1):
         self._communicator = communicator
+        self._copies = copies
         self._pool = pool
         self._layout = layout
         self._span = layout.size // communicator.ranks
         self._row = signs.packed_bytes(self._span)
         self.addend: Tensor | None = None
-        """This rank's exact addend of its span of the last sum, (span,)."""
-        self.ranks = communicator.ranks
-        """How many addends the sum is of."""
+        """The exact addend of this rank and its copies, of its span of the step's sum, (span,)."""
+        self.addends = communicator.ranks // copies
+        """How many such addends the sum is of."""
 
     @classmethod
-    def between(cls, layout: Layout, communicator: Communicator, pool: Pool, dtype: torch.dtype) -> Signs | None:
-        """Return the transport of weights of `dtype`; None where nothing travels, or nothing that signs can stand for."""
-        return cls(layout, communicator, pool) if communicator.ranks > 1 and dtype in SIGNED else None
+    def between(cls, layout: Layout, holders: Holders, pool: Pool, dtype: torch.dtype) -> Signs | None:
+        """Return the transport of weights of `dtype`; None where nothing travels, or nothing that signs can stand for.
+
+        Nor where several pipeline stages use the weights: of addends that are not alike one does not tell the variance.
+        """
+        if holders.communicator.ranks == 1 or holders.late or dtype not in SIGNED:
+            return None
+        return cls(layout, holders.communicator, pool, copies=holders.same)
+
+    def keep(self, addend: Tensor, *, onto: bool) -> None:
+        """Keep this rank's span of the 1-D `addend`, which is to be reduced, `onto` that of an earlier sum of the step."""
+        own = addend.view(self._communicator.ranks, self._span)[self._communicator.rank]
+        if self.addend is None:
+            self.addend = torch.zeros_like(own)
+        if not onto:
+            self.addend.zero_()
+        self.addend.add_(own, alpha=self._copies)
 
     def reduce(self, addend: Tensor, label: Label) -> Handle:
         """Sum the 1-D `addend` over the ranks into this rank's span of it; elsewhere leave what was not sent.
 
-        The sum is taken in rank order, this rank's own addend first, and that is `addend` until the next reduction.
+        The sum is taken in rank order, this rank's own addend first.
         """
         ranks, rank = self._communicator.ranks, self._communicator.rank
         spans = addend.view(ranks, self._span)
-        self.addend = spans[rank].clone() if self.addend is None else self.addend.copy_(spans[rank])
         borrowed = [self._borrow(), self._borrow()]
         sent, received = (list(flat.view(ranks, self._row)) for flat in borrowed)
         sent[rank] = received[rank] = borrowed[0][:0]

@@ -224,6 +224,7 @@ class Gradient:
         """Start reducing the resting buffer by its signs, with what was collected elsewhere after a first sum was there."""
         assert self._signs is not None and self._resting is not None
         source = self._close()
+        self._signs.keep(source, onto=self._valid)
         if source is not self._resting:
             self._resting.add_(source)
             self._pool.give_back(source)

@@ -114,7 +114,7 @@ class Unit:
         self._arriving: Transfer = DONE
         self.state: State | None = None
         self.gradient: Gradient | None = None
-        self._signs = Signs.between(self.layout, self.communicator, pool, dtypes.compute) if signs and trainable else None
+        self._signs = Signs.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
         if trainable:
             self.gradient = self._new_gradient(dtypes.gradient, pool, tiers.state, columns if by_rows else None)
             self.state = self._new_state(tiers.state)
@@ -135,7 +135,7 @@ class Unit:
         """
         if self._signs is None or self._signs.addend is None or self.gradient is None or not self.gradient.signed:
             return None
-        return self._signs.addend[part.start:part.stop], self._signs.ranks
+        return self._signs.addend[part.start:part.stop], self._signs.addends
 
     @property
     def travels(self) -> bool:
