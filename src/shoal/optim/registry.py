@@ -60,11 +60,12 @@ def make_optimizer(type: str, params: Mapping[str, object] | None,
     """
     if type in _WHOLE_TENSOR:
         check_elementwise(_WHOLE_TENSOR[type], {})
-    if "max_grad_norm" in (params or {}):
+    params = {key: value for key, value in (params or {}).items() if key != "max_grad_norm" or value}  # 0 is no clipping
+    if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: the engine clips, not the optimizer; set gradient_clipping "
                           "at the top of the configuration")
     if type.lower() in _PUBLISHED or type in _TORCH:  # somebody else's may mean anything by these words
-        _check_values(params or {})
+        _check_values(params)
     return _optimizers.make(type, params, list(groups))
 
 
