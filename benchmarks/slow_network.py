@@ -61,7 +61,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each rate (3)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a turn, in which at least 2 steps are counted (15)")
     parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, on all hosts together (16)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step, on all hosts together (8)")
     parser.add_argument("--microbatches", type=int, default=8, help="into which a pipeline cuts them (8)")
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence (128)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rates, one round of short turns")
