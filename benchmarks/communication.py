@@ -27,7 +27,7 @@ from machine import ROOT
 from outcome import FOLDER, Outcome, Sheet, Target
 from progress import progress
 from speeds import curve, fitting, interface, sent, times
-from sweep import Cell, Found, sweep
+from sweep import Cell, Found, add_arguments, sweep
 from workloads import parameters
 
 RATES = ("200mbit", "1gbit", link.UNLIMITED)
@@ -100,16 +100,10 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help=f"of the links ({' '.join(RATES)})")
-    parser.add_argument("--delay", help="of each link, each way: 5ms ... (none; needs sch_netem)")
-    parser.add_argument("--hosts", type=int, default=2, help="how many, with one rank each (2)")
+    add_arguments(parser, RATES)
     parser.add_argument("--systems", nargs="+", choices=tuple(SYSTEMS), metavar="NAME",
                         help=f"which to measure ({' '.join(CHOICES)})")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each rate (3)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn, in which at least 2 steps are counted (15)")
-    parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")
     parser.add_argument("--microbatch", type=int, default=2, help="sequences a host and step (2)")
-    parser.add_argument("--length", type=int, default=128, help="tokens a sequence (128)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rates, few systems, one short round")
     parser.add_argument("--plot", action="store_true", help="draw the curves into docs/images/communication.png and .svg")
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/communication.json)")

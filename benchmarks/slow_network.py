@@ -24,7 +24,7 @@ from machine import ROOT
 from outcome import Outcome, Sheet, Target
 from progress import progress
 from speeds import check_memory, curve, interface, sent, times
-from sweep import Found, sweep
+from sweep import Found, add_arguments, sweep
 from workloads import parameters
 
 RATES = ("100mbit", "200mbit", "500mbit", "1gbit", "2.5gbit", link.UNLIMITED)
@@ -53,17 +53,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help=f"of the links ({' '.join(RATES)})")
-    parser.add_argument("--delay", help="of each link, each way: 5ms ... (none; needs sch_netem)")
-    parser.add_argument("--hosts", type=int, default=2, help="how many, with one rank each (2)")
+    add_arguments(parser, RATES)
     parser.add_argument("--systems", nargs="+", choices=tuple(SYSTEMS), default=CHOICES, metavar="NAME",
                         help=f"which to measure ({' '.join(CHOICES)})")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each rate (3)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn, in which at least 2 steps are counted (15)")
-    parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, on all hosts together (8)")
     parser.add_argument("--microbatches", type=int, default=8, help="into which a pipeline cuts them (8)")
-    parser.add_argument("--length", type=int, default=128, help="tokens a sequence (128)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rates, one round of short turns")
     parser.add_argument("--plot", action="store_true", help="draw the curves into docs/images/slow_network.png and .svg")
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/slow-network.json)")

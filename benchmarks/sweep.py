@@ -8,6 +8,7 @@ system's steps are not alike a step stands for the mean of one period of them.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -25,6 +26,18 @@ WORDS = "words"  # the kind of this library's traffic that moves neither gradien
 QUIET = 0.3  # seconds in which nothing is sent, after which nothing will be
 FEWEST, MOST = 2, 8  # counted steps of a turn
 CARRIED = 0.95  # of a rate, by TCP
+
+
+def add_arguments(parser: argparse.ArgumentParser, rates: Sequence[str]) -> None:
+    """Declare what every sweep can be told: the links, the turns, and the model."""
+    parser.add_argument("--rates", nargs="+", default=rates, metavar="RATE", help=f"of the links ({' '.join(rates)})")
+    parser.add_argument("--delay", help="of each link, each way: 5ms ... (none; needs sch_netem)")
+    parser.add_argument("--hosts", type=int, default=2, help="how many, with one rank each (2)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each rate (3)")
+    parser.add_argument("--seconds", type=float, default=15.0,
+                        help=f"of a turn, in which at least {FEWEST} steps are counted (15)")
+    parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")
+    parser.add_argument("--length", type=int, default=128, help="tokens a sequence (128)")
 
 
 @dataclass(slots=True, kw_only=True)

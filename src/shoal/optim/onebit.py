@@ -20,14 +20,10 @@ is the update before. As the momentum is m = beta1 m' + (1 - beta1) g, that is A
 again = look_ahead (1 - beta1) / beta1: for 1, the momentum of Nesterov as Adam has it (Dozat 2016).
 """
 
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-# (torch documents its foreach operations under names that begin with an underscore.)
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import log2
 from typing import Any
 
 import torch
@@ -54,7 +50,9 @@ class Terms:
     second: float
     """The bias correction of the variance."""
     again: float
+    """How far the momentum takes the gradient once more."""
     floor: float
+    """What fraction of its block's mean a variance counts as at least."""
 
 
 class SignedAdam(Compressing):
@@ -133,10 +131,11 @@ class SignedAdam(Compressing):
 
 def bounded(variance: Tensor, floor: float) -> Tensor:
     """Return `variance`, of any shape, each element at least `floor` times the mean of its block."""
-    copy = variance.contiguous().clone()
-    if floor:
-        for block in copy.view(-1).split(BLOCK):
-            block.clamp_(min=block.mean() * floor)
+    copy = torch.clone(variance, memory_format=torch.contiguous_format)
+    flat, whole = copy.view(-1), copy.numel() // BLOCK * BLOCK
+    for blocks in (flat[:whole].view(-1, BLOCK), flat[whole:].view(1, -1)):
+        if floor and blocks.numel():
+            torch.maximum(blocks, blocks.mean(1, keepdim=True) * floor, out=blocks)
     return copy
 
 
@@ -184,7 +183,7 @@ class ZeroOneAdam(SignedAdam):
         if time > group["var_freeze_step"]:
             return False
         many, before = group["var_update_scaler"], time - 1
-        doubled = int(log2(before / many + 1))
+        doubled = (before // many + 1).bit_length() - 1  # the binary logarithm, rounded down
         return (before - many * (2**doubled - 1)) % 2**doubled == 0
 
 
