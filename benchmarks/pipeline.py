@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import shoal
-from shoal.halves import current
+from shoal.halves import Debt, current
 from shoal.pipeline.executor import Batches
 from shoal.pipeline.schedules import make_schedule
 from shoal.testing import run_ranks
 
 WIDTH = 8
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
 """Stages per rank."""
-IDLE = {"gpipe": 3.0, "1f1b": 3.0, "interleaved": 1.5, "zb-h1": 1.0, "zbv": 0.5}
+IDLE = {"gpipe": 3.0, "1f1b": 3.0, "interleaved": 1.5, "zb-h1": 1.0, "zb-h2": 1.0, "zbv": 0.5}
 """What a rank waits in a step where nothing costs anything but the naps: in naps, times the other ranks."""
 
 
@@ -77,13 +77,13 @@ class _Nap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         _sleep(ctx.seconds, ctx.slept)
 
-        def pay() -> tuple[Tensor]:
+        def activation() -> Tensor:
             _sleep(ctx.seconds, ctx.slept)
-            return (torch.zeros_like(ctx.weight),)
+            return torch.zeros_like(ctx.weight)
 
         if ctx.deferred is None:
-            return gradients[0], pay()[0], None, None
-        ctx.deferred.owe([ctx.weight], pay)
+            return gradients[0], activation(), None, None
+        ctx.deferred.owe(Debt((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
         return gradients[0], None, None, None
 
 
@@ -96,7 +96,7 @@ def _sleep(seconds: float, slept: list[float]) -> None:
 class Nap(nn.Module):
     def __init__(self, seconds: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(1, 1))
         self.seconds = seconds
         self.slept = [0.0]
 

@@ -140,8 +140,11 @@ def lookups(stage: int, optimizer: str, *, rows: bool) -> Callable[[nn.Module, W
     return build
 
 
-def pipeline(schedule: str) -> Callable[[nn.Module, Workload], Step]:
-    """Return the builder of this library's pipeline: a stage a rank, the weights of the one model that all systems train."""
+def pipeline(schedule: str, *, all_in_flight: bool = False) -> Callable[[nn.Module, Workload], Step]:
+    """Return the builder of this library's pipeline: a stage a rank, the weights of the one model that all systems train.
+
+    With `all_in_flight` a rank may hold all microbatches of a step.
+    """
     def build(model: nn.Module, workload: Workload) -> Step:
         import shoal
 
@@ -150,7 +153,8 @@ def pipeline(schedule: str) -> Callable[[nn.Module, Workload], Step]:
                                       partition_method="parameters")
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS)}}
         sequences = len(workload.batch(0, 0)[0]) * dist.get_world_size()
-        config = {**_config({"stage": 0}, optimizer, workload), "pipeline": {"schedule": schedule},
+        config = {**_config({"stage": 0}, optimizer, workload),
+                  "pipeline": {"schedule": schedule, "in_flight": workload.pieces if all_in_flight else None},
                   "train_micro_batch_size_per_gpu": sequences // workload.pieces,
                   "gradient_accumulation_steps": workload.pieces}
         engine, *_ = shoal.initialize(model=module, config=config)

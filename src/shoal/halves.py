@@ -5,6 +5,9 @@ product of an activation and a weight remembers, in its backward, what the weigh
 the input's; `Deferred.pay` does the rest, in a backward pass of its own. Everything else (norms, embeddings, biases added
 apart) gives its gradient in the first half, which is right too, and little.
 
+Debts of several microbatches that are paid together are one product for each weight, of all their rows, where that moves
+fewer bytes than adding a gradient to another. It is also a better product: those of few rows are slow.
+
 A function of one's own takes part by asking for `current()` in its forward, and owing a debt in its backward.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
@@ -12,7 +15,8 @@ Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,37 +25,73 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Deferred", "backward", "current", "deferring"]
+__all__ = ["Debt", "Deferred", "backward", "current", "deferring", "pay"]
 
-Pay = Callable[[], Sequence[Tensor | None]]
-"""Computes the gradients that are owed."""
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """What a product, y = x W^T + b, owes to its weight W (out, in), and to its bias b (out,) if it has one."""
+
+    weights: tuple[Tensor, ...]
+    """W, or W and b."""
+    gradient: Tensor
+    """That of y, (..., out)."""
+    inputs: int
+    """in; a weight cannot say, for it may be away."""
+    activation: Callable[[], Tensor]
+    """Returns x, (..., in)."""
+    turned: bool = False
+    """Whether W is (in, out)."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of x and y."""
+        return self.gradient.shape[:-1].numel()
 
 
 class Deferred:
     """What the weights of one stage are owed by one microbatch."""
 
     def __init__(self) -> None:
-        self._owed: list[tuple[tuple[Tensor, ...], Pay]] = []
+        self._owed: list[Debt] = []
 
     def __len__(self) -> int:
         return len(self._owed)
 
-    def owe(self, weights: Sequence[Tensor], pay: Pay) -> None:
-        """Remember that `weights` will receive what `pay` returns, one gradient for each."""
-        self._owed.append((tuple(weights), pay))
+    def owe(self, debt: Debt) -> None:
+        """Remember a debt."""
+        self._owed.append(debt)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run the first half of a backward pass."""
         with deferring(self):
             backward(outputs, gradients)
 
-    def pay(self) -> None:
-        """Run the second half, a backward pass of its own; each debt is forgotten as it is paid."""
+    def forgotten(self) -> list[Debt]:
+        """Return the debts, and owe them no longer."""
         debts, self._owed = self._owed, []
-        ends = [cast(Tensor, _Payment.apply(pay, *weights)) for weights, pay in debts]
-        debts.clear()
-        if ends:
-            torch.autograd.backward(ends, ends)
+        return debts
+
+
+def pay(owing: Iterable[Deferred]) -> None:
+    """Run the second half of the backward passes of some microbatches as one pass; a debt is forgotten as it is paid."""
+    alike: dict[tuple[int, ...], list[Debt]] = {}
+    for debt in (debt for deferred in owing for debt in deferred.forgotten()):
+        alike.setdefault((debt.turned, *map(id, debt.weights)), []).append(debt)
+    payments: list[list[Debt]] = []
+    for debts in alike.values():
+        payments += [debts] if _one_product(debts) else [[debt] for debt in debts]
+    alike.clear()
+    ends = [cast(Tensor, _Payment.apply(debts, *debts[0].weights)) for debts in payments]
+    payments.clear()
+    if ends:
+        torch.autograd.backward(ends, ends)
+
+
+def _one_product(debts: Sequence[Debt]) -> bool:
+    """Whether to join the rows of `debts` moves fewer elements than to add up their gradients, of W's shape, one by one."""
+    inputs, outputs = debts[0].inputs, debts[0].gradient.shape[-1]
+    return sum(debt.rows for debt in debts) * (inputs + outputs) <= (len(debts) - 1) * inputs * outputs
 
 
 class deferring(TorchFunctionMode):
@@ -107,31 +147,34 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         activation, weight = ctx.saved_tensors
-        turned, biased = ctx.turned, len(ctx.weights) > 1
-
-        def pay() -> tuple[Tensor | None, ...]:
-            rows, columns = (each.reshape(-1, each.shape[-1]) for each in (gradient, activation))
-            found = columns.t() @ rows if turned else rows.t() @ columns
-            return (found, rows.sum(0)) if biased else (found,)
-
-        ctx.deferred.owe(ctx.weights, pay)
-        back = gradient @ (weight.t() if turned else weight) if ctx.needs_input_grad[2] else None
+        ctx.deferred.owe(Debt(ctx.weights, gradient, activation.shape[-1], lambda: activation, ctx.turned))
+        back = gradient @ (weight.t() if ctx.turned else weight) if ctx.needs_input_grad[2] else None
         return None, None, back, None, None
 
 
 class _Payment(Function):
-    """Nothing forward; backward, what a debt owes."""
+    """Nothing forward; backward, what debts to the same weights come to."""
 
     @staticmethod
-    def forward(ctx: Any, pay: Pay, *weights: Tensor) -> Tensor:
-        ctx.pay = pay
+    def forward(ctx: Any, debts: Sequence[Debt], *weights: Tensor) -> Tensor:
+        ctx.debts = debts
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  a released weight has a dtype
             return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        pay, ctx.pay = ctx.pay, None
-        return None, *(found if needed else None for found, needed in zip(pay(), ctx.needs_input_grad[1:], strict=True))
+        debts, ctx.debts = ctx.debts, None
+        turned, biased = debts[0].turned, len(debts[0].weights) > 1
+        rows, columns = _joined(debt.gradient for debt in debts), _joined(debt.activation() for debt in debts)
+        wants = ctx.needs_input_grad[1:]
+        product = (columns.t() @ rows if turned else rows.t() @ columns) if wants[0] else None
+        return None, product, *([rows.sum(0) if wants[1] else None] if biased else [])
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the rows (rows, n) of tensors (..., n), one after the other."""
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _suits(activation: object, weight: object, bias: object, *, outputs: int) -> bool:

@@ -239,7 +239,8 @@ class PipelineEngine(Engine):
                                  f"{self.module.stages_per_rank} stages on each rank: pass schedule={name!r} to "
                                  f"PipelineModule, which decides what each rank builds")
             found = make_schedule(name, ranks=self.num_stages, microbatches=count,
-                                  stages_per_rank=self.module.stages_per_rank)
+                                  stages_per_rank=self.module.stages_per_rank,
+                                  in_flight=self.settings.pipeline.in_flight)
             if found.owner != self.module.owner:
                 raise UsageError(f"pipeline.schedule: got {name!r}, which puts stages on ranks {list(found.owner)}; the "
                                  f"module was built for {self.module.schedule!r}, which puts them on "

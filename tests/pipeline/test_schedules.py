@@ -22,7 +22,10 @@ times = st.floats(0.1, 10)
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     each = draw(st.integers(2, 4)) if name == "interleaved" else None
-    return make_schedule(name, ranks=draw(ranks_of), microbatches=draw(microbatches_of), stages_per_rank=each)
+    ranks = draw(ranks_of)
+    limits = [limit for limit in (None, *range(1, 20)) if SCHEDULES[name].holds(limit, ranks)]
+    return make_schedule(name, ranks=ranks, microbatches=draw(microbatches_of), stages_per_rank=each,
+                         in_flight=draw(st.sampled_from(limits)))
 
 
 def waits(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> float:
@@ -48,7 +51,7 @@ def test_no_durations_make_ranks_wait_for_ever(schedule: Schedule, forward: floa
 def test_backward_is_split_under_zero_bubble_alone(schedule: Schedule) -> None:
     kinds = {instruction.kind for row in schedule.rows for instruction in row}
     split = {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
-    assert kinds == (split if schedule.name in ("zb-h1", "zbv") else {Kind.FORWARD, Kind.BACKWARD})
+    assert kinds == (split if schedule.name in ("zb-h1", "zb-h2", "zbv") else {Kind.FORWARD, Kind.BACKWARD})
 
 
 @given(schedules())
@@ -84,6 +87,23 @@ def test_zb_h1_waits_a_third_of_1f1b_from_as_many_microbatches_as_ranks(ranks: i
 def test_zbv_waits_a_sixth_of_1f1b_from_as_many_microbatches_as_ranks(ranks: int) -> None:
     for microbatches in range(ranks, 33):
         assert waits("zbv", ranks, microbatches) == (ranks - 1) / 2
+
+
+@given(ranks_of, st.integers(0, 20), st.floats(0, 0.5))
+def test_zb_h2_waits_for_the_first_message_alone(ranks: int, more: int, travel: float) -> None:
+    microbatches = 2 * ranks - 1 + more
+    simulation = simulate(make_schedule("zb-h2", ranks=ranks, microbatches=microbatches), Durations(travel=travel))
+    bound = 3 * microbatches + (ranks - 1) * (1 + travel)  # the last rank begins so late, and has so much to do
+    assert simulation.makespan == pytest.approx(bound, rel=1e-12)
+
+
+@given(st.integers(2, 8), microbatches_of, times, times, times, st.floats(0, 3))
+def test_1f1b_with_more_in_flight_is_never_slower(ranks: int, microbatches: int, forward: float, input: float, weight: float,
+                                                  travel: float) -> None:
+    usual, eager = (simulate(make_schedule("1f1b", ranks=ranks, microbatches=microbatches, in_flight=room),
+                             Durations(forward=forward, input=input, weight=weight, travel=travel)).makespan
+                    for room in (None, 2 * ranks - 1))
+    assert eager <= usual * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("stages_per_rank", [2, 3, 4])
@@ -129,7 +149,25 @@ def test_memory_is_bounded_by_ranks_and_not_by_microbatches(name: str) -> None:
     for ranks in ALL_RANKS:
         for microbatches in range(1, 40):
             peaks = make_schedule(name, ranks=ranks, microbatches=microbatches).peak_microbatches
-            assert max(peaks) <= (2 * ranks if name == "interleaved" else ranks)
+            assert max(peaks) <= {"interleaved": 2 * ranks, "zb-h2": 2 * ranks - 1}.get(name, ranks)
+
+
+@given(schedules(), st.integers(1, 20))
+def test_no_rank_holds_more_than_it_is_told_to(schedule: Schedule, limit: int) -> None:
+    if SCHEDULES[schedule.name].room is not None and SCHEDULES[schedule.name].holds(limit, schedule.ranks):
+        limited = make_schedule(schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, in_flight=limit)
+        assert max(limited.peak_microbatches) <= limit
+
+
+@pytest.mark.parametrize(("name", "limit", "wrong"), [
+    ("gpipe", 3, "gpipe: in_flight: got 3; its order says what a rank holds, so leave it out; or choose 1f1b, zb-h1, zb-h2"),
+    ("interleaved", 8, "interleaved: in_flight: got 8; its order"),
+    ("zbv", 3, "zbv: in_flight: got 3; on 4 ranks give 4 or more; or choose 1f1b, zb-h1, zb-h2"),
+    ("1f1b", 0, "1f1b: in_flight: got 0; on 4 ranks give 1 or more"),
+])  # fmt: skip
+def test_a_limit_that_a_schedule_cannot_keep_is_named(name: str, limit: int, wrong: str) -> None:
+    with pytest.raises(UsageError, match=wrong):
+        make_schedule(name, ranks=4, microbatches=8, in_flight=limit)
 
 
 # Where stages lie, and how schedules are asked for
@@ -151,8 +189,9 @@ def test_names_are_known_in_any_case_and_as_torch_has_them(asked: str, name: str
 
 
 @pytest.mark.parametrize(("name", "numbers", "message"), [
-    ("zbb", {}, "pipeline schedule: got 'zbb'; did you mean 'zbv'? It is one of gpipe, 1f1b, interleaved, zb-h1, zbv"),
-    ("dual", {}, "pipeline schedule: got 'dual'; choose one of gpipe, 1f1b, interleaved, zb-h1, zbv"),
+    ("zbb", {},
+     "pipeline schedule: got 'zbb'; did you mean 'zbv'? It is one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv"),
+    ("dual", {}, "pipeline schedule: got 'dual'; choose one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv"),
     ("1f1b", {"ranks": 0}, "pipeline schedule: ranks: got 0; give 1 or more"),
     ("1f1b", {"microbatches": -1}, "pipeline schedule: microbatches: got -1; give 1 or more"),
     ("1f1b", {"stages_per_rank": 2},
@@ -160,7 +199,7 @@ def test_names_are_known_in_any_case_and_as_torch_has_them(asked: str, name: str
     ("zbv", {"stages_per_rank": 3}, "pipeline schedule zbv: stages_per_rank: got 3; zbv takes 2; with 3 choose interleaved"),
     ("interleaved", {"stages_per_rank": 1},
      "pipeline schedule interleaved: stages_per_rank: got 1; interleaved takes 2 or more; with 1 choose gpipe or 1f1b or "
-     "zb-h1"),
+     "zb-h1 or zb-h2"),
     ("interleaved", {"stages_per_rank": 0},
      "pipeline schedule interleaved: stages_per_rank: got 0; interleaved takes 2 or more"),
 ])  # fmt: skip

@@ -99,7 +99,7 @@ def test_all_schedules_are_compared_in_the_table_of_the_docs(capsys: pytest.Capt
 def test_stages_per_rank_are_those_of_whom_can_have_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert show("--all", *SIZE, "--stages-per-rank", "3") == 0
     rows = re.findall(r"│ ([\w-]+) +│ +(\d+) │", capsys.readouterr().out)
-    assert rows == [("gpipe", "1"), ("1f1b", "1"), ("interleaved", "3"), ("zb-h1", "1"), ("zbv", "2")]
+    assert rows == [("gpipe", "1"), ("1f1b", "1"), ("interleaved", "3"), ("zb-h1", "1"), ("zb-h2", "1"), ("zbv", "2")]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -49,7 +49,8 @@ def trains(cases: list[Wide]) -> list[tuple[Result, tuple[int, ...]]]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_by_two_by_two(tied: bool) -> None:
     cases = [Wide(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, tied=tied)
-             for schedule, zero in (("1f1b", 0), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 3), ("zbv", 3), ("gpipe", 1))]
+             for schedule, zero in (("1f1b", 0), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 3), ("zb-h2", 2), ("zbv", 3),
+                                    ("gpipe", 1))]
     expected = train_plain(cases[0], ranks=2)
     for case, *results in zip(cases, *run_ranks(8, trains, cases), strict=True):
         agree(results[0][0], expected, tolerance=3e-6)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shoal.errors import UsageError
 from shoal.testing import run_ranks
 
 from .small import Case, Result, train, train_plain
 
-WAYS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+WAYS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
 """Stages per rank of each schedule."""
 
 
@@ -42,6 +43,25 @@ def test_three_stages_share_weights_across_one_that_has_none_of_them() -> None:
     expected = train_plain(cases[0], ranks=1)
     for result in run_ranks(3, trains, cases)[0]:
         agree(result, expected, tolerance=2e-6)
+
+
+def test_however_many_microbatches_are_in_flight_they_train_as_one_process_does() -> None:
+    cases = [Case(stages=3, schedule=schedule, zero=zero, config={"pipeline": {"in_flight": limit}})
+             for schedule, zero in (("1f1b", 1), ("zb-h1", 3)) for limit in (1, 2, 5, 9)]
+    expected = train_plain(cases[0], ranks=1)
+    for result in run_ranks(3, trains, cases)[0]:
+        agree(result, expected, tolerance=2e-6)
+
+
+def too_few_in_flight() -> str:
+    with pytest.raises(UsageError) as refused:
+        train(Case(stages=2, schedule="zbv", stages_per_rank=2, config={"pipeline": {"in_flight": 1}}))
+    return str(refused.value)
+
+
+def test_a_limit_that_the_schedule_cannot_keep_is_refused_before_training() -> None:
+    expected = "pipeline schedule zbv: in_flight: got 1; on 2 ranks give 2 or more; or choose 1f1b, zb-h1, zb-h2"
+    assert run_ranks(2, too_few_in_flight) == [expected] * 2
 
 
 def test_one_rank_runs_the_same_path() -> None:

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--stages-per-rank", type=_count, metavar="V",
                       help="parts that a rank's layers are cut into (default: the fewest of the schedule; with --all, V for "
                            "those that can)")
+    show.add_argument("--in-flight", type=_count, metavar="N",
+                      help="microbatches that a rank may hold at once (default: as many as the schedule does; with --all, N "
+                           "for those that can)")
     for name, default, what in (("forward", 1.0, "of a microbatch through all layers of a rank"),
                                 ("input", 1.0, "of its backward for the inputs"),
                                 ("weight", 1.0, "of its backward for the weights"),
@@ -57,18 +60,19 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--svg: a table is not drawn; name one schedule with --schedule in place of --all")
     if args.all:
         asked = args.stages_per_rank
-        simulations = [_simulated(name, asked if asked is not None and recipe.takes(asked) else recipe.fewest, args)
+        simulations = [_simulated(name, asked if asked is not None and recipe.takes(asked) else recipe.fewest, args,
+                                  args.in_flight if recipe.holds(args.in_flight, args.stages) else None)
                        for name, recipe in SCHEDULES.items()]
         _compare(simulations, Console())
         return 0
-    simulation = _simulated(args.schedule, args.stages_per_rank, args)
+    simulation = _simulated(args.schedule, args.stages_per_rank, args, args.in_flight)
     _show(simulation, (args.stages - 1) * (args.forward + args.input + args.weight), Console())
     if args.svg is not None:
         _write(args.svg, simulation)
     return 0
 
 
-def _simulated(name: str, stages_per_rank: int | None, args: argparse.Namespace) -> Simulation:
+def _simulated(name: str, stages_per_rank: int | None, args: argparse.Namespace, in_flight: int | None) -> Simulation:
     from shoal.pipeline.check import check
     from shoal.pipeline.schedules import make_schedule
     from shoal.pipeline.simulate import simulate
@@ -77,7 +81,8 @@ def _simulated(name: str, stages_per_rank: int | None, args: argparse.Namespace)
     if instructions > _MOST:
         raise UsageError(f"--stages {args.stages} --microbatches {args.microbatches}: up to {instructions:,} instructions; "
                          f"at most {_MOST:,} are simulated")
-    schedule = make_schedule(name, ranks=args.stages, microbatches=args.microbatches, stages_per_rank=stages_per_rank)
+    schedule = make_schedule(name, ranks=args.stages, microbatches=args.microbatches, stages_per_rank=stages_per_rank,
+                             in_flight=in_flight)
     check(schedule)
     return simulate(schedule, _durations(args, schedule.stages_per_rank))
 

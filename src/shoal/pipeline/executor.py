@@ -3,7 +3,7 @@
     F   take the stage's input, run the stage, hand its output on; on the last stage take the loss
     B   take the output's gradient, run backward, hand the input's gradient on
     I   the same for the input's gradient only; what weights are owed is kept
-    W   give the weights what they are owed
+    W   give the weights what they are owed; several in a row are one pass
 
 A microbatch's activations are held from its F to the end of its B or I, and what its weights are owed from I to W. A failure
 is told to the neighbours, who tell theirs, and raises with the grid of the schedule, the fault marked.
@@ -11,10 +11,11 @@ is told to the neighbours, who tell theirs, and raises with the grid of the sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.board import Board, cause, waiting
 from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineError, UsageError
-from shoal.halves import Deferred, backward, deferring
+from shoal.halves import Deferred, backward, deferring, pay
 from shoal.pipeline.border import tensors_in
 from shoal.pipeline.draw import fault
 from shoal.pipeline.instruction import Instruction, Kind
@@ -78,13 +79,21 @@ class _Row:
     """The positions at which a stage has its last backward."""
     split: frozenset[int]
     """The stages whose backward is in two halves."""
+    payments: dict[int, tuple[Instruction, ...]]
+    """The W of one stage that come one after the other, by the position of their last."""
 
     @classmethod
     def of(cls, instructions: tuple[Instruction, ...]) -> _Row:
         final = {instruction.stage: position for position, instruction in enumerate(instructions)
                  if instruction.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         split = frozenset(instruction.stage for instruction in instructions if instruction.kind is Kind.INPUT)
-        return cls(instructions=instructions, final=frozenset(final.values()), split=split)
+        payments, position = dict[int, tuple[Instruction, ...]](), 0
+        for (kind, _), run in groupby(instructions, key=lambda instruction: (instruction.kind, instruction.stage)):
+            together = tuple(run)
+            position += len(together)
+            if kind is Kind.WEIGHT:
+                payments[position - 1] = together
+        return cls(instructions=instructions, final=frozenset(final.values()), split=split, payments=payments)
 
 
 class Executor:
@@ -121,10 +130,10 @@ class Executor:
                         losses += self._forward(instruction, batches, split=instruction.stage in row.split)
                     case Kind.BACKWARD | Kind.INPUT:
                         self._backward(instruction, factor, last=position in row.final)
+                    case Kind.WEIGHT if position in row.payments:
+                        self._weights(row.payments[position], last=position in row.final)
                     case Kind.WEIGHT:
-                        deferred = self._held.pop((instruction.stage, instruction.microbatch)).deferred
-                        assert deferred is not None
-                        self._pass(instruction.stage, deferred.pay, position in row.final, True)
+                        pass  # the last of its run pays for all
         return losses
 
     def evaluate(self, schedule: Schedule, rank: int, batches: Batches, *, losses: bool,
@@ -186,6 +195,12 @@ class Executor:
         self._pass(stage, partial(half, outputs, given) if outputs else _nothing, last and whole, whole)
         if onward is not None:
             onward.finish()
+
+    def _weights(self, instructions: Sequence[Instruction], *, last: bool) -> None:
+        """Give the weights of a stage what they are owed by the microbatches of `instructions`, in one pass."""
+        held = [self._held.pop((instruction.stage, instruction.microbatch)).deferred for instruction in instructions]
+        owing = [deferred for deferred in held if deferred is not None]
+        self._pass(instructions[0].stage, partial(pay, owing), last, True)
 
     def _input(self, instruction: Instruction, batches: Batches) -> Any:
         if instruction.stage == 0:

@@ -7,14 +7,18 @@ microbatches than ranks included.
 
 Each is a row of `SCHEDULES`: where the stages lie, how the ranks order forwards and backwards, and whether backward is
 split into its halves, whose W then `fill` the waits. For p ranks, m >= p microbatches and a backward of twice a forward
-(F = I = W), in units of F of all layers of a rank:
+(F = I = W), in units of F of all layers of a rank, of which a message travels t:
 
     name          bubble           activations of a rank r, at most
     gpipe         3 (p-1)          m
     1f1b          3 (p-1)          p - r
     interleaved   3 (p-1) / v      p + (p - 1 - 2r) / v, for m a multiple of p
     zb-h1         p - 1            p
+    zb-h2         (p-1)(1 + t)     2p - 1, for t <= 1/2: no schedule of one stage a rank has less
     zbv           (p-1) / 2        p
+
+Where messages travel all but zb-h2 wait at every turn. `in_flight` sets another limit of microbatches that a rank may hold
+than the schedule's own.
 """
 
 from __future__ import annotations
@@ -80,6 +84,8 @@ class _Seat:
     stages: tuple[int, ...]
     """The stages that the rank owns."""
     backward: Kind
+    room: int
+    """The microbatches of all its stages that the rank may hold at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +102,30 @@ class Recipe:
     order: Callable[[_Seat], Iterable[Instruction]]
     """One rank's order; of F and I only where backward is split."""
     split: bool = False
-    """Whether W is apart from I, and fills the waits in the memory of 1F1B: `ranks` microbatches of all stages of a rank."""
+    """Whether W is apart from I, and fills the waits."""
+    room: Callable[[int], int] | None = None
+    """ranks -> the microbatches of all its stages that a rank may hold at once, unless asked otherwise; None: what its
+    order holds."""
+    least: Callable[[int], int] = lambda ranks: 1
+    """ranks -> the fewest that it can do with."""
 
     def takes(self, stages_per_rank: int) -> bool:
         """Whether a rank can have as many stages."""
         return self.fewest <= stages_per_rank and (self.most is None or stages_per_rank <= self.most)
 
-    def make(self, name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    def holds(self, in_flight: int | None, ranks: int) -> bool:
+        """Whether a rank can be told to hold at most as many microbatches."""
+        return in_flight is None or (self.room is not None and in_flight >= self.least(ranks))
+
+    def make(self, name: str, ranks: int, microbatches: int, stages_per_rank: int, in_flight: int | None) -> Schedule:
         """Carry the recipe out."""
         owner = tuple(self.place(ranks, stages_per_rank))
         backward = Kind.INPUT if self.split else Kind.BACKWARD
-        orders = [self.order(_Seat(rank=rank, ranks=ranks, microbatches=microbatches, backward=backward,
+        room = in_flight if in_flight is not None else microbatches if self.room is None else self.room(ranks)
+        orders = [self.order(_Seat(rank=rank, ranks=ranks, microbatches=microbatches, backward=backward, room=room,
                                    stages=tuple(stage for stage, of in enumerate(owner) if of == rank)))
                   for rank in range(ranks)]
-        rows = (fill(orders, stages=len(owner), room=ranks * stages_per_rank) if self.split
-                else tuple(map(tuple, orders)))
+        rows = fill(orders, stages=len(owner), room=room * stages_per_rank) if self.split else tuple(map(tuple, orders))
         return Schedule(name=name, ranks=ranks, microbatches=microbatches, owner=owner, rows=rows)
 
 
@@ -138,16 +153,22 @@ def _gpipe(seat: _Seat) -> Iterator[Instruction]:
 
 
 def _one_forward_one_backward(seat: _Seat) -> Iterator[Instruction]:
-    """As many forwards as there are ranks from here on, then in turns (PipeDream-Flush of Narayanan et al. 2020, arXiv
-    2006.09503, section 3.2).
+    """Some forwards, more of them the farther the rank is from the last, then a backward and a forward in turns.
 
-    With backward split it is ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 2.1): ranks do not wait for W, and each may
-    hold what the first one does. No order does better in that memory: the first rank has no room for one more forward
-    until the first gradient is back, and waits p-1 for it. Nor would p-r activations on rank r do: the last one's, F I W
-    in strict turns, end so late that the first waits 2 (p-1).
+    In the room of p microbatches rank r is p-1-r forwards ahead of the last (PipeDream-Flush of Narayanan et al. 2020, arXiv
+    2006.09503, section 3.2). With backward split it is ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 2.1): ranks do not
+    wait for W, and each may hold what the first one does. No order does better in that memory: the first rank has no room
+    for one more forward until the first gradient is back, and waits p-1 for it. Nor would p-r activations on rank r do: the
+    last one's, F I W in strict turns, end so late that the first waits 2 (p-1).
+
+    With room for 2p-1 it is twice as far ahead (ZB-H2 there; eager 1F1B of Zhuang et al. 2022, arXiv 2211.05322),
+    so that every message may travel half a forward without making anybody wait for it, but the first of a step. To be
+    farther ahead gains nothing; room beyond that lets W wait, and more of them be one product.
     """
+    hops = seat.ranks - 1
+    ahead = 1 + (hops - seat.rank) * min(seat.room - 1, 2 * hops) // max(hops, 1)
     return _in_turns(_pass(Kind.FORWARD, seat.stages, seat.microbatches),
-                     _pass(seat.backward, seat.stages, seat.microbatches), seat.ranks - seat.rank)
+                     _pass(seat.backward, seat.stages, seat.microbatches), ahead)
 
 
 def _interleaved(seat: _Seat) -> Iterator[Instruction]:
@@ -204,12 +225,24 @@ def _groups(microbatches: int, count: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
+def _as_1f1b(ranks: int) -> int:
+    return ranks
+
+
+def _twice_as_far_ahead(ranks: int) -> int:
+    return 2 * ranks - 1
+
+
 SCHEDULES: Mapping[str, Recipe] = {
     "gpipe": Recipe(place=_loops, order=_gpipe, summary="all forwards, then all backwards"),
-    "1f1b": Recipe(place=_loops, order=_one_forward_one_backward, summary="one forward, one backward"),
+    "1f1b": Recipe(place=_loops, order=_one_forward_one_backward, room=_as_1f1b, summary="one forward, one backward"),
     "interleaved": Recipe(place=_loops, order=_interleaved, fewest=2, most=None, summary="1F1B over several stages a rank"),
-    "zb-h1": Recipe(place=_loops, order=_one_forward_one_backward, split=True, summary="1F1B, backward split in halves"),
-    "zbv": Recipe(place=_v_shape, order=_zbv, fewest=2, most=2, split=True, summary="there and back again, backward split"),
+    "zb-h1": Recipe(place=_loops, order=_one_forward_one_backward, split=True, room=_as_1f1b,
+                    summary="1F1B, backward split in halves"),
+    "zb-h2": Recipe(place=_loops, order=_one_forward_one_backward, split=True, room=_twice_as_far_ahead,
+                    summary="backward split, forwards so far ahead that messages may travel"),
+    "zbv": Recipe(place=_v_shape, order=_zbv, fewest=2, most=2, split=True, room=_as_1f1b, least=_as_1f1b,
+                  summary="there and back again, backward split"),
 }
 """The schedules of training, by name."""
 
@@ -217,10 +250,12 @@ _TORCH = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv"}
 """What torch calls them, without `Schedule` in front."""
 
 
-def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None,
+                  in_flight: int | None = None) -> Schedule:
     """Make the schedule called `name`, in any case, or by the name of torch's class; stages per rank are its fewest if None.
 
-    Raises `UsageError` for a name that is not known, and for numbers that it cannot do.
+    `in_flight` is how many microbatches a rank may hold at once, None for as many as the schedule says. Raises
+    `UsageError` for a name that is not known, and for numbers that it cannot do.
     """
     plain = name.lower().removeprefix("schedule")
     known = _TORCH.get(plain, plain)
@@ -236,7 +271,13 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: 
         others = [other for other, row in SCHEDULES.items() if row.takes(each)]
         raise UsageError(f"pipeline schedule {known}: stages_per_rank: got {each}; {known} takes {allowed}"
                          + (f"; with {each} choose {' or '.join(others)}" if others else ""))
-    return recipe.make(known, ranks, microbatches, each)
+    if not recipe.holds(in_flight, ranks):
+        others = ", ".join(other for other, row in SCHEDULES.items() if row.holds(in_flight, ranks))
+        raise UsageError(f"pipeline schedule {known}: in_flight: got {in_flight}; "
+                         + ("its order says what a rank holds, so leave it out" if recipe.room is None else
+                            f"on {ranks} rank{'s' * (ranks > 1)} give {recipe.least(ranks)} or more")
+                         + (f"; or choose {others}" if others else ""))
+    return recipe.make(known, ranks, microbatches, each, in_flight)
 
 
 def forward_only(*, ranks: int, microbatches: int, owner: Sequence[int]) -> Schedule:

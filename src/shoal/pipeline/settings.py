@@ -20,8 +20,13 @@ class PipelineSettings(Section):
     """Pipeline ranks, which the module must have too; null: as many as it has."""
 
     schedule: Text | None = None
-    """The order of instructions: gpipe, 1f1b, interleaved, zb-h1 or zbv; null: the module's own. The stages of a rank must
-    be the same as the module's. (Ours.)"""
+    """The order of instructions: gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv; null: the module's own. The stages of a
+    rank must be the same as the module's. (Ours.)"""
+
+    in_flight: Positive | None = None
+    """Microbatches whose activations a rank may hold at once; null: as many as the schedule holds. More let messages travel
+    without a wait, and W of zero-bubble schedules be one product of many microbatches; fewer take less memory, and wait.
+    Not for gpipe and interleaved. (Ours.)"""
 
     activation_checkpoint_interval: Count = 0
     """Layers that are recomputed together in backward; 0: as the module says."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shoal.halves import Deferred, current
+from shoal.halves import Debt, Deferred, current
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.regions import gathered, joined, summed
 
@@ -57,7 +57,7 @@ class _Column(torch.autograd.Function):
         axis, dim = ctx.axis, ctx.dim
         wants_x, wants_weight, wants_bias = _wanted(ctx)
         if ctx.owed is not None:
-            ctx.owed.later(lambda: x if dim is None else joined(axis.all_gather(x.contiguous()), dim), gradient)
+            ctx.owed.later(lambda: x if dim is None else joined(axis.all_gather(x.contiguous()), dim), x.shape[-1], gradient)
             wants_weight = wants_bias = False
         x_gradient = weight_gradient = bias_gradient = None
         whole = axis.all_gather(x.contiguous()) if wants_weight and dim is not None else None
@@ -89,7 +89,7 @@ class _Row(torch.autograd.Function):
         if ctx.dim is not None:
             gradient = gathered(gradient, ctx.axis, ctx.dim)
         if ctx.owed is not None:
-            ctx.owed.later(lambda: x, gradient)
+            ctx.owed.later(lambda: x, x.shape[-1], gradient)
             wants_weight = wants_bias = False
         flat = _rows(gradient)
         x_gradient = gradient @ weight if wants_x else None
@@ -112,13 +112,9 @@ class _Owed:
         leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
         return cls(deferred, (weight,) if bias is None else (weight, bias)) if deferred is not None and leaves else None
 
-    def later(self, x: Callable[[], Tensor], gradient: Tensor) -> None:
+    def later(self, x: Callable[[], Tensor], inputs: int, gradient: Tensor) -> None:
         """Remember what the gradients are made of."""
-        def pay() -> list[Tensor]:
-            flat = _rows(gradient)
-            return [flat.t() @ _rows(x()), flat.sum(0)][:len(self.weights)]
-
-        self.deferred.owe(self.weights, pay)
+        self.deferred.owe(Debt(self.weights, gradient, inputs, x))
 
 
 def _in_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
