@@ -96,7 +96,7 @@ def _outcome(found: Found, plan: Plan, sends: dict[str, float], options: argpars
 
 
 def _targets(found: Found, curves: dict[str, list[Point]], sends: dict[str, float], rates: Sequence[str]) -> list[Target]:
-    pipelines = [name for name in curves if SYSTEMS[name].whole]
+    pipelines = [name for name in curves if SYSTEMS[name].whole and "zb-h2" in name]  # what the docs say slow links want
     faster = [Target(what=f"{SYSTEMS[name].title} at {PROMISED}: times DDP's samples a second", low=TIMES,
                      high=float("inf"), measured=times(found, name, PROMISED))
               for name in pipelines if BASELINE in curves and PROMISED in rates]
