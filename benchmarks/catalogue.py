@@ -66,7 +66,7 @@ SYSTEMS = {
     **{f"shoal-pipeline-{schedule}": System(title=f"Shoal pipeline, {title}", settings="a stage a rank", whole=True,
                                             build=pipeline(schedule))
        for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "ZB-H1"), ("zb-h2", "ZB-H2"))},
-    "shoal-pipeline-zb-h2-all": System(title="Shoal pipeline, ZB-H2, all in flight", settings="in_flight of all microbatches",
+    "shoal-pipeline-zb-h2-all": System(title="Shoal pipeline, ZB-H2, all in flight", settings="in_flight: all",
                                        whole=True, build=pipeline("zb-h2", all_in_flight=True)),
     **LOOKUPS,
     **COMPRESSED,

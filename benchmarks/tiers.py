@@ -30,8 +30,8 @@ from workloads import _example
 import shoal
 
 MEBI = 1 << 20
-IN_A_TURN = 4
-"""Iterations of a turn: the last step of a turn on disk has no forward to hide behind."""
+LEAST = 4
+"""Iterations of a turn at least: the last step of a turn on disk has no forward to hide behind."""
 DISKS = {"after backward": False, "in backward": True}
 """The ways with everything on disk, and whether backward steps."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
@@ -60,6 +60,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path("out/benchmarks/disk"), help="a folder of the disk")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (5)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn, of four iterations at least (8)")
     parser.add_argument("--layers", type=int, default=12, help="blocks of the GPT (12)")
     parser.add_argument("--dim", type=int, default=640, help="its width (640)")
     parser.add_argument("--tokens", type=int, nargs="+", default=(64, 256, 1024),
@@ -104,19 +105,24 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     ways |= {name: replay.iteration for name, replay in replays.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
+    count, longest = LEAST, 0.0
     for number in range(options.rounds + 1):
         for name, way in ways.items():
             tell(f"{tokens} tokens, round {number} of {options.rounds}: {name}")
             before, start = (swap.read_bytes, swap.written_bytes), time.perf_counter()
-            for _ in range(IN_A_TURN):
+            for _ in range(count):
                 way()
             for engine in engines.values():  # what a step still owes belongs to this turn
                 settle(engine)
             if number:  # the first turn makes the moments, and finds cold pages
-                found[name].append((time.perf_counter() - start) / IN_A_TURN)
+                found[name].append((time.perf_counter() - start) / count)
                 if name in DISKS:
-                    found[f"{name} read"].append((swap.read_bytes - before[0]) / IN_A_TURN)
-                    found[f"{name} written"].append((swap.written_bytes - before[1]) / IN_A_TURN)
+                    found[f"{name} read"].append((swap.read_bytes - before[0]) / count)
+                    found[f"{name} written"].append((swap.written_bytes - before[1]) / count)
+            else:
+                longest = max(longest, (time.perf_counter() - start) / count)
+        if not number:
+            count = max(LEAST, round(options.seconds / longest))
     for each in (*replays.values(), *engines.values()):
         each.close() if isinstance(each, Replay) else each.destroy()
     return found
@@ -183,7 +189,7 @@ def _publish(options: argparse.Namespace, iteration: Sheet, memory: dict[str, fl
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]
     note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping 1.0, "
-            f"{options.threads} thread(s), {options.rounds} rounds of {IN_A_TURN} iterations.")
+            f"{options.threads} thread(s), {options.rounds} rounds of turns of about {options.seconds:g} s.")
     Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, held),
             targets=tuple(targets), raw=raw).publish(options.out)
 

@@ -18,6 +18,7 @@ from shoal.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from shoal.zero.reducer import IN_FLIGHT
 from shoal.zero.working import Working, working
 
 P, L = 1_000_003, 70_001
@@ -153,13 +154,15 @@ def held(stage: int, ranks: int = 1, **more: Any) -> Working:
 
 def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
     assert held(0) == Working(weights=0, gradients=0, pool=0, step=0)
-    assert held(3).pool == 300 * 4, "one rank: the gradient that is collected"
+    assert held(3).pool == 0, "one rank: gradients rest where they are collected"
+    assert held(3, 2).pool == 300 * 4 * (1 + 2 * IN_FLIGHT), "two: the one that is collected, and those that travel"
     assert held(3, weights_away=True, window=2).weights == 500 * 2, "the two largest that follow each other"
     assert held(3, 2).weights == 500 * 2, "sharded weights are gathered"
     away = held(3, state_away=True, pieces=2, piece=50, write_ahead=10**9)
     assert away.step == 2 * 50 * (8 + 4 + 4 + 2), "moments, gradient, master and rounded weight"
     assert away.gradients == 600 * 4, "all gradients wait to be written"
     assert away.total == away.pool + max(away.gradients, away.step)
+    assert held(3, state_away=True, write_ahead=400).gradients == 400 + 300 * 4, "what is written, and what is collected"
 
 
 def test_where_backward_steps_gradients_wait_beside_the_pieces() -> None:

@@ -22,7 +22,7 @@ __all__ = ["SPARE", "WRITE_AHEAD", "open_store"]
 WRITE_AHEAD = 64 << 20
 """Bytes that may be on their way to the disk at once: many times what keeps it busy."""
 
-SPARE = 32 << 20
+SPARE = 64 << 20
 """Bytes of memory that may wait for their next use: no more than what training has just had in use, and will again."""
 
 HOST = torch.device("cpu")

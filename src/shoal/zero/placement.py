@@ -16,7 +16,7 @@ Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -50,6 +50,11 @@ STAGES = (
     Stage(master=SHARD, gradient=SHARD, weight=SHARD),
 )
 """ZeRO stages 0 to 3: each shards one thing more."""
+
+
+def over(row: Stage, ranks: int) -> Stage:
+    """Return `row` as it is over so many ranks: one rank's addend is the sum, which then needs no other place to rest."""
+    return replace(row, gradient=PARTIAL) if ranks == 1 else row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

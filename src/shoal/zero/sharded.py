@@ -24,7 +24,7 @@ from shoal.zero.gradient import Gradient, GradientDtypes
 from shoal.zero.guard import disclaim, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import Share, partition, tied_names
-from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes
+from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes, over
 from shoal.zero.reducer import Reducer
 from shoal.zero.unit import Phase, Scope, Unit, UnitDtypes
 from shoal.zero.window import Window
@@ -196,6 +196,7 @@ class ShardedModel:
         tiers = self.residence.tiers(elements, elements if share.trainable else 0)
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
+        stage = over(stage, share.holders.communicator.ranks)
         unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
                     trainable=share.trainable, columns=share.columns, by_rows=plan.by_rows, signs=plan.signs)
         flat = _flatten(unit, values, self.pool.device)

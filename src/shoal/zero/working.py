@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.zero.placement import PARTIAL, SHARD, STAGES, Stage, master_dtype
+from shoal.zero.placement import PARTIAL, SHARD, STAGES, Stage, master_dtype, over
 from shoal.zero.reducer import IN_FLIGHT
 
 __all__ = ["Working", "working"]
@@ -52,7 +52,7 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
     most `write_ahead` bytes of gradients wait to be written; or `in_backward` (offload_optimizer.step_in_backward) for their
     step.
     """
-    row, largest = STAGES[stage], max(units, default=0)
+    row, largest = over(STAGES[stage], ranks), max(units, default=0)
     comes = weights_away or (row.weight is SHARD and ranks > 1)
     in_use = max((sum(units[start:start + window]) for start in range(len(units))), default=0) if comes else 0
     lent = 0 if row.gradient is PARTIAL else largest * (1 + (IN_FLIGHT if ranks > 1 else 0))
@@ -63,7 +63,8 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
         each = moments * wide.itemsize + accumulate.itemsize + wide.itemsize + (0 if wide == compute else compute.itemsize)
         step = min(pieces * min(piece, largest), sum(units)) * each
     gradients = _own(row, sum(units), ranks) * accumulate.itemsize if state_away else 0
-    leaving = min(write_ahead, gradients)
+    collected = largest * accumulate.itemsize if row.gradient is PARTIAL else 0  # else it is lent
+    leaving = min(write_ahead + collected, gradients)
     if in_backward and state_away:
         master = compute.itemsize if weights_away and compute == master_dtype(compute) else 0
         each = _own(row, largest, ranks) * (accumulate.itemsize + master)  # one waits for room, beside those that have it
