@@ -203,7 +203,7 @@ class Saving(Surface):
         pieces = list(weights_to_load(self.sharded, snapshot, strict=strict))
         if moments and self.optimizer is not None:
             pieces += moments_to_load(self.sharded, self.optimizer, snapshot)
-        self.sharded.travel(gradient=False, weights=False)
+        self.sharded.travel(gradient=False, weights=False, still=False)
         snapshot.fill(pieces)
         held = set(snapshot.names()) if moments else set[str]()
         following = [unit for unit in self.sharded.trainable if unit.state is not None and unit.state.weights is not None

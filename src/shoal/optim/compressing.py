@@ -3,6 +3,8 @@
 A *measured* step's gradient travels as it is, all of it and nothing else, for a variance to take. What signs have left
 before is sent with the next exact gradient, and would count as part of it: so the step before a measured one is exact too.
 
+A *still* step sends nothing. Its gradient is what is left of it, all of it, and the next step that sends makes up for both.
+
 Every rank counts the steps that were applied, so that all ranks change the way of travel at the same step. The count is an
 option of every group, and so a part of every checkpoint.
 """
@@ -27,6 +29,8 @@ class Wire:
 
     gradient: bool
     weights: bool
+    still: bool = False
+    """Nothing travels, and nothing is stepped: the gradient waits for a later step, as what signs did not say does."""
 
 
 EXACT = Wire(gradient=False, weights=False)
@@ -34,6 +38,9 @@ EXACT = Wire(gradient=False, weights=False)
 
 class Compressing(Optimizer):
     """An optimizer whose slices may be stepped by gradients that came as signs."""
+
+    exchanging = False
+    """Whether gradients travel at all: whoever steps for several ranks says so."""
 
     @property
     def applied(self) -> int:
@@ -54,9 +61,19 @@ class Compressing(Optimizer):
         """Whether the variance takes the gradient of step number `time`, counted from 1."""
         return time <= self.warm_up(group)
 
+    def joined(self, group: Mapping[str, Any]) -> int:
+        """Return of how many steps the gradient is that travels at the next step; 0 where none does, a still step."""
+        return 1
+
+    def due(self, group: Mapping[str, Any]) -> int:
+        """Return of how many steps the gradient is that the next step takes; 0 where that is still."""
+        return self.joined(group) if self.exchanging else 1
+
     def wire(self) -> Wire:
         """Return how the next step travels: by signs once every group is past its warm-up, but near measured steps."""
         time = self.applied + 1
+        if not all(map(self.due, self.param_groups)):
+            return Wire(gradient=True, weights=True, still=True)
         if any(time <= self.warm_up(group) for group in self.param_groups):
             return EXACT
         exact = any(self.measures(group, step) for group in self.param_groups for step in (time, time + 1))

@@ -18,10 +18,16 @@ Weights that follow their masters by signs are about a step behind them. So the 
 `look_ahead` of its updates u: y = x + look_ahead u is stepped instead of x, by (1 + look_ahead) u - look_ahead u', where u'
 is the update before. As the momentum is m = beta1 m' + (1 - beta1) g, that is Adam's step by m + again (g - m), with
 again = look_ahead (1 - beta1) / beta1: for 1, the momentum of Nesterov as Adam has it (Dozat 2016).
+
+Where the gradients of k steps travel together, the owner takes these steps at once, each by their mean G: m goes to
+beta1^k m + (1 - beta1^k) G, and the sum of the k momenta is c m + (k - c) G for the m before, c = beta1 (1 - beta1^k) / (1 -
+beta1). All gradients were taken where the first was, so the masters go ahead by (k - 1) / 2 updates more, to where the
+middle of the next k steps will be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +36,15 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.optim.compressing import Compressing, time_of
+from shoal.optim.compressing import Compressing, next_time, time_of
 
 __all__ = ["BLOCK", "OneBitAdam", "SignedAdam", "ZeroOneAdam", "bounded", "check_count"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+_WAITING, _TOGETHER, _LARGEST = "waiting_steps", "joined_steps", "largest_lr"
+"""Of a group: the gradients that wait to travel, how many are to travel together, the largest learning rate so far."""
+_FORGOTTEN = 1e-3
+"""What must be left of a momentum after the steps that are taken at once."""
 BLOCK = 1024
 """Elements whose variance has a common lower bound."""
 
@@ -43,6 +53,8 @@ BLOCK = 1024
 class Terms:
     """What is the same for all elements of a tensor in one step."""
 
+    beta1: float
+    """What is left of the momentum."""
     beta2: float
     """1 where the variance stands still."""
     first: float
@@ -74,9 +86,10 @@ class SignedAdam(Compressing):
             raise ConfigError(f"{name}: got a group with exp_avg_mask, which is not supported: leave it out; what signs say "
                               f"of an element that never has a gradient adds up to nothing anyway")
 
-    def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor], *,
-              exact: bool) -> Terms:
-        """Count a step of one tensor's `state`, and return its terms. Before the first one `moment` gives zeros by name.
+    def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor], *, exact: bool,
+              steps: int = 1) -> Terms:
+        """Count `steps` at once of one tensor's `state`, and return their terms. Before the first `moment` gives zeros by
+        name.
 
         A gradient that came `exact` holds what signs have left before, unless the step is a measured one: the variance
         passes it over.
@@ -84,14 +97,16 @@ class SignedAdam(Compressing):
         if "exp_avg" not in state:
             state.update(step=torch.zeros(()), taken=torch.zeros(()), exp_avg=moment("exp_avg"),
                          exp_avg_sq=moment("exp_avg_sq"))
-        state["step"] += 1
+        state["step"] += steps
         time, (beta1, beta2) = time_of(group, state), group["betas"]
-        compressed, takes = time > self.warm_up(group), not exact or self.measures(group, time)
+        compressed = time > self.warm_up(group)
+        takes = steps == 1 and (not exact or self.measures(group, time))  # the square of a mean is not that of a gradient
         state["taken"] += takes
         count, corrected = int(state["taken"].item()), group["bias_correction"]
-        return Terms(beta2=beta2 if takes else 1.0, first=1 - beta1 ** int(state["step"].item()) if corrected else 1.0,
+        return Terms(beta1=beta1**steps, beta2=beta2 if takes else 1.0,
+                     first=1 - beta1 ** int(state["step"].item()) if corrected else 1.0,
                      second=1 - beta2**count if corrected and count else 1.0,
-                     again=group["look_ahead"] * (1 - beta1) / beta1 if compressed and beta1 else 0.0,
+                     again=_again(beta1, group["look_ahead"], steps) if compressed and beta1 else 0.0,
                      floor=group["variance_floor"] if compressed else 0.0)
 
     @torch.no_grad()
@@ -109,15 +124,16 @@ class SignedAdam(Compressing):
 
     @torch.no_grad()
     def take(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], *, addend: Tensor | None,
-             addends: int) -> None:
-        """Step `weight`, a parameter or a slice, by a `gradient` of so many `addends`, of which `addend` is exact.
+             addends: int, steps: int = 1) -> None:
+        """Step `weight`, a parameter or a slice, by a `gradient` of so many `addends`, of which `addend` is exact: `steps`
+        times at once.
 
         It is the gradient itself where there is one; none where all of several are exact.
         """
-        state, lr = self.state[weight], float(group["lr"])
-        terms = self.begin(group, state, lambda kind: torch.zeros_like(weight), exact=addend is None)
+        state, lr = self.state[weight], steps * float(group["lr"])
+        terms = self.begin(group, state, lambda kind: torch.zeros_like(weight), exact=addend is None, steps=steps)
         momentum, variance = state["exp_avg"], state["exp_avg_sq"]
-        momentum.lerp_(gradient, 1 - group["betas"][0])
+        momentum.lerp_(gradient, 1 - terms.beta1)
         if terms.beta2 != 1:
             exact, many = (gradient, 1) if addend is None else (addend, addends)
             variance.mul_(terms.beta2).addcmul_(exact, exact, value=(1 - terms.beta2) * many)
@@ -127,6 +143,14 @@ class SignedAdam(Compressing):
         denominator = below.add_(group["eps"]).sqrt_() if group["eps_inside_sqrt"] else below.sqrt_().add_(group["eps"])
         ahead = momentum.lerp(gradient, terms.again) if terms.again else momentum
         weight.mul_(1 - lr * group["weight_decay"]).addcdiv_(ahead, denominator, value=-lr / terms.first)
+
+
+def _again(beta1: float, look_ahead: float, steps: int) -> float:
+    """Return how far the momentum takes the mean gradient of so many steps once more, beta1 being above 0."""
+    left = beta1**steps
+    sum_of_past = beta1 * (1 - left) / (1 - beta1)
+    ahead = (look_ahead + (steps - 1) / 2 if look_ahead else 0.0) * (1 - left)
+    return 1 - (sum_of_past - ahead) / (steps * left)
 
 
 def bounded(variance: Tensor, floor: float) -> Tensor:
@@ -158,19 +182,65 @@ class OneBitAdam(SignedAdam):
 
 class ZeroOneAdam(SignedAdam):
     """Step parameters by 0/1 Adam: the first `var_update_scaler` steps are measured, then as many at every second step, as
-    many at every fourth, and so on until `var_freeze_step`. Raises `ConfigError` for values out of range.
+    many at every fourth, and so on until `var_freeze_step`. From then on the gradients of 1 step travel for
+    `local_step_scaler` steps, then those of 2 together for as many, of 4, and so on up to `local_step_clipper`, but never of
+    so many that they go farther than one step at the largest learning rate did; the steps between are still. Raises
+    `ConfigError` for values out of range.
     """
 
     def __init__(self, params: Params, lr: float | Tensor = 1e-3, var_freeze_step: int = 100_000,
-                 var_update_scaler: int = 16, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, *,
-                 variance_floor: float = 0.01, look_ahead: float = 1.0) -> None:
-        check_count("ZeroOneAdam", "var_freeze_step", var_freeze_step)
-        check_count("ZeroOneAdam", "var_update_scaler", var_update_scaler)
-        super().__init__(params, {"lr": lr, "var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler,
-                                  "bias_correction": bias_correction, "betas": betas, "eps": eps,
+                 var_update_scaler: int = 16, local_step_scaler: int = 32_678, local_step_clipper: int = 16,
+                 bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 eps_inside_sqrt: bool = False, weight_decay: float = 0.0, *, variance_floor: float = 0.01,
+                 look_ahead: float = 1.0) -> None:
+        counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler,
+                  "local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
+        for key, value in counts.items():
+            check_count("ZeroOneAdam", key, value)
+        super().__init__(params, {"lr": lr, **counts, "bias_correction": bias_correction, "betas": betas, "eps": eps,
                                   "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
                                   "variance_floor": variance_floor, "look_ahead": look_ahead})
+        for group in self.param_groups:
+            self._check_still(group)
+
+    def _check_still(self, group: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` where still steps would be of some groups alone, or outlast the momentum."""
+        first, beta1 = self.param_groups[0], group["betas"][0]
+        for key in ("var_freeze_step", "local_step_scaler", "local_step_clipper"):
+            if group[key] != first[key]:
+                raise ConfigError(f"ZeroOneAdam: {key}: got {first[key]} and {group[key]} in two groups; give all the same, "
+                                  f"for a step travels or it does not")
+        if beta1 and beta1 ** group["local_step_clipper"] < _FORGOTTEN:
+            most = int(math.log(_FORGOTTEN, beta1))
+            raise ConfigError(f"ZeroOneAdam: local_step_clipper: got {group['local_step_clipper']}; a momentum of beta1 "
+                              f"{beta1} is forgotten in so many steps: give {most} at most")
+
+    def joined(self, group: Mapping[str, Any]) -> int:
+        """Return of how many steps the gradient is that travels at the next step, 0 if that is still.
+
+        (arXiv 2202.06009, algorithm 1, its steps without communication. There a rank steps by its own momentum meanwhile.)
+        """
+        number = group.get(_WAITING, 0) + 1
+        return number if number >= group.get(_TOGETHER, 1) else 0
+
+    def count_step(self) -> None:
+        """Count a step that was applied, and say how many are to travel together next."""
+        still = not all(map(self.due, self.param_groups))
+        super().count_step()
+        together = self.param_groups[0].get(_TOGETHER, 1) if still else self._together(self.param_groups[0])
+        for group in self.param_groups:
+            group[_WAITING] = group.get(_WAITING, 0) + 1 if still else 0
+            group[_TOGETHER] = together
+            group[_LARGEST] = max(group.get(_LARGEST, 0.0), float(group["lr"]))
+
+    def _together(self, group: Mapping[str, Any]) -> int:
+        """Return of how many steps, from the next on, the gradients are to travel together."""
+        since, rate = next_time(group) - 1 - group["var_freeze_step"], float(group["lr"])
+        if since < 0:
+            return 1
+        doubled = 2 ** min(since // group["local_step_scaler"], 64)
+        as_far = group.get(_LARGEST, rate) / rate if rate else math.inf
+        return max(1, int(min(doubled, group["local_step_clipper"], as_far)))
 
     def warm_up(self, group: Mapping[str, Any]) -> int:
         return min(group["var_update_scaler"], group["var_freeze_step"])

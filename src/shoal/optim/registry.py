@@ -133,16 +133,11 @@ def zero_one_adam(groups: Groups, lr: float = 1e-3, var_freeze_step: int = 100_0
                   betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
                   weight_decay: float = 0.0, *, variance_floor: float = 0.01, look_ahead: float = 1.0,
                   amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl") -> Optimizer:
-    """Build 0/1 Adam with the published defaults, but for its local steps, which would need the whole momentum on every
-    rank: every step travels (docs/compression.md).
-    """
+    """Build 0/1 Adam with the published defaults."""
     _transport(amsgrad, cuda_aware, comm_backend_name)
-    if local_step_clipper != 1:
-        warn_once(f"optimizer.params.local_step_clipper: got {local_step_clipper}; steps without any exchange (which would "
-                  f"begin at step {var_freeze_step + local_step_scaler}) are not taken, since no rank has the whole "
-                  f"momentum here: every step travels, as signs; 1 says so too")
-    return ZeroOneAdam(groups, lr, var_freeze_step, var_update_scaler, bias_correction, (betas[0], betas[1]), eps,
-                       eps_inside_sqrt, weight_decay, variance_floor=variance_floor, look_ahead=look_ahead)
+    return ZeroOneAdam(groups, lr, var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper,
+                       bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
+                       variance_floor=variance_floor, look_ahead=look_ahead)
 
 
 @register_optimizer("OneBitLamb")

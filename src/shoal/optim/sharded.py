@@ -90,6 +90,8 @@ class ShardedOptimizer:
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
         self._stepping = Pipeline(at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
                                   lanes=model.residence.lanes)
+        if isinstance(optimizer, Compressing):
+            optimizer.exchanging = model.census.slices > 1
         self.route()
         self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
         self._taken: list[Gradient] = []  # in the order of the last backward that stepped
@@ -146,23 +148,24 @@ class ShardedOptimizer:
         if units and not self.pending:
             raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
+        if self._model.still:
+            return self._stand_still()
         begun = self.begun
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._model.flush()
         verdict = judge(units, census, norm=self._norm_wanted)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
-        self.norm = None if verdict.norm is None else verdict.norm / loss_scale
+        scale = loss_scale * self._joined
+        self.norm = None if verdict.norm is None else verdict.norm / scale
         try:
             if not self.rules.unused:
                 _refuse_unused(verdict, census)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 options = self._options if begun else options_of(self.optimizer)
-                self._change(verdict.touched, self._factor(self.norm, loss_scale), options)
-                vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
-                if isinstance(self.optimizer, Compressing):
-                    self.optimizer.count_step()
+                self._change(verdict.touched, self._factor(self.norm, scale), options)
+                self._count()
         finally:
             if not self.failed:
                 self.zero_grad()
@@ -171,6 +174,29 @@ class ShardedOptimizer:
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
+
+    def _stand_still(self) -> bool:
+        """Let the gradients wait for a later step; count this one."""
+        for unit in self._model.trainable:
+            if unit.gradient is not None:
+                unit.gradient.keep()
+        self.overflow = False
+        self._count()
+        self.route()
+        return True
+
+    def _count(self) -> None:
+        """Note that a step was applied."""
+        vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
+        if isinstance(self.optimizer, Compressing):
+            self.optimizer.count_step()
+
+    @property
+    def _joined(self) -> int:
+        """Of how many steps the gradient is."""
+        if not isinstance(self.optimizer, Compressing):
+            return 1
+        return max(map(self.optimizer.due, self.optimizer.param_groups))
 
     def _change(self, touched: dict[Unit, int], factor: float, options: Options) -> None:
         """Step what received gradients, times `factor`, and publish it."""
@@ -225,7 +251,7 @@ class ShardedOptimizer:
         """Let the next step travel as the optimizer says."""
         if isinstance(self.optimizer, Compressing):
             wire = self.optimizer.wire()
-            self._model.travel(gradient=wire.gradient, weights=wire.weights)
+            self._model.travel(gradient=wire.gradient, weights=wire.weights, still=wire.still)
 
     def rescale(self, factor: float) -> None:
         """Let what was not sent of the gradients follow the loss scale, which has changed by `factor`."""

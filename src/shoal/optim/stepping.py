@@ -92,16 +92,17 @@ def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
                                  f"own, which nobody calls: slices are stepped by what came as signs of them; remove them")
         for view in some:
             group, exact = options[view.group], view.unit.addend(view.part)
+            steps = optimizer.due(group)
             if not view.unit.signed:  # the gradient is its only addend
                 exact = (view.unit.gradient.at_rest(view.part), 1) if view.unit.gradient is not None else None
             addend, addends = (None, 1) if exact is None else exact
             if native and available() and fits(view) and not group["eps_inside_sqrt"]:
-                _step_signed(optimizer, view, group, factor, addend, addends)
+                _step_signed(optimizer, view, group, factor, addend, addends, steps)
                 continue
             gradient = view.gradient(factor)
             if addend is not None:
                 addend = gradient if addends == 1 else addend.to(gradient.dtype) * factor
-            optimizer.take(view.parameter, gradient, group, addend=addend, addends=addends)
+            optimizer.take(view.parameter, gradient, group, addend=addend, addends=addends, steps=steps)
             settle(view, optimizer)
             round_off(view)
 
@@ -109,11 +110,11 @@ def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
 
 
 def _step_signed(optimizer: SignedAdam, view: View, group: dict[str, Any], factor: float, addend: Tensor | None,
-                 addends: int) -> None:
+                 addends: int, steps: int) -> None:
     assert view.unit.gradient is not None
-    state, lr, beta1 = optimizer.state[view.parameter], float(group["lr"]), group["betas"][0]
-    terms = optimizer.begin(group, state, moments_of(view), exact=addend is None)
-    constants = [1 - beta1, terms.beta2, 1 - terms.beta2, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
+    state, lr = optimizer.state[view.parameter], steps * float(group["lr"])
+    terms = optimizer.begin(group, state, moments_of(view), exact=addend is None, steps=steps)
+    constants = [1 - terms.beta1, terms.beta2, 1 - terms.beta2, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
                  lr * group["weight_decay"]]
     rule, more = (Rule.ONE_BIT_ADAM, [terms.again, addends, terms.floor]) if terms.again or terms.floor else (Rule.ADAMW, [])
     with rounding(view) as weight:

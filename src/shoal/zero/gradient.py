@@ -56,6 +56,8 @@ class Gradient:
     """Whether a step will ask for the norm."""
     signed = False
     """It travels as signs."""
+    still = False
+    """It stays where it is until a later step sends it."""
     _owed = False  # the resting buffer holds what signs did not say, of the slots
     _carried = 0
     _collected = False  # a gradient has come since the last step
@@ -142,7 +144,7 @@ class Gradient:
 
     def due(self, *, boundary: bool, sync: bool) -> bool:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
-        return sync and (boundary or self.stage.gradient is SHARD)
+        return sync and not self.still and (boundary or self.stage.gradient is SHARD)
 
     def begin(self, *, stays: bool) -> None:
         """Start a backward pass, whose sum `stays` for a step that may take it at once."""
@@ -232,6 +234,15 @@ class Gradient:
         self._flight = _Flight(handle=self._signs.reduce(self._resting, self._reduce_label), borrowed=[])
         self._valid = self._owed = self.launched = True
         self.unsynced = False
+
+    def keep(self) -> None:
+        """Let all that was collected be what was not sent: a later step sends it."""
+        assert self._resting is not None
+        for slot, view in enumerate(self._resting_views):
+            if not self._filled >> slot & 1:
+                view.zero_()
+        self._filled, self._carried = (1 << self._slots) - 1, self._carried | self.touched
+        self._owed, self._collected, self.unsynced = True, False, False
 
     def rescale(self, factor: float) -> None:
         """Multiply what was not sent by `factor`: the loss scale has changed."""

@@ -66,6 +66,8 @@ class ShardedModel:
                  roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
                  announced: bool = False):
         self.model = model
+        self.still = False
+        """Whether gradients stay where they are until a later step sends them."""
         self.census = census
         self.aliases = aliases or {}
         """The first names, in the whole model, of parameters that have others here."""
@@ -144,10 +146,13 @@ class ShardedModel:
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
 
-    def travel(self, *, gradient: bool, weights: bool) -> None:
-        """From the next backward pass on, let gradients or weights travel as signs, or as they are."""
+    def travel(self, *, gradient: bool, weights: bool, still: bool) -> None:
+        """From the next backward pass on, let gradients or weights travel as signs, or as they are; or stay, if `still`."""
+        self.still = still
         for unit in self.trainable:
             unit.travel(gradient=gradient, weights=weights)
+            if unit.gradient is not None:
+                unit.gradient.still = still
 
     def run_ahead(self) -> None:
         """Start what the next forward uses first."""
