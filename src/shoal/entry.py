@@ -36,7 +36,8 @@ from shoal.offload import residence
 from shoal.optim.compressing import Compressing
 from shoal.optim.groups import Groups
 from shoal.optim.registry import make_optimizer, prefers_native
-from shoal.optim.sharded import ShardedOptimizer, StepRules
+from shoal.optim.rules import StepRules
+from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import Views
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings

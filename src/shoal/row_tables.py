@@ -59,12 +59,15 @@ def summed_duplicates(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rows, values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
 
 
-def whole(gradient: Tensor, name: str) -> Tensor:
-    """Return the gradient of the parameter `name`, made dense where it is not."""
+def whole(gradient: Tensor, name: str, *, signed: bool = False) -> Tensor:
+    """Return the gradient of the parameter `name`, made dense where it is not; `signed` if signs of it may travel."""
     if not gradient.is_sparse:
         return gradient
-    warn_once(f"the sparse gradient of '{name}' is made dense, and travels whole; set \"sparse_gradients\": true to "
-              f"exchange only the rows that a step touches, if nothing but embeddings uses the weight")
+    advice = ("travels as signs; rows alone travel where the optimizer does not compress and \"sparse_gradients\" is true"
+              if signed else
+              "travels whole; set \"sparse_gradients\": true to exchange only the rows that a step touches, if nothing but "
+              "embeddings uses the weight")
+    warn_once(f"the sparse gradient of '{name}' is made dense, and {advice}")
     rows, values = summed_duplicates(gradient)
     return values.new_zeros(gradient.shape).index_copy_(0, rows, values)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,56 +19,7 @@ from shoal.optim.onebit import OneBitAdam, ZeroOneAdam, bounded
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.testing import run_ranks
 
-FREEZE, SIZE = 4, 40
-PARAMS = {"lr": 1e-2, "weight_decay": 0.1}
-WARM: dict[str, dict[str, Any]] = {"OneBitAdam": {"freeze_step": FREEZE}, "OneBitLamb": {"freeze_step": FREEZE},
-                                   "ZeroOneAdam": {"var_update_scaler": FREEZE, "local_step_clipper": 1}}
-KINDS = tuple(WARM)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.LayerNorm(SIZE), nn.Linear(SIZE, 3))
-
-
-class Whole(nn.Module):
-    """A model of one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
-def engine_of(stage: int = 1, params: dict[str, Any] | None = None, *, build: Callable[[], nn.Module] = model,
-              kind: str = "OneBitAdam", **config: Any) -> shoal.Engine:
-    return shoal.initialize(model=build(), config={
-        "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
-        "optimizer": {"type": kind, "params": PARAMS | WARM[kind] | (params or {})}} | config)[0]
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(8, SIZE, generator=random)
-    return x, x[:, :3].sin()
-
-
-def train(engine: shoal.Engine, steps: range, *, rank: int | None = None) -> list[float]:
-    losses: list[float] = []
-    for step in steps:
-        x, y = batch(step, engine.global_rank if rank is None else rank)
-        loss = nn.functional.mse_loss(engine(x.to(next(engine.module.parameters()).dtype)).float(), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def weights(engine: shoal.Engine) -> Tensor:
-    return torch.cat([parameter.detach().float().flatten() for parameter in engine.module.parameters()])
+from .signed import FREEZE, KINDS, PARAMS, STILL, WARM, Whole, batch, engine_of, falls, model, train, weights
 
 
 def trained(stage: int, steps: int, kind: str = "OneBitAdam", **config: Any) -> tuple[list[float], Tensor, list[int]]:
@@ -214,94 +164,6 @@ def lost() -> float:
     span = len(applied)
     sums = [sum(sent for sent, _ in everything)[rank * span:][:span] for rank in range(engine.world_size)]
     return max((total - applied).abs().max().item() for total, (_, applied) in zip(sums, everything, strict=True))
-
-
-STILL = {"var_freeze_step": FREEZE, "local_step_scaler": 4, "local_step_clipper": 3}
-"""Steps 5 to 8 travel one by one, then two together, then three, as far as the learning rate has fallen."""
-ALONE, TWO, THREE = [1], [0, 2], [0, 0, 3]
-
-
-@pytest.mark.parametrize(("rate", "due"), [
-    (0.1, ALONE * 8 + TWO * 2 + THREE * 2), (0.4, ALONE * 8 + TWO * 5), (0.6, ALONE * 18), (1.0, ALONE * 18),
-])  # fmt: skip
-def test_the_steps_that_travel_together_double_up_to_the_clipper_as_the_rate_falls(rate: float, due: list[int]) -> None:
-    optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], lr=1.0, **STILL)
-    (group,), found = optimizer.param_groups, list[int]()
-    optimizer.exchanging = True
-    for _ in range(18):
-        found.append(optimizer.due(group))
-        optimizer.count_step()
-        group["lr"] = rate
-    assert found == due
-    optimizer.exchanging = False
-    assert optimizer.due(group) == 1, "who is alone has nobody to wait for"
-
-
-def falls(engine: shoal.Engine) -> None:
-    """Let the learning rate fall to a third after the warm-up."""
-    assert engine.optimizer is not None
-    for group in engine.optimizer.param_groups:
-        group["lr"] = PARAMS["lr"] / (3 if engine.global_steps >= FREEZE else 1)
-
-
-def still_steps(config: dict[str, Any]) -> tuple[list[int], list[bool], list[float]]:
-    params = {"var_update_scaler": 2, **STILL}
-    engine = engine_of(kind="ZeroOneAdam", params=params, **config)
-    sent, moved, losses = [], [], []
-    for step in range(20):
-        before, was = traffic.bytes["reduce"] + traffic.bytes["publish"], weights(engine)
-        losses += train(engine, range(step, step + 1))
-        sent.append(traffic.bytes["reduce"] + traffic.bytes["publish"] - before)
-        moved.append(not torch.equal(weights(engine), was))
-        falls(engine)
-    assert engine.skipped_steps == 0 and engine.global_steps == 20
-    return sent, moved, losses
-
-
-@pytest.mark.parametrize("config", [
-    {}, {"gradient_accumulation_steps": 1, "gradient_clipping": 0.1}, {"bf16": {"enabled": True}},
-    {"fp16": {"enabled": True, "initial_scale_power": 4}}], ids=str)
-def test_still_steps_send_nothing_and_leave_the_weights_alone(config: dict[str, Any]) -> None:
-    for sent, moved, losses in run_ranks(2, still_steps, config):
-        busy = [True] * 8 + [False, True] * 2 + [False, False, True] * 2 + [False] * 2
-        assert moved == busy and [size > 0 for size in sent] == busy
-        assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
-
-
-def joined_at_once() -> tuple[Tensor, Tensor]:
-    """Train two steps that travel together, and by hand: two of Adam by their mean, where nothing is compressed."""
-    params = {"var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 2,
-              "look_ahead": 0.0, "variance_floor": 0.0, "weight_decay": 0.0}
-    engine = engine_of(kind="ZeroOneAdam", params=params, build=Whole)
-    train(engine, range(3))  # one is measured, two travel alone
-    lr = 5e-3
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr
-    train(engine, range(3, 4))  # the last that travels alone, with which the rate has fallen
-    assert engine.sharded is not None and engine.optimizer is not None
-    (unit,) = engine.sharded.units
-    assert unit.state is not None and unit.gradient is not None
-    (view, *_) = engine.optimizer.views.views
-    state = engine.optimizer.optimizer.state[view.parameter]
-    master, momentum = view.parameter.detach().clone(), state["exp_avg"].clone()
-    train(engine, range(4, 5))  # is still
-    kept = unit.gradient.residual
-    assert kept is not None and torch.equal(view.parameter, master), "the master stands too"
-    train(engine, range(5, 6))
-    beta1 = 0.9
-    after = state["exp_avg"]
-    mean = (after - beta1**2 * momentum) / (1 - beta1**2)
-    twice = [beta1 * momentum + (1 - beta1) * mean]
-    twice.append(beta1 * twice[0] + (1 - beta1) * mean)
-    torch.testing.assert_close(after, twice[1])
-    variance = state["exp_avg_sq"] / (1 - 0.999 ** int(state["taken"].item()))
-    steps = [moment / (1 - beta1 ** int(state["step"].item())) for moment in twice]
-    return view.parameter.detach(), master - lr * sum(steps, torch.zeros_like(master)) / (variance.sqrt() + 1e-8)
-
-
-def test_steps_that_travel_together_are_as_many_of_adam_by_their_mean() -> None:
-    for found, expected in run_ranks(2, joined_at_once):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_what_signs_do_not_say_is_said_later() -> None:

@@ -6,10 +6,8 @@ this rank.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +24,10 @@ from shoal.optim.layerwise import Layerwise
 from shoal.optim.onebit import SignedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
+from shoal.optim.rules import StepRules
 from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, options_of, settle
 from shoal.optim.views import View, Views
 from shoal.precision.loss_scale import LossScale
-from shoal.tier.opening import WRITE_AHEAD
 from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
@@ -39,30 +37,6 @@ CLIP_EPSILON = 1e-6
 
 SHOWN = 5
 """Parameters that an error names before it counts the rest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRules:
-    """What decides whether and how far a step goes."""
-
-    clipping: float
-    """Largest global L2 norm; 0 leaves gradients alone."""
-    check_overflow: bool
-    """Skip a step whose gradients hold an infinity or NaN."""
-    unused: bool = True
-    """Whether a parameter may be without gradient."""
-    at_once: int = sys.maxsize
-    """Elements that one call of the inner optimizer steps, or one view."""
-    native: bool = False
-    """Step in one pass over memory where native code can."""
-    ahead: int = 1
-    """Pieces of state that are fetched while one is stepped."""
-    behind: int = 2
-    """Pieces that may still be on their way back meanwhile."""
-    in_backward: bool = False
-    """Step a unit while backward goes on with others, as soon as its gradient is there."""
-    waiting: int = WRITE_AHEAD
-    """Bytes of such units that may be in memory at once."""
 
 
 class ShardedOptimizer:
@@ -79,6 +53,7 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
+        self._still = False
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         if isinstance(optimizer, SignedAdam):
             self._step = by_signs(optimizer, native=rules.native)
@@ -148,7 +123,7 @@ class ShardedOptimizer:
         if units and not self.pending:
             raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
-        if self._model.still:
+        if self._still:
             return self._stand_still()
         begun = self.begun
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
@@ -251,6 +226,7 @@ class ShardedOptimizer:
         """Let the next step travel as the optimizer says."""
         if isinstance(self.optimizer, Compressing):
             wire = self.optimizer.wire()
+            self._still = wire.still
             self._model.travel(gradient=wire.gradient, weights=wire.weights, still=wire.still)
 
     def rescale(self, factor: float) -> None:

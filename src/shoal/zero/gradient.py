@@ -119,8 +119,7 @@ class Gradient:
     @property
     def bytes(self) -> int:
         """Bytes that rest on this rank."""
-        resting = self.reduced if self._resting is None else self._resting
-        return resting.numel() * resting.element_size()
+        return self._span.tensor.nbytes
 
     def norm(self) -> Tensor:
         """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
@@ -162,7 +161,7 @@ class Gradient:
         if gradient.is_sparse and self.rows:
             self.rows.collect(gradient, self._before)
         else:
-            gradient = whole(gradient, self.layout.slots[slot].name)
+            gradient = whole(gradient, self.layout.slots[slot].name, signed=self._signs is not None)
             view = self._opened()[slot]
             if self._filled & bit:
                 view.add_(gradient, alpha=self._before)
@@ -237,12 +236,9 @@ class Gradient:
 
     def keep(self) -> None:
         """Let all that was collected be what was not sent: a later step sends it."""
-        assert self._resting is not None
-        for slot, view in enumerate(self._resting_views):
-            if not self._filled >> slot & 1:
-                view.zero_()
-        self._filled, self._carried = (1 << self._slots) - 1, self._carried | self.touched
-        self._owed, self._collected, self.unsynced = True, False, False
+        self._close()
+        self._owed, self._collected, self._carried = True, False, self.touched
+        self.reset()
 
     def rescale(self, factor: float) -> None:
         """Multiply what was not sent by `factor`: the loss scale has changed."""

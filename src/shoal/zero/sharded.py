@@ -66,8 +66,6 @@ class ShardedModel:
                  roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
                  announced: bool = False):
         self.model = model
-        self.still = False
-        """Whether gradients stay where they are until a later step sends them."""
         self.census = census
         self.aliases = aliases or {}
         """The first names, in the whole model, of parameters that have others here."""
@@ -88,7 +86,7 @@ class ShardedModel:
         try:
             for share in shares:
                 stage = STAGES[2] if share.persistent and row.weight is SHARD else row
-                unit = self._unit(share, stage, policy, plan)
+                unit = self._unit(share, over(stage, share.holders.communicator.ranks), policy, plan)
                 self.units.append(unit)
                 self.by_module.setdefault(share.module, []).append(unit)
                 if share.holders.late and share.trainable:
@@ -148,11 +146,8 @@ class ShardedModel:
 
     def travel(self, *, gradient: bool, weights: bool, still: bool) -> None:
         """From the next backward pass on, let gradients or weights travel as signs, or as they are; or stay, if `still`."""
-        self.still = still
         for unit in self.trainable:
-            unit.travel(gradient=gradient, weights=weights)
-            if unit.gradient is not None:
-                unit.gradient.still = still
+            unit.travel(gradient=gradient, weights=weights, still=still)
 
     def run_ahead(self) -> None:
         """Start what the next forward uses first."""
@@ -201,7 +196,6 @@ class ShardedModel:
         tiers = self.residence.tiers(elements, elements if share.trainable else 0)
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
-        stage = over(stage, share.holders.communicator.ranks)
         unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
                     trainable=share.trainable, columns=share.columns, by_rows=plan.by_rows, signs=plan.signs)
         flat = _flatten(unit, values, self.pool.device)

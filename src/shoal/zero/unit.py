@@ -227,11 +227,10 @@ class Unit:
     def look_up(self, numbers: Tensor) -> None:
         """Have the rows called `numbers` in memory until the unit is released, or all of them where that is cheaper."""
         if self.phase is Phase.RELEASED:
-            rows = None if self.gradient is None else self.gradient.rows
-            assert self._memory is not None and rows is not None
+            assert self._memory is not None and self.gradient is not None and self.gradient.rows is not None
             self.fetch()
             self._arriving.wait()
-            if rows.look_up(self.full, numbers):
+            if self.gradient.rows.look_up(self.full, numbers):
                 self.phase = Phase.LOOKED_UP
                 for parameter in self._parameters:
                     unguard(parameter)
@@ -266,9 +265,11 @@ class Unit:
             self.state.weights.tensor.copy_(self.state.master.tensor)
             self.state.commit(part)
 
-    def travel(self, *, gradient: bool, weights: bool) -> None:
-        """From the next backward pass on, let the gradient or the weights travel as signs, or as they are."""
-        if self._signs is not None and self.gradient is not None and self.state is not None:
+    def travel(self, *, gradient: bool, weights: bool, still: bool) -> None:
+        """From the next backward pass on, let the gradient or the weights travel as signs, or as they are; or stay."""
+        assert self.gradient is not None and self.state is not None
+        self.gradient.still = still
+        if self._signs is not None:
             self.gradient.signed, self.state.follows = gradient, weights
 
     @torch.no_grad()
