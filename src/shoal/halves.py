@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Debt", "Deferred", "backward", "current", "deferring", "pay"]
+__all__ = ["Debt", "Deferred", "backward", "current", "deferrable", "deferring", "rounds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Debt:
     def rows(self) -> int:
         """Rows of x and y."""
         return self.gradient.shape[:-1].numel()
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What debts that can be one have in common."""
+        return self.turned, *map(id, self.weights)
 
 
 class Deferred:
@@ -73,25 +79,39 @@ class Deferred:
         return debts
 
 
-def pay(owing: Iterable[Deferred]) -> None:
-    """Run the second half of the backward passes of some microbatches as one pass; a debt is forgotten as it is paid."""
-    alike: dict[tuple[int, ...], list[Debt]] = {}
-    for debt in (debt for deferred in owing for debt in deferred.forgotten()):
-        alike.setdefault((debt.turned, *map(id, debt.weights)), []).append(debt)
-    payments: list[list[Debt]] = []
-    for debts in alike.values():
-        payments += [debts] if _one_product(debts) else [[debt] for debt in debts]
-    alike.clear()
+def rounds(owing: Iterable[Deferred]) -> list[Callable[[], None]]:
+    """Return the passes that run the second half of the backward passes of some microbatches; a debt is forgotten when paid.
+
+    In each a weight is paid for all of them, by one product, or for one of them: autograd would take the sum over several in
+    the weight's dtype, and whoever collects gradients may want another.
+    """
+    owed, alike = [deferred.forgotten() for deferred in owing], dict[tuple[int, ...], list[Debt]]()
+    for debt in (debt for debts in owed for debt in debts):
+        alike.setdefault(debt.key, []).append(debt)
+    joined = {key: debts for key, debts in alike.items() if _one_product(debts)}
+    passes: list[list[Sequence[Debt]]] = [[[debt] for debt in debts if debt.key not in joined] for debts in owed]
+    passes[0][:0] = joined.values()
+    return [partial(_pay, payments) for payments in passes if payments] or [_nothing]
+
+
+def _pay(payments: list[Sequence[Debt]]) -> None:
     ends = [cast(Tensor, _Payment.apply(debts, *debts[0].weights)) for debts in payments]
     payments.clear()
-    if ends:
-        torch.autograd.backward(ends, ends)
+    torch.autograd.backward(ends, ends)
+
+
+def _nothing() -> None:
+    """Be a pass in which nothing runs."""
 
 
 def _one_product(debts: Sequence[Debt]) -> bool:
-    """Whether to join the rows of `debts` moves fewer elements than to add up their gradients, of W's shape, one by one."""
+    """Whether to join the rows of `debts` moves fewer elements than to add up their gradients, of W's shape, one by one.
+
+    Not in fp16: the sum of many gradients, each times the loss scale, may have no number there.
+    """
     inputs, outputs = debts[0].inputs, debts[0].gradient.shape[-1]
-    return sum(debt.rows for debt in debts) * (inputs + outputs) <= (len(debts) - 1) * inputs * outputs
+    fewer = sum(debt.rows for debt in debts) * (inputs + outputs) <= (len(debts) - 1) * inputs * outputs
+    return fewer and debts[0].gradient.dtype != torch.float16
 
 
 class deferring(TorchFunctionMode):
@@ -177,14 +197,25 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
+def deferrable(activation: Tensor, *weights: Tensor | None) -> bool:
+    """Whether what a product with `activation` owes its `weights` can be paid later.
+
+    Not where somebody changes each gradient that comes. Nor where the activation is a weight, or a view of one: it may be
+    away by then.
+    """
+    base = activation._base if activation._is_view() else activation  # pyright: ignore[reportPrivateUsage]
+    return not isinstance(base, nn.Parameter) and all(
+        weight is None or (weight.is_leaf and not weight._backward_hooks) for weight in weights)
+
+
 def _suits(activation: object, weight: object, bias: object, *, outputs: int) -> bool:
     """Whether `weight` and `bias` are parameters that are trained, of which a product may be deferred.
 
     `outputs` is the dim of the weight that counts outputs. Under autocast the product is not of these dtypes.
     """
-    trained = (isinstance(weight, nn.Parameter) and isinstance(activation, Tensor) and weight.requires_grad
-               and weight.is_leaf and activation.dtype == weight.dtype
-               and not torch.is_autocast_enabled(activation.device.type))
-    plain = bias is None or (isinstance(bias, nn.Parameter) and bias.is_leaf and isinstance(weight, Tensor)
-                             and tuple(bias.shape) == (weight.shape[outputs],))
-    return trained and plain
+    if not (isinstance(weight, nn.Parameter) and isinstance(activation, Tensor) and weight.requires_grad
+            and weight.dim() == 2 and activation.dtype == weight.dtype
+            and not torch.is_autocast_enabled(activation.device.type)):
+        return False
+    plain = bias is None or (isinstance(bias, nn.Parameter) and tuple(bias.shape) == (weight.shape[outputs],))
+    return plain and deferrable(activation, weight, cast("Tensor | None", bias))

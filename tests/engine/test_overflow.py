@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shoal
 from shoal.engine import Engine
 from shoal.errors import LossScaleError, UsageError
 from shoal.testing import run_ranks
@@ -108,3 +109,22 @@ def test_inputs_are_cast_where_auto_cast_asks_for_it() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True, "auto_cast": True}}
     engine = shoal.initialize(model=torch.nn.Bilinear(4, 4, 2), config=config)[0]
     assert engine(torch.ones(1, 4), input2=torch.ones(1, 4)).dtype == torch.float16
+
+
+def alone(stage: int) -> tuple[int, float | None]:
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.constant_(model.weight, 1.0)
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 16, "data_types": {"grad_accum_dtype": "fp32"},
+        "fp16": {"enabled": True, "loss_scale": 2**13}, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}}})[0]
+    for _ in range(16):
+        engine.backward(engine(torch.full((4, 8), 8.0).half()).float().sum())
+        engine.step()
+    return engine.skipped_steps, engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_sends_nothing_so_that_a_sum_in_fp32_is_not_squeezed_through_the_wire(stage: int) -> None:
+    (skipped, norm), = run_ranks(1, alone, stage)
+    assert skipped == 0 and norm == pytest.approx((64 * 32.0**2 + 8 * 4.0**2) ** 0.5)  # 32 x 2^13 is beyond fp16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.halves import Deferred, deferring, pay
+from shoal.halves import Deferred, deferring, rounds
 
 
 class Net(nn.Module):
@@ -50,7 +51,8 @@ def paid(net: Net, batches: list[Tensor], groups: list[int]) -> int:
     start = 0
     with Products() as products:
         for together in groups:
-            pay(owing[start:start + together])
+            for run in rounds(owing[start:start + together]):
+                run()
             start += together
     assert not any(map(len, owing))
     return products.count
@@ -75,6 +77,41 @@ def test_few_rows_are_joined() -> None:
 
 def test_many_rows_are_not_copied_to_be_together() -> None:
     assert paid(Net(16), [torch.randn(400, 16) for _ in range(4)], [4]) == 5 * 4  # up and down are used twice
+
+
+def test_what_is_not_joined_comes_apart_so_that_sums_are_taken_where_gradients_rest() -> None:
+    weight, batches = nn.Parameter(torch.ones(16, 16)), [torch.randn(400, 16) for _ in range(3)]
+    owing = [Deferred() for _ in batches]
+    for deferred, batch in zip(owing, batches, strict=True):
+        with deferring(deferred):
+            output = nn.functional.linear(batch, weight)
+        deferred.backward([output], [torch.ones_like(output)])
+    assert len(rounds(owing)) == 3
+    assert len(rounds([Deferred()])) == 1, "a pass that pays nothing still is one: other ranks have it too"
+
+
+def owes(product: Callable[[Tensor, nn.Parameter], Tensor], weight: nn.Parameter) -> int:
+    deferred = Deferred()
+    with deferring(deferred):
+        output = product(torch.randn(8, 8), weight)
+    deferred.backward([output], [torch.ones_like(output)])
+    assert weight.grad is not None or len(deferred)
+    return len(deferred)
+
+
+def test_what_cannot_be_paid_later_is_paid_at_once() -> None:
+    places, linear = nn.Parameter(torch.randn(8, 8)), nn.functional.linear
+    assert owes(lambda x, weight: linear(x, weight), nn.Parameter(torch.randn(8, 8))) == 1
+    assert owes(lambda x, weight: linear(places, weight), nn.Parameter(torch.randn(8, 8))) == 0, "it may be away by then"
+    assert owes(lambda x, weight: linear(places[2:].t(), weight), nn.Parameter(torch.randn(8, 6))) == 0, "so may a view"
+    assert owes(lambda x, weight: linear(x, weight), nn.Parameter(torch.randn(8))) == 0, "one output"
+    hooked = nn.Parameter(torch.randn(8, 8))
+    hooked.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    assert owes(lambda x, weight: linear(x, weight), hooked) == 0, "each gradient is changed"
+
+
+def test_fp16_is_not_joined_where_a_sum_may_have_no_number() -> None:
+    assert paid(Net(16).half(), [torch.randn(1, 16).half() for _ in range(4)], [4]) == 5 * 4
 
 
 def test_microbatches_of_other_shapes_are_joined_too() -> None:

@@ -178,3 +178,34 @@ def within_init() -> str:
 
 def test_a_pipeline_within_zero_init_is_refused_before_it_hangs() -> None:
     assert all("PipelineModule: built within zero.Init" in text for text in run_ranks(2, within_init))
+
+
+class Places(nn.Module):
+    """Projects a parameter, large enough for its memory to go back to the system between its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(512, 512) / 22)
+        self.project = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.project(self.places)[:len(x)]
+
+
+def projected(schedule: str, stage: int) -> tuple[float, float]:
+    layers = [shoal.LayerSpec(nn.Linear, 512, 512), shoal.LayerSpec(Places), shoal.LayerSpec(nn.Linear, 512, 512)]
+    module = shoal.PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss, seed_layers=True, schedule=schedule)
+    engine = shoal.initialize(model=module, config={
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})[0]
+    random = torch.Generator().manual_seed(dist.get_rank())
+    samples = [(torch.randn(4, 512, generator=random), torch.randn(4, 512, generator=random)) for _ in range(4)]
+    losses = [engine.train_batch(iter(samples[start:start + 2])).item() for start in (0, 2)]
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return losses[-1], norm
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_a_parameter_that_is_projected_is_there_when_the_weights_are_paid(schedule: str) -> None:
+    assert run_ranks(2, projected, schedule, 3)[0] == pytest.approx(run_ranks(2, projected, "1f1b", 0)[0], rel=1e-5)

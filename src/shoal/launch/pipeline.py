@@ -63,7 +63,12 @@ def main(args: argparse.Namespace) -> int:
         simulations = [_simulated(name, asked if asked is not None and recipe.takes(asked) else recipe.fewest, args,
                                   args.in_flight if recipe.holds(args.in_flight, args.stages) else None)
                        for name, recipe in SCHEDULES.items()]
-        _compare(simulations, Console())
+        limited = [name for name, recipe in SCHEDULES.items() if recipe.holds(args.in_flight, args.stages)]
+        _compare(simulations, _wait(_simulated("1f1b", 1, args, None)), Console())
+        if args.in_flight is not None:
+            Console().print(f"in flight: at most {args.in_flight} microbatches in {', '.join(limited) or 'none'}; in "
+                            f"others, and in the 1F1B that all are compared with, as many as they take", highlight=False,
+                            soft_wrap=True)
         return 0
     simulation = _simulated(args.schedule, args.stages_per_rank, args, args.in_flight)
     _show(simulation, (args.stages - 1) * (args.forward + args.input + args.weight), Console())
@@ -115,13 +120,13 @@ def _show(simulation: Simulation, usual: float, console: Console) -> None:
     console.print("\n" + "\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _compare(simulations: list[Simulation], console: Console) -> None:
+def _compare(simulations: list[Simulation], usual: float, console: Console) -> None:
+    """Print a table, where 1F1B as it is waits `usual`."""
     from rich.table import Table
 
     table = Table()
     for column in ("schedule", "stages per rank", "makespan", "bubble", "each rank waits", "of 1F1B's", "activations"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
-    usual = next(_wait(simulation) for simulation in simulations if simulation.schedule.name == "1f1b")
     for simulation in simulations:
         wait, peaks = _wait(simulation), simulation.schedule.peak_microbatches
         held = sorted({_short(min(peaks)): min(peaks), _short(max(peaks)): max(peaks)}.items(), key=lambda item: item[1])

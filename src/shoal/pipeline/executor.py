@@ -3,7 +3,7 @@
     F   take the stage's input, run the stage, hand its output on; on the last stage take the loss
     B   take the output's gradient, run backward, hand the input's gradient on
     I   the same for the input's gradient only; what weights are owed is kept
-    W   give the weights what they are owed; several in a row are one pass
+    W   give the weights what they are owed; several in a row are one product where that is less
 
 A microbatch's activations are held from its F to the end of its B or I, and what its weights are owed from I to W. A failure
 is told to the neighbours, who tell theirs, and raises with the grid of the schedule, the fault marked.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.board import Board, cause, waiting
 from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineError, UsageError
-from shoal.halves import Deferred, backward, deferring, pay
+from shoal.halves import Deferred, backward, deferring, rounds
 from shoal.pipeline.border import tensors_in
 from shoal.pipeline.draw import fault
 from shoal.pipeline.instruction import Instruction, Kind
@@ -197,10 +197,11 @@ class Executor:
             onward.finish()
 
     def _weights(self, instructions: Sequence[Instruction], *, last: bool) -> None:
-        """Give the weights of a stage what they are owed by the microbatches of `instructions`, in one pass."""
+        """Give the weights of a stage what they are owed by the microbatches of `instructions`."""
         held = [self._held.pop((instruction.stage, instruction.microbatch)).deferred for instruction in instructions]
-        owing = [deferred for deferred in held if deferred is not None]
-        self._pass(instructions[0].stage, partial(pay, owing), last, True)
+        passes = rounds(deferred for deferred in held if deferred is not None)
+        for number, run in enumerate(passes, 1):
+            self._pass(instructions[0].stage, run, last and number == len(passes), True)
 
     def _input(self, instruction: Instruction, batches: Batches) -> Any:
         if instruction.stage == 0:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shoal.halves import Debt, Deferred, current
+from shoal.halves import Debt, Deferred, current, deferrable
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.regions import gathered, joined, summed
 
@@ -47,7 +47,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.dim, ctx.owed = axis, dim, _Owed.to(weight, bias)
+        ctx.axis, ctx.dim, ctx.owed = axis, dim, _Owed.to(x, weight, bias)
         return functional.linear(x if dim is None else gathered(x, axis, dim), weight, bias)
 
     @staticmethod
@@ -77,7 +77,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.dim, ctx.owed = axis, dim, _Owed.to(weight, bias)
+        ctx.axis, ctx.dim, ctx.owed = axis, dim, _Owed.to(x, weight, bias)
         addend = functional.linear(x, weight, bias if axis.rank == 0 else None)  # added once, before anything is rounded
         return summed(addend, axis, dim).wait()
 
@@ -106,11 +106,12 @@ class _Owed:
     weights: tuple[Tensor, ...]
 
     @classmethod
-    def to(cls, weight: Tensor, bias: Tensor | None) -> Self | None:
-        """Return what the schedule at present owes to these, None if it takes backward at once."""
+    def to(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> Self | None:
+        """Return what the schedule at present owes to the weights of a product with `x`; None: it takes backward at once."""
         deferred = current()
-        leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
-        return cls(deferred, (weight,) if bias is None else (weight, bias)) if deferred is not None and leaves else None
+        if deferred is None or not weight.requires_grad or not deferrable(x, weight, bias):
+            return None
+        return cls(deferred, (weight,) if bias is None else (weight, bias))
 
     def later(self, x: Callable[[], Tensor], inputs: int, gradient: Tensor) -> None:
         """Remember what the gradients are made of."""

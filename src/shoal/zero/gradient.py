@@ -208,7 +208,7 @@ class Gradient:
             self.rows.spill(self._opened()[0], onto=bool(self._filled))
             self._filled = 1
         self._bring(fresh=not (self._valid or (self._filled and self._resting is not None)))
-        source = self._closed_on_wire()
+        source = self._close() if self._communicator.ranks == 1 else self._closed_on_wire()
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
                                                    scale=self._after, accumulate=self._valid)
