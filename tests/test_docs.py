@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md",
          *sorted(page for folder in ("docs", "examples", "benchmarks") for page in (ROOT / folder).rglob("*.md"))]
-MEASURED = ("communication.svg", "convergence.svg", "slow_network.svg")
+MEASURED = ("communication.svg", "convergence.svg", "rscan.svg", "slow_network.svg")
 """Pictures of what was measured, which a benchmark draws."""
 BLOCK = re.compile(r"^```(\w+) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
