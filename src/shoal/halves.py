@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Debt", "Deferred", "backward", "current", "deferrable", "deferring", "rounds"]
+__all__ = ["Debt", "Deferred", "backward", "current", "deferring", "rounds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,25 @@ class Debt:
 
 
 class Deferred:
-    """What the weights of one stage are owed by one microbatch."""
+    """What the weights of one stage are owed by one microbatch.
 
-    def __init__(self) -> None:
+    `leaves` says of a tensor whether its memory may be given up before the debts are paid, as that of weights may be.
+    """
+
+    def __init__(self, leaves: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        self._leaves = leaves
         self._owed: list[Debt] = []
 
     def __len__(self) -> int:
         return len(self._owed)
+
+    def takes(self, activation: Tensor, *weights: Tensor | None) -> bool:
+        """Whether what a product with `activation` owes its `weights` can be paid later.
+
+        Not where hooks of a weight are to see each gradient that comes, nor where the activation is gone by then.
+        """
+        plain = all(weight is None or (weight.is_leaf and not weight._backward_hooks) for weight in weights)
+        return plain and not self._leaves(activation)
 
     def owe(self, debt: Debt) -> None:
         """Remember a debt."""
@@ -125,11 +137,14 @@ class deferring(TorchFunctionMode):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
-            if func is nn.functional.linear and not kwargs and _suits(*(*args, None)[:3], outputs=0):
+            if func is nn.functional.linear and not kwargs and self._owes(*(*args, None)[:3], outputs=0):
                 return _Product.apply(self.deferred, False, *(*args, None)[:3])
-            if func is torch.addmm and len(args) == 3 and not kwargs and _suits(args[1], args[2], args[0], outputs=1):
+            if func is torch.addmm and len(args) == 3 and not kwargs and self._owes(args[1], args[2], args[0], outputs=1):
                 return _Product.apply(self.deferred, True, args[1], args[2], args[0])
         return func(*args, **kwargs)
+
+    def _owes(self, activation: Any, weight: Any, bias: Any, *, outputs: int) -> bool:
+        return _suits(activation, weight, bias, outputs=outputs) and self.deferred.takes(activation, weight, bias)
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -197,17 +212,6 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def deferrable(activation: Tensor, *weights: Tensor | None) -> bool:
-    """Whether what a product with `activation` owes its `weights` can be paid later.
-
-    Not where somebody changes each gradient that comes. Nor where the activation is a weight, or a view of one: it may be
-    away by then.
-    """
-    base = activation._base if activation._is_view() else activation  # pyright: ignore[reportPrivateUsage]
-    return not isinstance(base, nn.Parameter) and all(
-        weight is None or (weight.is_leaf and not weight._backward_hooks) for weight in weights)
-
-
 def _suits(activation: object, weight: object, bias: object, *, outputs: int) -> bool:
     """Whether `weight` and `bias` are parameters that are trained, of which a product may be deferred.
 
@@ -217,5 +221,4 @@ def _suits(activation: object, weight: object, bias: object, *, outputs: int) ->
             and weight.dim() == 2 and activation.dtype == weight.dtype
             and not torch.is_autocast_enabled(activation.device.type)):
         return False
-    plain = bias is None or (isinstance(bias, nn.Parameter) and tuple(bias.shape) == (weight.shape[outputs],))
-    return plain and deferrable(activation, weight, cast("Tensor | None", bias))
+    return bias is None or (isinstance(bias, nn.Parameter) and tuple(bias.shape) == (weight.shape[outputs],))

@@ -203,7 +203,10 @@ class PipelineEngine(Engine):
         links = Links(self.module.owner, self.stage_id, connector)
         where = f"rank {dist.get_rank()} (stage {self._stages_in_words})"
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
-                        self.module.loss_fn, self._pass, where=where, board=self.board)
+                        self.module.loss_fn, self._pass, leaves=self._leaves, where=where, board=self.board)
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        return any(each.lends(tensor) for each in self._passes.values())
 
     @property
     def _factor(self) -> float:

@@ -12,7 +12,7 @@ from shoal.collectives import traffic
 from shoal.optim.onebit import ZeroOneAdam
 from shoal.testing import run_ranks
 
-from .signed import STILL, Whole, engine_of, falls, train, weights
+from .signed import STILL, Whole, batch, engine_of, falls, train, weights
 
 ALONE, TWO, THREE = [1], [0, 2], [0, 0, 3]
 
@@ -91,3 +91,26 @@ def joined_at_once() -> tuple[Tensor, Tensor]:
 def test_steps_that_travel_together_are_as_many_of_adam_by_their_mean() -> None:
     for found, expected in run_ranks(2, joined_at_once):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def poisoned(at: int) -> tuple[list[bool], list[bool]]:
+    """Train with a gradient at step `at` that is no number; return which steps were applied, and which moved weights."""
+    engine = engine_of(kind="ZeroOneAdam", params={"var_update_scaler": 2, **STILL})
+    applied, moved = [], []
+    for step in range(20):
+        was = weights(engine)
+        x, y = batch(step, engine.global_rank)
+        engine.backward(nn.functional.mse_loss(engine(x), y) * (float("nan") if step + 1 == at else 1.0))
+        engine.step()
+        applied.append(engine.was_step_applied())
+        moved.append(not torch.equal(weights(engine), was))
+        falls(engine)
+    assert weights(engine).isfinite().all()
+    return applied, moved
+
+
+@pytest.mark.parametrize("at", [14, 15])
+def test_what_is_no_number_costs_what_it_would_have_travelled_with_and_three_are_gathered_anew(at: int) -> None:
+    for applied, moved in run_ranks(2, poisoned, at):
+        assert [step for step, done in enumerate(applied, 1) if not done] == [15], "13 to 15 would travel together"
+        assert [step for step, done in enumerate(moved, 1) if done] == [*range(1, 9), 10, 12, 18]

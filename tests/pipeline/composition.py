@@ -39,6 +39,7 @@ FEATURES = (
     Feature(name="1F1B", kind="schedule", stages=2),
     Feature(name="interleaved", kind="schedule", stages=2, schedule="interleaved", stages_per_rank=2),
     Feature(name="ZB-H1", kind="schedule", stages=2, schedule="zb-h1"),
+    Feature(name="ZB-H2", kind="schedule", stages=2, schedule="zb-h2"),
     Feature(name="ZBV", kind="schedule", stages=2, schedule="zbv", stages_per_rank=2),
     Feature(name="tensor", kind="tensor", tensor=2),
     Feature(name="replica x shard", kind="replicas", replicas=2),

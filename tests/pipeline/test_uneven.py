@@ -181,15 +181,16 @@ def test_a_pipeline_within_zero_init_is_refused_before_it_hangs() -> None:
 
 
 class Places(nn.Module):
-    """Projects a parameter, large enough for its memory to go back to the system between its uses."""
+    """Projects a parameter, large enough for its memory to go back to the system between its uses, and what is it again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.randn(512, 512) / 22)
         self.project = nn.Linear(512, 512)
+        self.again = nn.Linear(512, 512)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.project(self.places)[:len(x)]
+        return x + (self.project(self.places) + self.again(self.places.detach()))[:len(x)]
 
 
 def projected(schedule: str, stage: int) -> tuple[float, float]:

@@ -63,9 +63,9 @@ def main(args: argparse.Namespace) -> int:
         simulations = [_simulated(name, asked if asked is not None and recipe.takes(asked) else recipe.fewest, args,
                                   args.in_flight if recipe.holds(args.in_flight, args.stages) else None)
                        for name, recipe in SCHEDULES.items()]
-        limited = [name for name, recipe in SCHEDULES.items() if recipe.holds(args.in_flight, args.stages)]
         _compare(simulations, _wait(_simulated("1f1b", 1, args, None)), Console())
         if args.in_flight is not None:
+            limited = [name for name, recipe in SCHEDULES.items() if recipe.holds(args.in_flight, args.stages)]
             Console().print(f"in flight: at most {args.in_flight} microbatches in {', '.join(limited) or 'none'}; in "
                             f"others, and in the 1F1B that all are compared with, as many as they take", highlight=False,
                             soft_wrap=True)

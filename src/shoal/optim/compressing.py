@@ -65,6 +65,9 @@ class Compressing(Optimizer):
         """Return of how many steps the gradient is that travels at the next step; 0 where none does, a still step."""
         return 1
 
+    def drop(self) -> None:
+        """Take note that the gradients that waited are dropped, those of a step that is skipped."""
+
     def due(self, group: Mapping[str, Any]) -> int:
         """Return of how many steps the gradient is that the next step takes; 0 where that is still."""
         return self.joined(group) if self.exchanging else 1

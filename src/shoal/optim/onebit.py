@@ -233,6 +233,10 @@ class ZeroOneAdam(SignedAdam):
             group[_TOGETHER] = together
             group[_LARGEST] = max(group.get(_LARGEST, 0.0), float(group["lr"]))
 
+    def drop(self) -> None:
+        for group in self.param_groups:
+            group[_WAITING] = 0
+
     def _together(self, group: Mapping[str, Any]) -> int:
         """Return of how many steps, from the next on, the gradients are to travel together."""
         since, rate = next_time(group) - 1 - group["var_freeze_step"], float(group["lr"])

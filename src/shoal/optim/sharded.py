@@ -53,7 +53,6 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
-        self._still = False
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         if isinstance(optimizer, SignedAdam):
             self._step = by_signs(optimizer, native=rules.native)
@@ -123,7 +122,7 @@ class ShardedOptimizer:
         if units and not self.pending:
             raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
-        if self._still:
+        if not self._joined:
             return self._stand_still()
         begun = self.begun
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
@@ -141,6 +140,8 @@ class ShardedOptimizer:
                 options = self._options if begun else options_of(self.optimizer)
                 self._change(verdict.touched, self._factor(self.norm, scale), options)
                 self._count()
+            elif isinstance(self.optimizer, Compressing):
+                self.optimizer.drop()
         finally:
             if not self.failed:
                 self.zero_grad()
@@ -226,7 +227,6 @@ class ShardedOptimizer:
         """Let the next step travel as the optimizer says."""
         if isinstance(self.optimizer, Compressing):
             wire = self.optimizer.wire()
-            self._still = wire.still
             self._model.travel(gradient=wire.gradient, weights=wire.weights, still=wire.still)
 
     def rescale(self, factor: float) -> None:

@@ -100,12 +100,14 @@ class Executor:
     """Runs this rank's row of a schedule over its stages, by their numbers."""
 
     def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
-                 as_pass: Pass, *, where: str, board: Board):
+                 as_pass: Pass, *, leaves: Callable[[Tensor], bool], where: str, board: Board):
+        """`leaves` says of a tensor whether its memory may be given up between forward and backward."""
         self._stages = stages
         self._last = last
         self._links = links
         self._loss_fn = loss_fn
         self._pass = as_pass
+        self._leaves = leaves
         self._where = where
         self._board = board
         self._failure: str | None = None
@@ -164,7 +166,7 @@ class Executor:
     def _forward(self, instruction: Instruction, batches: Batches, *, split: bool) -> list[Tensor]:
         """Run a stage; return its loss, if it is the last."""
         value = self._input(instruction, batches)
-        deferred = Deferred() if split else None
+        deferred = Deferred(self._leaves) if split else None
         with nullcontext() if deferred is None else deferring(deferred):
             output = self._stages[instruction.stage](value)
             if instruction.stage == self._last:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shoal.halves import Debt, Deferred, current, deferrable
+from shoal.halves import Debt, Deferred, current
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.regions import gathered, joined, summed
 
@@ -109,7 +109,7 @@ class _Owed:
     def to(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> Self | None:
         """Return what the schedule at present owes to the weights of a product with `x`; None: it takes backward at once."""
         deferred = current()
-        if deferred is None or not weight.requires_grad or not deferrable(x, weight, bias):
+        if deferred is None or not weight.requires_grad or not deferred.takes(x, weight, bias):
             return None
         return cls(deferred, (weight,) if bias is None else (weight, bias))
 

@@ -152,6 +152,10 @@ class Hooks:
         if saving is not None:
             saving.__exit__()
 
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether the memory of `tensor` is that of weights, which is given up between their uses."""
+        return _storage(tensor) in self._storages
+
     def _pack(self, tensor: Tensor) -> Tensor | _Weight:
         found = self._storages.get(_storage(tensor))
         return tensor if found is None else _Weight(module=found[0], unit=found[1], tensor=tensor)

@@ -134,12 +134,10 @@ class ShardedModel:
 
     def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
-        weight = gradient = master = 0
-        for unit in self.units:
-            weight += _bytes(unit.weight)
-            gradient += 0 if unit.gradient is None else unit.gradient.bytes
-            if unit.state is not None and unit.state.weights is not None:
-                master += _bytes(unit.state.master.tensor)
+        weight = sum(_bytes(unit.weight) for unit in self.units)
+        gradient = sum(unit.gradient.bytes for unit in self.units if unit.gradient is not None)
+        states = [unit.state for unit in self.units if unit.state is not None]
+        master = sum(_bytes(state.master.tensor) for state in states if state.weights is not None)
         kept = sum(_bytes(value) for state in moments.values() for value in state.values()
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
