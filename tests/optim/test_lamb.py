@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.native import step as native
 from shoal.optim import Lamb, make_optimizer
-from shoal.optim.lamb import constants, squares
+from shoal.optim.lamb import Constants, constants, squares
+from shoal.optim.onebit_lamb import OneBitLamb
 
 
 def reference(w: Tensor, gradients: list[Tensor], *, lr: float, betas: tuple[float, float], eps: float, decay: float,
@@ -116,41 +117,50 @@ SIZE = 100_003
 ENDS = [1, 8, 1031, 50_000, SIZE]
 
 
-def swept(dtype: torch.dtype, ends: list[int]) -> list[Tensor]:
-    """Two native steps, of stretches that end at `ends`."""
+def terms(time: int, *, signed: bool) -> Constants:
+    plain = constants(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], time)
+    return replace(plain, again=0.1, floor=0.5) if signed else plain
+
+
+def swept(dtype: torch.dtype, *, signed: bool) -> list[Tensor]:
+    """Two native steps, of stretches that end at `ENDS`."""
     random = torch.Generator().manual_seed(0)
     master, *gradients = torch.randn(3, SIZE, generator=random)
     moments, weight = [torch.zeros(SIZE), torch.zeros(SIZE)], torch.empty(SIZE, dtype=dtype)
-    group = Lamb([master], weight_decay=0.1).param_groups[0]
     sums = torch.empty(0)
-    for time, gradient in enumerate(gradients, 1):
-        given = astuple(constants(group, time))
-        sums = native.measure(master, moments, gradient.to(dtype), ends, given, factor=0.5)
-        native.apply(master, moments, ends, given, [0.01 * (1 + i) for i in range(len(ends))], weight=weight)
+    for time, values in enumerate(gradients, 1):
+        gradient, c = values.to(dtype), astuple(terms(time, signed=signed))
+        sums = native.measure(master, moments, gradient, ENDS, c, factor=0.5, addend=gradient.flip(0) if signed else None,
+                              addends=4)
+        native.apply(master, moments, ENDS, c, [0.01 * (1 + i) for i in range(len(ENDS))], gradient=gradient, factor=0.5,
+                     weight=weight)
     return [master, *moments, weight, sums]
 
 
 @pytest.mark.skipif(not native.available(), reason="native code needs a C++ compiler")
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("dtype", native.DTYPES)
-def test_native_sweeps_are_torchs_and_have_the_same_bits_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    master, first, second, weight, sums = swept(dtype, ENDS)
+def test_native_sweeps_are_torchs_and_have_the_same_bits_on_any_number_of_threads(dtype: torch.dtype, signed: bool) -> None:
+    master, first, second, weight, sums = swept(dtype, signed=signed)
     assert torch.equal(weight, master.to(dtype))
     random = torch.Generator().manual_seed(0)
     expected, *gradients = torch.randn(3, SIZE, generator=random)
-    optimizer = Lamb([expected], weight_decay=0.1)
-    group, parts = optimizer.param_groups[0], list(zip([0, *ENDS], ENDS, strict=False))
-    for gradient in gradients:
-        optimizer.advance(expected, gradient.to(dtype).float() * 0.5, group)
-        update, before = optimizer.direction(expected, group), expected.clone()
-        for index, (start, stop) in enumerate(parts):
-            expected[start:stop] -= 0.01 * (1 + index) * update[start:stop]
-        found = [[squares(each[start:stop]).item() for each in (before, update)] for start, stop in parts]
+    optimizer = OneBitLamb([expected], weight_decay=0.1)
+    optimizer.constants = lambda group, state: terms(int(state["step"]), signed=signed)
+    group, parts = optimizer.param_groups[0], [slice(*ends) for ends in zip([0, *ENDS], ENDS, strict=False)]
+    for values in gradients:
+        rounded = values.to(dtype).float()
+        gradient, addend = 0.5 * rounded, 0.5 * rounded.flip(0)
+        optimizer.advance(expected, gradient, group, addend if signed else None, 4)
+        found = torch.stack([optimizer.sums(expected, group, part) for part in parts])
+        for index, part in enumerate(parts):
+            expected[part] -= 0.01 * (1 + index) * optimizer.direction(expected, group, part, gradient)
     for one, other in ((master, expected), (first, optimizer.state[expected]["exp_avg"]),
-                       (second, optimizer.state[expected]["exp_avg_sq"]), (sums, torch.tensor(found).double())):
+                       (second, optimizer.state[expected]["exp_avg_sq"]), (sums, found)):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert all(map(torch.equal, swept(dtype, ENDS), [master, first, second, weight, sums]))
+        assert all(map(torch.equal, swept(dtype, signed=signed), [master, first, second, weight, sums]))
     finally:
         torch.set_num_threads(threads)

@@ -44,33 +44,49 @@ void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict
     }
 }
 
-// AdamW by gradients that came as signs in part (onebit.py). `a` is the addend that is exact; null: `g` is. A variance counts
-// as at least a fraction of its block's mean.
-// c: those of AdamW, how far the momentum takes the gradient once more, the addends of a gradient, and the fraction
-void one_bit_adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
-                  const float* __restrict a, const float* c) {
-    const float into_m = c[0], keep_v = c[1], into_v = c[2], size = c[3], root = c[4], eps = c[5], decay = c[6];
-    const float again = c[7], own = a == nullptr ? 1.0f : c[8], mean = a == nullptr ? 0.0f : 1.0f - 1.0f / c[8];
-    const float* __restrict seen = a == nullptr ? g : a;
+// The moments take a gradient that came as signs in part: one of its `addends`, `a`, is exact (onebit.py). Null: all are.
+void take(int64_t n, float* __restrict m, float* __restrict v, const float* __restrict g, const float* __restrict a,
+          float addends, float into_m, float keep_v, float into_v) {
+    if (a == nullptr) {
+        for (int64_t i = 0; i < n; ++i) {
+            m[i] = first_moment(m[i], g[i], into_m);
+            v[i] = second_moment(v[i], g[i], keep_v, into_v);
+        }
+        return;
+    }
+    const float mean = 1.0f - 1.0f / addends;
+    for (int64_t i = 0; i < n; ++i) {
+        const float first = first_moment(m[i], g[i], into_m);
+        m[i] = first;
+        v[i] = keep_v * v[i] + into_v * (addends * a[i] * a[i] + mean * first * first);
+    }
+}
+
+// What a variance of this block counts as at least: a fraction of their mean.
+float least_of(int64_t n, const float* v, float fraction) {
+    if (fraction == 0.0f) return 0.0f;
     float lanes[kLanes] = {};
     for (int64_t start = 0; start < n; start += kLanes) {
         const int64_t width = n - start < kLanes ? n - start : kLanes;
-        for (int64_t lane = 0; lane < width; ++lane) {
-            const int64_t i = start + lane;
-            const float first = first_moment(m[i], g[i], into_m);
-            const float second = keep_v * v[i] + into_v * (own * seen[i] * seen[i] + mean * first * first);
-            m[i] = first;
-            v[i] = second;
-            lanes[lane] += second;
-        }
+        for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += v[start + lane];
     }
     float sum = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-    const float least = c[9] * sum / static_cast<float>(n);
-    for (int64_t i = 0; i < n; ++i) {
-        const float second = v[i] < least ? least : v[i];
-        w[i] = w[i] * (1.0f - decay) - size * first_moment(m[i], g[i], again) / (std::sqrt(second) * root + eps);
-    }
+    return fraction * sum / static_cast<float>(n);
+}
+
+inline float at_least(float least, float value) { return value < least ? least : value; }  // what is no number stays so
+
+// AdamW by such gradients.
+// c: those of AdamW, how far the momentum takes the gradient once more, the addends of a gradient, and the fraction
+void one_bit_adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
+                  const float* a, const float* c) {
+    const float size = c[3], root = c[4], eps = c[5], decay = c[6], again = c[7];
+    take(n, m, v, g, a, c[8], c[0], c[1], c[2]);
+    const float least = least_of(n, v, c[9]);
+    for (int64_t i = 0; i < n; ++i)
+        w[i] = w[i] * (1.0f - decay)
+             - size * first_moment(m[i], g[i], again) / (std::sqrt(at_least(least, v[i])) * root + eps);
 }
 
 // These two round where torch's do, which adds a multiple in one rounding: SGD's bits are torch's, and nearly all of
@@ -114,29 +130,32 @@ void lion(int64_t n, float* __restrict w, float* __restrict m, const float* __re
 }
 
 // LAMB in two sweeps.
-// c: 1 - beta1, beta2, 1 - beta2, corrections of the two moments, eps under the root, eps beside it, decay
+// c: 1 - beta1, beta2, 1 - beta2, corrections of the two moments, eps under the root, eps beside it, decay, how far the
+// momentum takes the gradient once more, and the fraction of its block's mean that a variance counts as at least
 
 inline float lamb_update(float w, float m, float v, const float* c) {
     return m * c[3] / (std::sqrt(v * c[4] + c[5]) + c[6]) + c[7] * w;
 }
 
-// The moments take the gradient, and u the update, which the weights will make.
+// The moments take the gradient, and u the update, which the weights will make but for what the momentum takes once more.
 void lamb_advance(int64_t n, const float* __restrict w, float* __restrict m, float* __restrict v,
-                  const float* __restrict g, float* __restrict u, const float* c) {
-    const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
-    for (int64_t i = 0; i < n; ++i) {
-        float first = first_moment(m[i], g[i], constants[0]);
-        float second = second_moment(v[i], g[i], constants[1], constants[2]);
-        m[i] = first;
-        v[i] = second;
-        u[i] = lamb_update(w[i], first, second, constants);
-    }
+                  const float* __restrict g, const float* a, float addends, float* __restrict u, const float* c) {
+    take(n, m, v, g, a, addends, c[0], c[1], c[2]);
+    const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]}, least = least_of(n, v, c[9]);
+    for (int64_t i = 0; i < n; ++i) u[i] = lamb_update(w[i], m[i], at_least(least, v[i]), constants);
 }
 
-void lamb_apply(int64_t n, float* __restrict w, const float* __restrict m, const float* __restrict v, const float* c,
-                float length) {
+// `g` is the gradient that `lamb_advance` had; it is not read where the momentum does not take it once more.
+void lamb_apply(int64_t n, float* __restrict w, const float* __restrict m, const float* __restrict v,
+                const float* __restrict g, const float* c, float length) {
     const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
-    for (int64_t i = 0; i < n; ++i) w[i] -= length * lamb_update(w[i], m[i], v[i], constants);
+    const float again = c[8], least = least_of(n, v, c[9]);
+    if (again == 0.0f) {
+        for (int64_t i = 0; i < n; ++i) w[i] -= length * lamb_update(w[i], m[i], at_least(least, v[i]), constants);
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i)
+        w[i] -= length * lamb_update(w[i], first_moment(m[i], g[i], again), at_least(least, v[i]), constants);
 }
 
 // The sum of squares: exact products, added in lanes and the lanes in order.
@@ -171,6 +190,17 @@ std::vector<Block> blocks_of(int64_t stretches, const int64_t* ends) {
     return blocks;
 }
 
+bool worth(int threads, const std::vector<Block>& blocks) {
+    return threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kWorthAThread;
+}
+
+// Return `count` elements of the gradient from `start` on, in fp32 and times `factor`: where they are, or `converted`.
+const float* scaled(float* converted, const void* g, int g_dtype, int64_t start, int64_t count, float factor) {
+    if (g_dtype == kFloat32 && factor == 1.0f) return static_cast<const float*>(g) + start;
+    widen(converted, g, g_dtype, start, count, factor);
+    return converted;
+}
+
 void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* g, const float* addend, const float* c) {
     switch (rule) {
         case kAdam: return adam(n, w, a, b, g, c, false);
@@ -188,7 +218,7 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
 extern "C" {
 
 // Which layout of arguments this library has; the caller asks before it calls.
-int shoal_step_version() { return 3; }
+int shoal_step_version() { return 4; }
 
 // Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
 // dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).
@@ -197,18 +227,12 @@ void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g
                 float factor, void* out, int out_dtype, const float* c, int threads) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
     const bool parallel = threads > 1 && n >= 2 * kWorthAThread;
-    const bool as_it_is = g_dtype == kFloat32 && factor == 1.0f;
 #pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t start = block * kBlock;
         const int64_t count = n - start < kBlock ? n - start : kBlock;
-        float converted[kBlock];
-        const float* gradient = converted;
-        if (as_it_is)
-            gradient = static_cast<const float*>(g) + start;
-        else
-            widen(converted, g, g_dtype, start, count, factor);
-        float beside[kBlock];
+        float converted[kBlock], beside[kBlock];
+        const float* gradient = scaled(converted, g, g_dtype, start, count, factor);
         if (addend != nullptr) widen(beside, addend, g_dtype, start, count, factor);
         step_block(rule, count, w + start, a == nullptr ? nullptr : a + start, b == nullptr ? nullptr : b + start,
                    gradient, addend == nullptr ? nullptr : beside, c);
@@ -217,24 +241,21 @@ void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g
 }
 
 // LAMB's first sweep over a slice that is so many stretches, the last of which ends the slice: the moments `m` and `v` take
-// the gradient, and `sums` receives for each stretch the sums of squares of the weight and of the update, which do not
-// depend on the number of threads.
+// the gradient, of whose `addends` one, `addend`, may be exact, and `sums` receives for each stretch the sums of squares of
+// the weight and of the update, which do not depend on the number of threads.
 void shoal_lamb_measure(int64_t stretches, const int64_t* ends, const float* w, float* m, float* v, const void* g,
-                        int g_dtype, float factor, const float* c, double* sums, int threads) {
+                        const void* addend, float addends, int g_dtype, float factor, const float* c, double* sums,
+                        int threads) {
     const std::vector<Block> blocks = blocks_of(stretches, ends);
     std::vector<double> found(2 * blocks.size());
-    const bool parallel = threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kWorthAThread;
-    const bool as_it_is = g_dtype == kFloat32 && factor == 1.0f;
-#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
+#pragma omp parallel for num_threads(threads) schedule(static) if (worth(threads, blocks))
     for (int64_t at = 0; at < static_cast<int64_t>(blocks.size()); ++at) {
         const int64_t start = blocks[at].start, count = blocks[at].count;
-        float converted[kBlock], update[kBlock];
-        const float* gradient = converted;
-        if (as_it_is)
-            gradient = static_cast<const float*>(g) + start;
-        else
-            widen(converted, g, g_dtype, start, count, factor);
-        lamb_advance(count, w + start, m + start, v + start, gradient, update, c);
+        float converted[kBlock], beside[kBlock], update[kBlock];
+        const float* gradient = scaled(converted, g, g_dtype, start, count, factor);
+        if (addend != nullptr) widen(beside, addend, g_dtype, start, count, factor);
+        lamb_advance(count, w + start, m + start, v + start, gradient, addend == nullptr ? nullptr : beside, addends,
+                     update, c);
         found[2 * at] = squares(count, w + start);
         found[2 * at + 1] = squares(count, update);
     }
@@ -245,15 +266,18 @@ void shoal_lamb_measure(int64_t stretches, const int64_t* ends, const float* w, 
     }
 }
 
-// The second sweep: each stretch changes by its own multiple, of `lengths`, of the update.
-void shoal_lamb_apply(int64_t stretches, const int64_t* ends, float* w, const float* m, const float* v, void* out,
-                      int out_dtype, const float* c, const float* lengths, int threads) {
+// The second sweep: each stretch changes by its own multiple, of `lengths`, of the update. `g` is null or as the first sweep
+// had it.
+void shoal_lamb_apply(int64_t stretches, const int64_t* ends, float* w, const float* m, const float* v, const void* g,
+                      int g_dtype, float factor, void* out, int out_dtype, const float* c, const float* lengths,
+                      int threads) {
     const std::vector<Block> blocks = blocks_of(stretches, ends);
-    const bool parallel = threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kWorthAThread;
-#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
+#pragma omp parallel for num_threads(threads) schedule(static) if (worth(threads, blocks))
     for (int64_t at = 0; at < static_cast<int64_t>(blocks.size()); ++at) {
         const int64_t start = blocks[at].start, count = blocks[at].count;
-        lamb_apply(count, w + start, m + start, v + start, c, lengths[blocks[at].stretch]);
+        float converted[kBlock];
+        const float* gradient = g == nullptr ? nullptr : scaled(converted, g, g_dtype, start, count, factor);
+        lamb_apply(count, w + start, m + start, v + start, gradient, c, lengths[blocks[at].stretch]);
         if (out_dtype != kNone) narrow(out, out_dtype, w + start, start, count);
     }
 }

@@ -18,7 +18,7 @@ from shoal.native.build import load
 
 __all__ = ["DTYPES", "Rule", "apply", "available", "measure", "step"]
 
-_VERSION = 3
+_VERSION = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that gradients and weights may have, by their number in step.cpp."""
 _NOWHERE = 3
@@ -68,28 +68,38 @@ def step(rule: Rule, master: Tensor, moments: Sequence[Tensor], gradient: Tensor
 
 
 def measure(master: Tensor, moments: Sequence[Tensor], gradient: Tensor, ends: Sequence[int], constants: Sequence[float], *,
-            factor: float = 1.0) -> Tensor:
+            factor: float = 1.0, addend: Tensor | None = None, addends: int = 1) -> Tensor:
     """Let LAMB's fp32 `moments` (n,) take `gradient` (n,) times `factor`; return sums of squares (stretches, 2) in fp64.
 
     The slice is stretches that end at `ends`, the last at n; of each, the squares of the `master` are added up, and those
-    of its update. `constants` are those of `shoal.optim.lamb.Constants`, in their order.
+    of its update. `constants` are those of `shoal.optim.lamb.Constants`, in their order. `addend` (n,), of the gradient's
+    dtype, is the exact one of its `addends`, if not all are.
     """
-    library = _checked(master, moments, gradient)
+    library = _checked(master, moments, gradient, *([] if addend is None else [addend]))
+    assert addend is None or addend.dtype == gradient.dtype
     sums = torch.empty(len(ends), 2, dtype=torch.float64)
     first, second = map(_pointer, moments)
     library.shoal_lamb_measure(
         ctypes.c_int64(len(ends)), (ctypes.c_int64 * len(ends))(*ends), _pointer(master), first, second, _pointer(gradient),
-        DTYPES[gradient.dtype], ctypes.c_float(factor), _floats(constants), _pointer(sums), torch.get_num_threads())
+        _pointer(addend), ctypes.c_float(addends), DTYPES[gradient.dtype], ctypes.c_float(factor), _floats(constants),
+        _pointer(sums), torch.get_num_threads())
     return sums
 
 
 def apply(master: Tensor, moments: Sequence[Tensor], ends: Sequence[int], constants: Sequence[float],
-          lengths: Sequence[float], *, weight: Tensor | None = None) -> None:
-    """Change the `master` (n,) by LAMB's update times minus the length of each stretch; `weight` is as `step` has it."""
-    library = _checked(master, moments, *([] if weight is None else [weight]))
+          lengths: Sequence[float], *, gradient: Tensor | None = None, factor: float = 1.0,
+          weight: Tensor | None = None) -> None:
+    """Change the `master` (n,) by LAMB's update times minus the length of each stretch.
+
+    `gradient` and `factor` are as `measure` had them, where the momentum takes the gradient once more; `weight` is as `step`
+    has it.
+    """
+    library = _checked(master, moments, *(each for each in (gradient, weight) if each is not None))
+    assert gradient is not None or not constants[8], "the momentum takes a gradient once more"
     first, second = map(_pointer, moments)
     library.shoal_lamb_apply(
-        ctypes.c_int64(len(ends)), (ctypes.c_int64 * len(ends))(*ends), _pointer(master), first, second, _pointer(weight),
+        ctypes.c_int64(len(ends)), (ctypes.c_int64 * len(ends))(*ends), _pointer(master), first, second, _pointer(gradient),
+        _NOWHERE if gradient is None else DTYPES[gradient.dtype], ctypes.c_float(factor), _pointer(weight),
         _NOWHERE if weight is None else DTYPES[weight.dtype], _floats(constants), _floats(lengths), torch.get_num_threads())
 
 

@@ -47,6 +47,10 @@ class Constants:
     outside: float
     """Added to the root."""
     decay: float
+    again: float = 0.0
+    """How far the momentum takes the gradient once more."""
+    floor: float = 0.0
+    """What fraction of its block's mean a variance counts as at least."""
 
 
 class Lamb(Optimizer):
@@ -108,7 +112,7 @@ class Lamb(Optimizer):
         """
         state = self.state[weight]
         self.begin(group, state, lambda moment: torch.zeros_like(weight, memory_format=torch.preserve_format))
-        c = constants(group, state["step"].item())
+        c = self.constants(group, state)
         state["exp_avg"].lerp_(gradient, c.into_first)
         state["exp_avg_sq"].mul_(c.keep_second).addcmul_(gradient, gradient, value=c.into_second)
 
@@ -118,6 +122,10 @@ class Lamb(Optimizer):
             state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
+    def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
+        """Return the constants of the step that `state` counts by now."""
+        return constants(group, state["step"].item())
+
     def sums(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
         """Return what of `weight`, or of a part of it, adds up to what `coefficient` asks for: two numbers in fp64."""
         return torch.stack([squares(weight[part]), squares(self.direction(weight, group, part))])
@@ -126,7 +134,7 @@ class Lamb(Optimizer):
                   gradient: Tensor | None = None) -> Tensor:
         """Return u of `weight`, or of a part of it, by moments that have taken the gradient."""
         state = self.state[weight]
-        c = constants(group, state["step"].item())
+        c = self.constants(group, state)
         below = (state["exp_avg_sq"][part] * c.second).add_(c.inside).sqrt_().add_(c.outside)
         update = (state["exp_avg"][part] * c.first).div_(below)
         return update.add_(weight[part], alpha=c.decay) if c.decay else update
@@ -137,11 +145,6 @@ class Lamb(Optimizer):
             return 1.0
         ratio = sqrt(weight / update)
         return min(max(ratio, group["min_coeff"]), group["max_coeff"])
-
-    def in_native_sweeps(self, group: Mapping[str, Any]) -> bool:
-        """Whether the next step of a group in an engine is nothing beyond what is written above."""
-        return True
-
 
 def constants(group: Mapping[str, Any], time: float) -> Constants:
     """Return the constants of a group's step number `time`, counted from 1."""

@@ -22,7 +22,7 @@ from shoal.errors import OptimizerError
 from shoal.holders import Census
 from shoal.native import step as native
 from shoal.optim.compressing import Compressing
-from shoal.optim.lamb import AT_ONCE, Lamb, constants
+from shoal.optim.lamb import AT_ONCE, Lamb
 from shoal.optim.stepping import Options, Sweep, fits, is_plain, moments_of, round_off, rounding, settle
 from shoal.optim.views import View
 from shoal.zero.state import Use
@@ -55,9 +55,9 @@ class Layerwise:
                                  f"its own, which nobody calls: its step is taken in two sweeps over slices; remove them")
         return Sweep(step=self._measure, factor=factor, options=options, use=MEASURE)
 
-    def apply(self, options: Options) -> Sweep:
-        """Return the sweep that changes the weights, once the ranks agree."""
-        return Sweep(step=self._apply, factor=1.0, options=options, use=AHEAD if self._keeps else APPLY)
+    def apply(self, factor: float, options: Options) -> Sweep:
+        """Return the sweep that changes the weights, once the ranks agree; `factor` and `options` are those of `measure`."""
+        return Sweep(step=self._apply, factor=factor, options=options, use=AHEAD if self._keeps else APPLY)
 
     def agree(self, touched: Mapping[Unit, int], views: Sequence[View], options: Options) -> None:
         """Add up what the ranks have measured; all ranks call it, with all units that they train.
@@ -100,15 +100,17 @@ class Layerwise:
     def _measured(self, view: View, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
         """Let the moments take the gradient, and return the two sums of squares of each stretch, of no slot anything."""
         optimizer, weight = self._optimizer, view.parameter.detach()
-        if self._is_native(view, group):
+        addend, addends = view.unit.addend(view.part) or (None, 1)
+        if self._is_native(view):
             assert view.unit.gradient is not None
             state = optimizer.state[view.parameter]
             optimizer.begin(group, state, moments_of(view))
             gradient = view.unit.gradient.at_rest(view.part)
             return native.measure(weight, [state["exp_avg"], state["exp_avg_sq"]], gradient, _ends(stretches),
-                                  _constants(group, state), factor=factor)
-        addend, addends = view.unit.addend(view.part) or (None, 1)
-        optimizer.advance(view.parameter, view.gradient(factor), group, None if addend is None else addend * factor, addends)
+                                  astuple(optimizer.constants(group, state)), factor=factor, addend=addend, addends=addends)
+        gradient = view.gradient(factor, again=self._keeps)
+        addend = None if addend is None else addend.to(gradient.dtype) * factor
+        optimizer.advance(view.parameter, gradient, group, addend, addends)
         settle(view, optimizer)
         sums = torch.zeros(len(stretches), 2, dtype=torch.float64, device=weight.device)
         for row, stretch in zip(sums, stretches, strict=True):
@@ -122,21 +124,22 @@ class Layerwise:
             group, weight, scales = options[view.group], view.parameter.detach(), self._scales[view.unit]
             stretches = list(_stretches(view, range(view.stop)))
             lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
-            if self._is_native(view, group):
-                state = optimizer.state[view.parameter]
+            if self._is_native(view):
+                assert view.unit.gradient is not None
+                state, at_rest = optimizer.state[view.parameter], view.unit.gradient.at_rest
                 with rounding(view) as rounded:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
-                                 _constants(group, state), lengths, weight=rounded)
+                                 astuple(optimizer.constants(group, state)), lengths, factor=factor, weight=rounded,
+                                 gradient=at_rest(view.part) if self._keeps else None)
                 continue
-            gradient = view.gradient(1.0) if self._keeps else None  # which the factor is in
+            gradient = view.gradient(factor, again=True) if self._keeps else None
             for stretch, length in zip(stretches, lengths, strict=True):
                 for part in _at_once(stretch, weight.device):
                     weight[part].add_(optimizer.direction(view.parameter, group, part, gradient), alpha=-length)
             round_off(view)
 
-    def _is_native(self, view: View, group: dict[str, Any]) -> bool:
-        return self._native and native.available() and fits(view) and self._optimizer.in_native_sweeps(group)
-
+    def _is_native(self, view: View) -> bool:
+        return self._native and native.available() and fits(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +175,6 @@ def _at_once(stretch: _Stretch, device: torch.device) -> Iterator[slice]:
 
 def _ends(stretches: list[_Stretch]) -> list[int]:
     return [stretch.stop for stretch in stretches]
-
-
-def _constants(group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
-    return astuple(constants(group, state["step"].item()))
 
 
 def _nothing(unit: Unit) -> Tensor:

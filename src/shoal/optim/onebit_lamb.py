@@ -14,6 +14,7 @@ the variance goes on, and r follows LAMB's own ratio.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import EllipsisType
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.optim.compressing import Compressing, next_time, time_of
-from shoal.optim.lamb import Lamb, constants
+from shoal.optim.compressing import Compressing, time_of
+from shoal.optim.lamb import Constants, Lamb
 from shoal.optim.onebit import bounded, check_count
 
 __all__ = ["OneBitLamb"]
@@ -75,19 +76,25 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
             return
         state = self.state[weight]
         self.begin(group, state, lambda moment: torch.zeros_like(weight))
-        c, momentum = constants(group, state["step"].item()), state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+        c, momentum = self.constants(group, state), state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
         variance = state["exp_avg_sq"].mul_(c.keep_second).addcmul_(addend, addend, value=c.into_second * addends)
         variance.addcmul_(momentum, momentum, value=c.into_second * (1 - 1 / addends))
 
+    def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
+        """Return the constants of the step that `state` counts by now."""
+        plain, beta1 = super().constants(group, state), group["betas"][0]
+        if not self._compressed(group, state):
+            return plain
+        return replace(plain, again=group["look_ahead"] * (1 - beta1) / beta1 if beta1 else 0.0,
+                       floor=group["variance_floor"])
+
     def direction(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...,
                   gradient: Tensor | None = None) -> Tensor:
-        state, beta1 = self.state[weight], group["betas"][0]
-        if not self._compressed(group, state):
-            return super().direction(weight, group, part)
-        c, momentum = constants(group, state["step"].item()), state["exp_avg"][part]
-        if gradient is not None and beta1 and group["look_ahead"]:
-            momentum = momentum.lerp(gradient[part], group["look_ahead"] * (1 - beta1) / beta1)
-        below = bounded(state["exp_avg_sq"][part], group["variance_floor"]).mul_(c.second).add_(c.inside).sqrt_()
+        state = self.state[weight]
+        c, momentum = self.constants(group, state), state["exp_avg"][part]
+        if gradient is not None and c.again:
+            momentum = momentum.lerp(gradient[part], c.again)
+        below = bounded(state["exp_avg_sq"][part], c.floor).mul_(c.second).add_(c.inside).sqrt_()
         update = (momentum * c.first).div_(below.add_(c.outside))
         return update.add_(weight[part], alpha=c.decay) if c.decay else update
 
@@ -103,9 +110,6 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
         ratio = min(max(ratio, group["factor_min"]), group["factor_max"])
         state[_FACTOR] = min(max(ratio, (1 - most) * before), (1 + most) * before)
         return average * state[_FACTOR]
-
-    def in_native_sweeps(self, group: Mapping[str, Any]) -> bool:
-        return self.measures(group, next_time(group))
 
     def _compressed(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         return time_of(group, state) > self.warm_up(group)

@@ -181,7 +181,7 @@ class ShardedOptimizer:
         if (layers := self._layers) is not None:
             self._stepping.measure(touched, views, layers.measure(factor, options),
                                    lambda: layers.agree(touched, views, options))
-            sweep = layers.apply(options)
+            sweep = layers.apply(factor, options)
         self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
 
     @contextmanager

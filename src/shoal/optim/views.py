@@ -36,11 +36,17 @@ class View:
     def part(self) -> range:
         return range(self.start, self.stop)
 
-    def gradient(self, factor: float) -> Tensor:
-        """Return the reduced gradient of its elements times `factor`, in the master's dtype."""
+    def gradient(self, factor: float, *, again: bool = False) -> Tensor:
+        """Return the reduced gradient of its elements times `factor`, in the master's dtype.
+
+        Where it rests in that dtype, it is multiplied where it rests, unless somebody reads it `again`.
+        """
         assert self.unit.gradient is not None
         gradient = self.unit.gradient.at_rest(self.part)
-        return (gradient if factor == 1 else gradient.mul_(factor)).to(self.parameter.dtype)
+        wide = gradient.to(self.parameter.dtype)
+        if factor == 1:
+            return wide
+        return wide * factor if again and wide is gradient else wide.mul_(factor)
 
 
 class Views:
