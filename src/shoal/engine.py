@@ -22,6 +22,7 @@ from shoal.controls import Controls
 from shoal.copies import Copies
 from shoal.errors import RanksDisagree, TierError, UsageError
 from shoal.fingerprint import fingerprint_of
+from shoal.frozen import Frozen
 from shoal.holders import Census
 from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
@@ -66,6 +67,8 @@ class Engine(Controls):
         self.lr_scheduler: AnySchedule | None = None
         self.sharded: ShardedModel | None = None
         self.training_dataloader: Any = None
+        self.frozen = Frozen(())
+        """What is not trained."""
         self.copies: Copies | None = None
         """What each tensor rank has whole, whose gradients are to be compared."""
         self.micro_steps = 0
@@ -209,6 +212,7 @@ class Engine(Controls):
         """Check that a backward pass was scaled as this engine needs it."""
         assert self.optimizer is not None
         self.optimizer.refuse_begun("backward")
+        self.frozen.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use
         if self._scaled:
             self._scaled = False

@@ -30,6 +30,7 @@ from shoal.copies import Copies
 from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
+from shoal.frozen import Frozen
 from shoal.log import logger, warn_once
 from shoal.mesh import Mesh
 from shoal.offload import residence
@@ -185,6 +186,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     engine.sharded = ShardedModel(model, trained, _plan(settings, stepping), engine.census, dtypes, place,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
                                   roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
+    engine.frozen = Frozen((member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
     for each in engine.sharded.passes:
         each.before_backward = engine.before_backward
     if engine.census.tensor is not None:

@@ -296,11 +296,11 @@ class ShardedOptimizer:
 
 def _refuse_unused(verdict: Verdict, census: Census) -> None:
     """Raise on every rank unless every parameter received a gradient on some rank."""
-    unused = [slot.name for unit, touched in verdict.touched.items()
-              for index, slot in enumerate(unit.layout.slots) if not touched >> index & 1]
+    unused = [member.name for unit, touched in verdict.touched.items()
+              for index, member in enumerate(unit.members) if not touched >> index & 1 and member.parameter.requires_grad]
     unused = [name for stage in census.communicator("pipeline").gather_objects(unused) for name in stage]
     if unused:
         more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
         raise UsageError(f"step: on no rank did the loss depend on {', '.join(unused[:SHOWN])}{more}, and "
                          f"zero_optimization.ignore_unused_parameters is false: use them in the forward, freeze them by "
-                         f"requires_grad_(False) before initialize, or set it to true. The weights are as before this step")
+                         f"requires_grad_(False), or set it to true. The weights are as before this step")

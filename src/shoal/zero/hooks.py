@@ -135,7 +135,7 @@ class Hooks:
             return
         watched = self._watch(module, output) if torch.is_grad_enabled() else True
         for unit in self._units.get(module, ()):
-            if not watched and unit.trainable:
+            if not watched and unit.trainable and any(member.parameter.requires_grad for member in unit.members):
                 unit.held = True
                 warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
                           f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
@@ -213,7 +213,7 @@ class Hooks:
         if _task() != self._task:  # the graph of a re-entrant pass is not the whole
             return True
         return any(torch._C._will_engine_execute_node(get_gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
-                   for slot in gradient.missing)
+                   for slot in gradient.missing if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
 
     def _begin_backward(self) -> None:
         if self._in_backward:
