@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from systems import ADAMW, BETAS, System, ddp, ddp_half, deepspeed, fsdp2, lookups, pipeline, plain, shoal, zero_redundancy
 
@@ -20,30 +20,46 @@ LOOKUPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressing:
-    """An optimizer that compresses: how it is configured, at which stages, and the system that its warm-up is, by stage."""
+    """An optimizer that compresses: its options but for AdamW's, and the system that its warm-up is, by stage."""
 
-    optimizer: dict[str, Any]
+    type: str
+    warm: Callable[[int], dict[str, int]]
+    """The options that make a warm-up of so many steps."""
     warm_up: str
-    stages: tuple[int, ...] = (0, 1)
+    stages: tuple[int, ...]
     ratio: float = 1.0
     period: int = 1
+
+    def at(self, stage: int, warm: int, *, title: str = "") -> System:
+        """Return the system that it is at `stage` with a warm-up of `warm` steps, after which its `title` may say more."""
+        options = self.warm(warm)
+        optimizer = {"type": self.type, "params": {**ADAMW, "betas": list(BETAS), **options}}
+        return System(title=f"Shoal {self.type}, stage {stage}{title}", stage=stage, ratio=self.ratio, period=self.period,
+                      settings=", ".join(f"{key} {value}" for key, value in options.items()),
+                      build=shoal(stage, optimizer=optimizer), warm_up=self.warm_up.format(stage=stage))
 
 
 FREEZE = 2
 """Steps of warm-up: fewer than the ranks run before the first turn, so that every turn is compressed."""
 
 COMPRESSING = {
-    "onebit-adam": Compressing(warm_up="shoal-{stage}", optimizer={
-        "type": "OneBitAdam", "params": {**ADAMW, "betas": list(BETAS), "freeze_step": FREEZE}}),
+    "onebit-adam": Compressing(type="OneBitAdam", warm=lambda steps: {"freeze_step": steps}, warm_up="shoal-{stage}",
+                               stages=(0, 1)),
+    "zeroone-adam": Compressing(type="ZeroOneAdam", warm_up="shoal-{stage}", stages=(1,),
+                                warm=lambda steps: {"var_update_scaler": steps, "var_freeze_step": steps}),
+    "onebit-lamb": Compressing(type="OneBitLamb", warm=lambda steps: {"freeze_step": steps}, warm_up="shoal-lamb-{stage}",
+                               stages=(1,)),
 }
 """The systems of communication.py: another optimizer that compresses is another row."""
 
-COMPRESSED = {
-    f"{name}-{stage}": System(title=f"Shoal {row.optimizer['type']}, stage {stage}", settings=f"freeze_step {FREEZE}",
-                              build=shoal(stage, optimizer=row.optimizer), ratio=row.ratio, period=row.period, stage=stage,
-                              warm_up=row.warm_up.format(stage=stage))
-    for name, row in COMPRESSING.items() for stage in row.stages
-}
+COMPRESSED = {f"{name}-{stage}": row.at(stage, FREEZE) for name, row in COMPRESSING.items() for stage in row.stages}
+
+THROUGH, WARM_UP = 20, 0.15
+"""Steps of a training from end to end, and the share of them that is warm-up."""
+
+FROM_THE_START = {f"{name}-{stage}-through": row.at(stage, round(WARM_UP * THROUGH), title=", from its first step")
+                  for name, row in COMPRESSING.items() for stage in row.stages}
+"""The compressing systems of through.py."""
 
 SYSTEMS = {
     "plain": System(title="one process alone", settings="fused AdamW, no communication", build=plain, ratio=0.0),
@@ -68,6 +84,9 @@ SYSTEMS = {
        for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "ZB-H1"), ("zb-h2", "ZB-H2"))},
     "shoal-pipeline-zb-h2-all": System(title="Shoal pipeline, ZB-H2, all in flight", settings="in_flight: all",
                                        whole=True, build=pipeline("zb-h2", all_in_flight=True)),
+    "shoal-lamb-1": System(title="Shoal Lamb, stage 1", settings="defaults", build=shoal(
+        1, optimizer={"type": "Lamb", "params": {**ADAMW, "betas": list(BETAS)}})),
     **LOOKUPS,
     **COMPRESSED,
+    **FROM_THE_START,
 }

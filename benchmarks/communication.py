@@ -4,8 +4,9 @@
     python benchmarks/communication.py --quick                      # a tiny model and two rates, to try it
 
 Hosts are those of hosts.py, with one rank of one thread each. Few sequences make a step, so that what is measured is
-communication: DDP, our AdamW, and each optimizer that compresses (COMPRESSING in catalogue.py), past its warm-up.
-Training from end to end is not run here: its speed follows from the seconds of a step in and after the warm-up.
+communication: DDP, our AdamW, and each optimizer that compresses (COMPRESSING in catalogue.py), past its warm-up. Then a
+training from its first step to its last, at the lowest rate (through.py); at others its speed follows from the seconds of a
+step in and after the warm-up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import link
-from catalogue import BASELINE, COMPRESSED, FREEZE, SYSTEMS
+from catalogue import BASELINE, COMPRESSED, FREEZE, SYSTEMS, WARM_UP
 from crossing import picture
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
@@ -28,12 +29,12 @@ from outcome import FOLDER, Outcome, Sheet, Target
 from progress import progress
 from speeds import curve, fitting, interface, sent, times
 from sweep import Cell, Found, add_arguments, sweep
+from through import Through, through
 from workloads import parameters
 
 RATES = ("200mbit", "1gbit", link.UNLIMITED)
 QUICK = (BASELINE, "shoal-1", "onebit-adam-1")
-CHOICES = (BASELINE, "ddp-fp16", "shoal-0", "shoal-1", *COMPRESSED)
-WARM_UP = 0.15  # of all steps, in training from end to end
+CHOICES = (BASELINE, "ddp-fp16", "shoal-0", "shoal-1", "shoal-lamb-1", *COMPRESSED)
 FEWER: dict[int, tuple[tuple[str, int, float], ...]] = {
     0: (("fp32", 4, 30.0), ("16-bit", 2, 15.0)),
     1: (("16-bit", 2, 12.0),),
@@ -54,6 +55,7 @@ class Results:
     rates: tuple[str, ...]
     names: tuple[str, ...]
     sends: dict[str, float]
+    trained: Through
 
     @property
     def compressed(self) -> list[str]:
@@ -89,10 +91,11 @@ def main() -> None:
         with Hosts(plan.ranks, delay=options.delay) as hosts, progress() as tell:
             for group in fitting(options.systems, plan):
                 found.append(sweep(group, plan, options.rates, hosts, sends=sends, seconds=options.seconds, tell=tell))
+            trained = through(options.systems, plan, options.rates[0], hosts, tell)
     except HostsUnavailable as reason:
         sys.stderr.write(f"skipped: {reason}\n")
         return
-    results = collected(found, plan, options.systems, options.rates)
+    results = collected(found, plan, options.systems, options.rates, trained)
     if options.plot:
         draw(results)
     outcome(results, found, seconds=options.seconds, pictures=IMAGES[:1] if options.plot else ()).publish(options.out)
@@ -115,11 +118,11 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def collected(found: Sequence[Found], plan: Plan, systems: Sequence[str], rates: Sequence[str]) -> Results:
+def collected(found: Sequence[Found], plan: Plan, systems: Sequence[str], rates: Sequence[str], trained: Through) -> Results:
     """Gather what the groups found; of a system that is in several, what the first did in which it did not fail."""
     ran = {name: each for each in reversed(found) for name in each.losses if name not in each.failures}
     return Results(found=ran, plan=plan, rates=tuple(rates), names=tuple(name for name in systems if name in ran),
-                   sends={name: sent(name, plan) for name in systems})
+                   sends={name: sent(name, plan) for name in systems}, trained=trained)
 
 
 def outcome(results: Results, groups: Sequence[Found], *, seconds: float, pictures: tuple[str, ...] = ()) -> Outcome:
@@ -127,19 +130,22 @@ def outcome(results: Results, groups: Sequence[Found], *, seconds: float, pictur
     plan, rates = results.plan, results.rates
     sheets = (Sheet(title="Samples a second", columns=("system", *rates), rows=tuple(
         (SYSTEMS[name].title, *(f"{point.middle:.2f}" for point in curve(results.found[name], name, plan, rates)))
-        for name in results.names)), *_speeds(results), _bytes(results), _packing(results))
-    failures = [f"{SYSTEMS[name].title}: {reason}." for found in groups for name, reason in found.failures.items()]
+        for name in results.names)), *_speeds(results), *_trained(results), _bytes(results), _packing(results))
+    failures = [f"{SYSTEMS[name].title}: {reason}." for found in (*groups, results.trained)
+                for name, reason in found.failures.items()]
     note = (
         f"GPT of {parameters(plan.workload):,} parameters, fp32, {plan.ranks} hosts with one gloo rank of one thread each, "
         f"{plan.microbatch} sequence(s) of {plan.length} tokens a host and step, no clipping. {plan.rounds} round(s) of "
         f"about {seconds:g} s a turn, the first step of each not counted; the median over rounds. Losses are those after "
-        f"{plan.warm} steps. The compressing optimizers are past their warm-up. End to end is computed, not run: "
-        f"1 / ({WARM_UP:g} x seconds of our step in the warm-up + {1 - WARM_UP:g} x seconds after it). The interfaces count "
-        f"headers once for up to 64 KiB (offload); in packets of 1500 bytes they are 4.6 % of the payload.")
+        f"{plan.warm} steps. The compressing optimizers are past their warm-up. Training from end to end is run once, at "
+        f"{results.trained.rate}, and computed for all rates: 1 / ({WARM_UP:g} x seconds of our step in the warm-up + "
+        f"{1 - WARM_UP:g} x seconds after it). The interfaces count headers once for up to 64 KiB (offload); in packets of "
+        f"1500 bytes they are 4.6 % of the payload.")
     promised = plan.workload == "30m"  # a tiny model sends little, and of that much is not its gradients
     return Outcome(benchmark="communication", command=" ".join(["python", *sys.argv]), note=" ".join([note, *failures]),
                    sheets=sheets, targets=tuple(targets(results)) if promised else (), pictures=pictures,
-                   raw={"plan": asdict(plan), "sends": results.sends, "groups": [asdict(found) for found in groups]})
+                   raw={"plan": asdict(plan), "sends": results.sends, "groups": [asdict(found) for found in groups],
+                        "trained": results.trained.raw})
 
 
 def targets(results: Results) -> list[Target]:
@@ -157,12 +163,9 @@ def targets(results: Results) -> list[Target]:
             if rate in results.rates and results.compared(name):
                 targets += [Target(what=f"{title} at {rate}: times DDP's samples a second", low=fewest, high=infinite,
                                    measured=times(found, name, rate))]
-        if SLOW in results.rates and results.ends(name):
-            targets += [Target(what=f"{title} at {SLOW}, {WARM_UP:.0%} of it warm-up: times DDP's samples a second",
-                               low=END_TO_END, high=infinite, measured=times(found, name, SLOW, warm_up=WARM_UP))]
         targets += [Target(what=f"{title}: packing and unpacking, of the step, at the rate where that is most", unit=" %",
                            measured=100 * max(packing.values()), high=100 * PACKING)]
-    return targets
+    return targets + (results.trained.targets(END_TO_END) if results.trained.rate == SLOW else [])
 
 
 def _speeds(results: Results) -> list[Sheet]:
@@ -175,9 +178,13 @@ def _speeds(results: Results) -> list[Sheet]:
                                      for rate in results.rates)) for name in results.compressed if results.ends(name)]
     sheets = [Sheet(title="Times DDP", columns=("system", *results.rates), rows=tuple(rows))]
     if whole:
-        sheets.append(Sheet(title=f"Times DDP from end to end, {WARM_UP:.0%} of the steps being warm-up",
+        sheets.append(Sheet(title=f"Times DDP from end to end, {WARM_UP:.0%} of the steps being warm-up, computed",
                             columns=("system", *results.rates), rows=tuple(whole)))
     return sheets
+
+
+def _trained(results: Results) -> list[Sheet]:
+    return [results.trained.sheet(results.plan.ranks * results.plan.microbatch)] if results.trained.compared else []
 
 
 def _bytes(results: Results) -> Sheet:

@@ -144,9 +144,13 @@ class Team:
             return self._begin(rank, [python, WORKER, json.dumps(job)], env=environment, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
+    def built(self) -> None:
+        """Wait until every rank has built its model."""
+        self.result.parameters = self._answers()[0]["parameters"]
+
     def ready(self) -> None:
         """Wait until every rank has built its model, then run the steps that are not counted."""
-        self.result.parameters = self._answers()[0]["parameters"]
+        self.built()
         self.warm = self.steps(self._plan.warm)
 
     def steps(self, count: int) -> Turn:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from catalogue import BASELINE, COMPRESSED, LOOKUPS, SYSTEMS
+from catalogue import BASELINE, COMPRESSED, FROM_THE_START, LOOKUPS, SYSTEMS
 from interleave import PARAMETER, PROCESS, Plan, Result, measure
 from machine import available
 from outcome import Outcome, Sheet, Target
@@ -24,7 +24,8 @@ from progress import progress
 from workloads import parameters
 
 ALONE = "plain"  # no communication: the floor of every stage 0; each rank trains a model of its own
-SLOW = ("ddp-fp16", *(name for name, system in SYSTEMS.items() if system.whole), *LOOKUPS, *COMPRESSED)
+SLOW = ("ddp-fp16", "shoal-lamb-1", *(name for name, system in SYSTEMS.items() if system.whole), *LOOKUPS, *COMPRESSED,
+        *FROM_THE_START)
 """Systems of benchmarks with hosts: slow_network.py, sparse.py and communication.py."""
 CHOICES = tuple(name for name in SYSTEMS if name not in (ALONE, *SLOW))
 MEBI = 1 << 20

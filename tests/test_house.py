@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tiers": ("tier",),
     "neighbours": ("neighbours",),
     "transport": ("collectives", "distributed"),
-    "tables": ("embeddings", "row_tables"),
+    "tables": ("embeddings", "frozen", "row_tables"),
     "rows": ("sparse_gradients",),
     "axes": ("comm", "mesh"),
     "holders": ("copies", "holders"),

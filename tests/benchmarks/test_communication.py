@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from catalogue import COMPRESSED, COMPRESSING, FREEZE, SYSTEMS
+from catalogue import COMPRESSED, COMPRESSING, FREEZE, FROM_THE_START, SYSTEMS, THROUGH
 from communication import CHOICES, Results, collected, draw, outcome, targets
 from crossing import Point, ratios
 from hosts import Hosts, Traffic, unavailable
@@ -19,6 +19,7 @@ from interleave import Count, Plan, Team, Turn
 from packing import Packing
 from speeds import curve, groups, interface, sent, times
 from sweep import Cell, Found, sweep, take_turn
+from through import Through, through
 from workloads import parameters
 
 from shoal.signs import packed_bytes
@@ -27,6 +28,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PLAN = Plan(workload="30m", ranks=2, rounds=2, steps=0, warm=2 * FREEZE, microbatch=2)
 TINY = Plan(workload="tiny", ranks=2, rounds=1, steps=0, warm=2 * FREEZE, microbatch=1, length=16)
 RATES = ("200mbit", "1gbit")
+TRAINED = Through(rate="200mbit", seconds={"ddp": [6.0] * 20, "onebit-adam-1-through": [6.0] * 3 + [1.0] * 17}, failures={})
 SECONDS = {"ddp": (6.0, 1.5), "shoal-1": (6.0, 1.5), "onebit-adam-1": (1.0, 0.75)}  # of a step, by rate
 
 
@@ -40,7 +42,7 @@ def found(**failures: str) -> Found:
 
 
 def results(**failures: str) -> Results:
-    return collected([found(**failures)], PLAN, tuple(SECONDS), RATES)
+    return collected([found(**failures)], PLAN, tuple(SECONDS), RATES, TRAINED)
 
 
 # The systems
@@ -49,7 +51,7 @@ def results(**failures: str) -> Results:
 def test_every_compressing_optimizer_is_a_row_with_a_warm_up_that_is_a_system() -> None:
     assert set(COMPRESSED) <= set(CHOICES) and set(COMPRESSED) <= set(SYSTEMS)
     assert {system.warm_up for system in COMPRESSED.values()} <= set(SYSTEMS)
-    assert len(COMPRESSED) == sum(len(row.stages) for row in COMPRESSING.values())
+    assert len(COMPRESSED) == len(FROM_THE_START) == sum(len(row.stages) for row in COMPRESSING.values())
     assert SYSTEMS["onebit-adam-1"].stage == 1 and SYSTEMS["onebit-adam-1"].warm_up == "shoal-1"
 
 
@@ -90,7 +92,7 @@ def test_what_does_not_fit_together_is_cut_into_groups_each_with_ddp_and_the_war
 def test_a_ratio_is_taken_within_the_group_of_a_system() -> None:
     other = Found(cells=[Cell(system=name, rate=rate, seconds=[[10.0]], sent=[1.0]) for name in ("ddp", "shoal-0")
                          for rate in RATES], failures={"shoal-1": "died"}, losses={"ddp": 5.0, "shoal-0": 5.0})
-    both = collected([other, found()], PLAN, ("ddp", "shoal-0", *SECONDS), RATES)
+    both = collected([other, found()], PLAN, ("ddp", "shoal-0", *SECONDS), RATES, TRAINED)
     assert both.found["shoal-0"] is other and both.found["onebit-adam-1"].cell("shoal-1", "1gbit")
     assert times(both.found["shoal-0"], "shoal-0", "1gbit") == 1.0 and both.ends("onebit-adam-1")
     assert both.found["ddp"] is other  # of those in several, the first
@@ -137,15 +139,16 @@ def test_promises_are_of_the_compressing_systems_and_what_is_measured_is_beside_
     assert verdicts["times fewer bytes than 16-bit gradients and weights"].measured == pytest.approx(15.75 / 1.01, abs=0.02)
     assert verdicts["packing and unpacking, of the step, at the rate where that is most"].measured == pytest.approx(6.0)
     measured = [target.measured for target in verdicts.values()]
-    assert len(measured) == 4 and all(target.met for target in targets(results()))
-    speeds = [target for target in targets(results()) if "samples a second" in target.what]
-    assert [target.low for target in speeds] == [5.0, 1.0, 3.0]
+    assert len(measured) == 5 and all(target.met for target in targets(results()))
+    speeds = [target for target in targets(results()) if "DDP" in target.what]
+    assert [target.low for target in speeds] == [5.0, 1.0, 3.0] and speeds[-1].measured == pytest.approx(120 / 35)
 
 
 def test_without_ddp_nothing_is_said_of_times_ddp() -> None:
-    whats = [target.what for target in targets(results(ddp="rank 0: it died"))]
+    died = replace(results(ddp="rank 0: it died"), trained=Through(rate="200mbit", seconds={}, failures={}))
+    whats = [target.what for target in targets(died)]
     assert whats and not [what for what in whats if "DDP" in what]
-    laid = outcome(results(ddp="rank 0: it died"), [found(ddp="rank 0: it died")], seconds=1.0)
+    laid = outcome(died, [found(ddp="rank 0: it died")], seconds=1.0)
     assert "DDP: rank 0: it died." in laid.note and all("Times DDP" not in sheet.title for sheet in laid.sheets)
 
 
@@ -191,3 +194,13 @@ def test_between_hosts_a_compressed_step_sends_what_the_formula_says() -> None:
     assert sends["onebit-adam-1"] <= ours.state[0] < 1.01 * sends["onebit-adam-1"]  # each unit is rounded up
     assert ours.words == exact.words and ours.state[0] < ours.payload[0] < ours.sent[0] < 1.5 * ours.state[0]
     assert exact.state[0] < exact.payload[0] < exact.sent[0] < 1.05 * exact.state[0]  # not twice what was refused
+
+
+@pytest.mark.skipif(bool(missing), reason=f"no hosts: {missing}")
+def test_a_training_from_its_first_step_warms_up_whole_and_goes_on_compressed() -> None:
+    with Hosts(2) as hosts:
+        trained = through(("ddp", "onebit-adam-1"), TINY, "10mbit", hosts, lambda text: None)
+    assert not trained.failures and {len(seconds) for seconds in trained.seconds.values()} == {THROUGH}
+    assert trained.compared == ["onebit-adam-1-through"] and trained.times("onebit-adam-1-through") > 2
+    ours = trained.seconds["onebit-adam-1-through"]
+    assert min(ours[:3]) > 3 * sum(ours[4:]) / len(ours[4:])
