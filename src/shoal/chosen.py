@@ -26,6 +26,7 @@ OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 class Chosen:
     """What is known of the optimizer before it is built."""
 
+    name: str = ""
     moments: int = ADAM_MOMENTS
     """How many tensors of a weight's shape it keeps for it."""
     compressing: bool = False
@@ -33,7 +34,8 @@ class Chosen:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Chosen:
-        return cls(moments=moments_of(type(optimizer), optimizer.defaults), compressing=isinstance(optimizer, Compressing))
+        return cls(name=type(optimizer).__name__, moments=moments_of(type(optimizer), optimizer.defaults),
+                   compressing=isinstance(optimizer, Compressing))
 
 
 def chosen(settings: Config, optimizer: OptimizerSource | None) -> Chosen:

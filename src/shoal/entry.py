@@ -23,7 +23,7 @@ from shoal.arrange import census_of, mesh_of
 from shoal.board import Board
 from shoal.chosen import Chosen, OptimizerSource, check_optimizer, chosen
 from shoal.collectives import Communicator
-from shoal.compression import check_compressing
+from shoal.compression import check_compressing, check_warm_up
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.copies import Copies
@@ -97,7 +97,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     stepping = chosen(settings, optimizer)
     _check_device(settings, device)
     if stepping.compressing:
-        check_compressing(settings, mesh)
+        check_compressing(settings, mesh, model, stepping.name)
     _move_buffers(model, census.data, device)
     with _untouched_by_failure(engine, optimizer):
         _build(engine, optimizer, model_parameters, stepping)
@@ -278,12 +278,18 @@ def _loss_scale(settings: Config) -> LossScale:
 
 
 def _schedule(engine: Engine, source: ScheduleSource | None) -> AnySchedule | None:
-    settings = engine.settings.scheduler
+    """Return the schedule of the configuration, or the one that `source` is or makes."""
     if engine.optimizer is None:
         return None
-    if source is None:
-        return None if settings.type is None else make_schedule(settings.type, settings.params, engine.optimizer.optimizer)
-    return source if not callable(source) else source(engine.optimizer.optimizer)
+    settings, optimizer, schedule = engine.settings.scheduler, engine.optimizer.optimizer, None
+    if source is not None:
+        schedule = source(optimizer) if callable(source) else source
+    elif settings.type is not None:
+        schedule = make_schedule(settings.type, settings.params, optimizer)
+    if isinstance(optimizer, Compressing):
+        named = None if source is not None else settings.params.get("total_num_steps")
+        check_warm_up(optimizer, getattr(schedule, "total_steps", named))
+    return schedule
 
 
 def _warn_of_unused(section: str, given: object, named: str | None) -> None:

@@ -270,7 +270,8 @@ def test_a_rank_alone_steps_as_the_class_does_and_natively_as_by_torch() -> None
             addend, constants = gradient * 0.4 + 0.1, [0.1, 0.999, 1 - 0.999, 0.01 / (1 - 0.9**time),
                                                        (1 - 0.999**time)**-0.5, 1e-8, 1e-3]
             if by_native:
-                native.step(native.Rule.ONE_BIT_ADAM, weight, moments, gradient, [*constants, 1 / 9, 2, 0.01], addend=addend)
+                native.step(native.Rule.ONE_BIT_ADAM, weight, moments, gradient, [*constants, 1 / 9, 2, 0.01, 0.0],
+                            addend=addend)
             else:
                 optimizer = found_optimizer(weight, moments, time)
                 optimizer.take(weight, gradient, optimizer.param_groups[0], addend=addend, addends=2)
@@ -287,9 +288,9 @@ def found_optimizer(weight: Tensor, moments: list[Tensor], time: int) -> OneBitA
     return optimizer
 
 
-def by_torch(kind: str, clipping: float) -> tuple[Tensor, Tensor]:
+def by_torch(kind: str, clipping: float, more: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the weights that an optimizer by name trains, and those of an instance, which is stepped by torch."""
-    named, whole, params = engine_of(kind=kind, gradient_clipping=clipping), model(), PARAMS | WARM[kind]
+    named, whole, params = engine_of(1, more, kind=kind, gradient_clipping=clipping), model(), PARAMS | WARM[kind] | more
     params.pop("local_step_clipper", None)
     optimizer = (OneBitAdam, OneBitLamb, ZeroOneAdam)[KINDS.index(kind)](whole.parameters(), **params)
     given = shoal.initialize(model=whole, optimizer=optimizer, config={
@@ -299,10 +300,11 @@ def by_torch(kind: str, clipping: float) -> tuple[Tensor, Tensor]:
     return weights(named), weights(given)
 
 
+@pytest.mark.parametrize("more", [{}, {"variance_floor": 0, "look_ahead": 0}], ids=str)
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_instance_keeps_its_moments_and_trains_as_the_name_does(kind: str, clipping: float) -> None:
-    for named, given in run_ranks(2, by_torch, kind, clipping):
+def test_an_instance_keeps_its_moments_and_trains_as_the_name_does(kind: str, clipping: float, more: dict[str, Any]) -> None:
+    for named, given in run_ranks(2, by_torch, kind, clipping, more):
         assert (named - given).abs().mean() < 1e-4
 
 
@@ -319,10 +321,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[ShoalError], str]]
     "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, {}, NotSupportedYet,
                 "offload_optimizer.device: got 'cpu' with OneBitAdam"),
     "late": ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}},
-             {"freeze_step": 50}, ConfigError, "freeze_step: got 50, and scheduler.params.total_num_steps 50: training"),
+             {"freeze_step": 5e1}, ConfigError, "OneBitAdam: freeze_step: got 50.0, and the schedule has 50 steps"),
+    "by torch": ({"kind": "ZeroOneAdam", "scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1, "total_steps": 9}}},
+                 {"var_update_scaler": 10}, ConfigError, "var_update_scaler: got 10, and .* 9 steps.*give 1, a fifth"),
+    "bound": ({"build": lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 1))}, {}, ConfigError,
+              "embedding '0' has max_norm=1 with OneBitAdam"),
     "rows": ({"sparse_gradients": True}, {}, ConfigError, "sparse_gradients: got true with OneBitAdam.*or take AdamW"),
     "amsgrad": ({}, {"amsgrad": True}, ConfigError, "amsgrad: got true"),
     "freeze": ({}, {"freeze_step": 0}, ConfigError, "freeze_step: got 0"),
+    "never": ({}, {"freeze_step": float("inf")}, ConfigError, "freeze_step: got inf; give a whole number"),
     "floor": ({}, {"variance_floor": 2}, ConfigError, "variance_floor=2"),
     "ahead": ({}, {"look_ahead": -1}, ConfigError, "look_ahead=-1"),
     "scaler": ({"kind": "ZeroOneAdam"}, {"var_update_scaler": 0.5}, ConfigError, "var_update_scaler: got 0.5; give a whole"),
@@ -352,7 +359,12 @@ def test_what_it_cannot_serve_is_named_with_what_it_can() -> None:
     assert [said[kind] for kind in said if not re.search(REFUSED[kind][3], said[kind])] == []
 
 
-def test_a_mask_is_refused_and_not_passed_over() -> None:
-    weight = nn.Parameter(torch.ones(4))
-    with pytest.raises(ConfigError, match="exp_avg_mask, which is not supported: leave it out"):
-        OneBitAdam([{"params": [weight], "exp_avg_mask": torch.ones(4)}])
+@pytest.mark.parametrize(("option", "said"), [
+    ({"exp_avg_mask": torch.ones(4)}, "exp_avg_mask, which is not supported: leave it out"),
+    ({"lr": "a"}, "lr='a'.*give numbers"), ({"lr": -1.0}, "none may be negative"),
+    ({"betas": (2, 3)}, r"betas=\(2, 3\)"), ({"freeze_step": -5}, "freeze_step: got -5"),
+])  # fmt: skip
+def test_the_options_of_every_group_are_checked(option: dict[str, Any], said: str) -> None:
+    for kind in (OneBitAdam, OneBitLamb):
+        with pytest.raises(ConfigError, match=said):
+            kind([{"params": [nn.Parameter(torch.ones(4))], **option}])

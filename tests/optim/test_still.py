@@ -31,6 +31,28 @@ def test_the_steps_that_travel_together_double_up_to_the_clipper_as_the_rate_fal
     assert found == due
     optimizer.exchanging = False
     assert optimizer.due(group) == 1, "who is alone has nobody to wait for"
+    group["waiting_steps"] = 2
+    assert optimizer.due(group) == 3, "but takes what others left"
+
+
+def still(rates: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """Return what is due at each step and how many steps are taken at once at most, of two groups at so many times RATE."""
+    optimizer = ZeroOneAdam([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=1.0, **STILL)
+    optimizer.exchanging = True
+    found: list[tuple[int, int]] = []
+    for rate in rates:
+        for group, factor in zip(optimizer.param_groups, rate, strict=True):
+            group["lr"] = factor
+        found.append((optimizer.due(optimizer.param_groups[1]), min(map(optimizer.reach, optimizer.param_groups))))
+        optimizer.count_step()
+    return found
+
+
+def test_no_group_goes_farther_than_one_step_at_its_largest_rate_did() -> None:
+    assert [due for due, _ in still([(0.0, 1.0)] + [(0.0, 1.0)] * 17)] == ALONE * 18, "the other group has not fallen"
+    assert [due for due, _ in still([(1.0, 1.0)] * 8 + [(0.0, 0.1)] * 10)] == ALONE * 9 + [0, 2] * 2 + [0, 0, 3] + [0, 0]
+    risen = still([(1.0, 1.0)] * 8 + [(0.1, 0.1)] * 5 + [(1.0, 0.1)] * 4)
+    assert risen[12:] == [(2, 10), (0, 1), (2, 1), (1, 1), (1, 1)], "two of three gradients, and one step by them"
 
 
 def still_steps(config: dict[str, Any]) -> tuple[list[int], list[bool], list[float]]:

@@ -78,11 +78,14 @@ float least_of(int64_t n, const float* v, float fraction) {
 inline float at_least(float least, float value) { return value < least ? least : value; }  // what is no number stays so
 
 // AdamW by such gradients.
-// c: those of AdamW, how far the momentum takes the gradient once more, the addends of a gradient, and the fraction
+// c: those of AdamW, how far the momentum takes the gradient once more, the addends of a gradient, the fraction, and what
+// part of its gradient's square a variance is that is nothing yet
 void one_bit_adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
                   const float* a, const float* c) {
-    const float size = c[3], root = c[4], eps = c[5], decay = c[6], again = c[7];
+    const float size = c[3], root = c[4], eps = c[5], decay = c[6], again = c[7], fresh = c[10];
     take(n, m, v, g, a, c[8], c[0], c[1], c[2]);
+    if (fresh != 0.0f)
+        for (int64_t i = 0; i < n; ++i) v[i] = v[i] == 0.0f ? fresh * g[i] * g[i] : v[i];
     const float least = least_of(n, v, c[9]);
     for (int64_t i = 0; i < n; ++i)
         w[i] = w[i] * (1.0f - decay)
@@ -218,7 +221,7 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
 extern "C" {
 
 // Which layout of arguments this library has; the caller asks before it calls.
-int shoal_step_version() { return 4; }
+int shoal_step_version() { return 5; }
 
 // Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
 // dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).

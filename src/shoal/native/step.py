@@ -18,7 +18,7 @@ from shoal.native.build import load
 
 __all__ = ["DTYPES", "Rule", "apply", "available", "measure", "step"]
 
-_VERSION = 4
+_VERSION = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that gradients and weights may have, by their number in step.cpp."""
 _NOWHERE = 3
@@ -40,8 +40,8 @@ class Rule(IntEnum):
     LION = 5
     """lr, 1 - beta1, 1 - beta2, lr * decay"""
     ONE_BIT_ADAM = 6
-    """those of ADAMW, how far the momentum takes the gradient once more, the number of addends, and the fraction of the mean
-    of 1024 variances that each counts at least as"""
+    """those of ADAMW, how far the momentum takes the gradient once more, the number of addends, the fraction of the mean of
+    1024 variances that each counts at least as, and what part of its gradient's square a variance is that is nothing yet"""
 
 
 def available() -> bool:

@@ -11,6 +11,7 @@ option of every group, and so a part of every checkpoint.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,12 +66,20 @@ class Compressing(Optimizer):
         """Return of how many steps the gradient is that travels at the next step; 0 where none does, a still step."""
         return 1
 
+    def waiting(self, group: Mapping[str, Any]) -> int:
+        """Return how many gradients wait to travel."""
+        return 0
+
     def drop(self) -> None:
         """Take note that the gradients that waited are dropped, those of a step that is skipped."""
 
     def due(self, group: Mapping[str, Any]) -> int:
         """Return of how many steps the gradient is that the next step takes; 0 where that is still."""
-        return self.joined(group) if self.exchanging else 1
+        return self.joined(group) if self.exchanging else self.waiting(group) + 1
+
+    def reach(self, group: Mapping[str, Any]) -> int:
+        """Return how many steps may be taken at once, at most."""
+        return sys.maxsize
 
     def wire(self) -> Wire:
         """Return how the next step travels: by signs once every group is past its warm-up, but near measured steps."""

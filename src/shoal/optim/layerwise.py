@@ -23,7 +23,7 @@ from shoal.holders import Census
 from shoal.native import step as native
 from shoal.optim.compressing import Compressing
 from shoal.optim.lamb import AT_ONCE, Lamb
-from shoal.optim.stepping import Options, Sweep, fits, is_plain, moments_of, round_off, rounding, settle
+from shoal.optim.stepping import Options, Sweep, fits, is_unhooked, moments_of, round_off, rounding, settle
 from shoal.optim.views import View
 from shoal.zero.state import Use
 from shoal.zero.unit import Unit
@@ -50,7 +50,7 @@ class Layerwise:
 
     def measure(self, factor: float, options: Options) -> Sweep:
         """Return the sweep that consumes the gradients, times `factor`."""
-        if not is_plain(self._optimizer):
+        if not is_unhooked(self._optimizer):
             raise OptimizerError(f"optimizer: {type(self._optimizer).__name__} has a step hook, or another step in place of "
                                  f"its own, which nobody calls: its step is taken in two sweeps over slices; remove them")
         return Sweep(step=self._measure, factor=factor, options=options, use=MEASURE)

@@ -12,7 +12,8 @@ variance goes on, where 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) freezes 
 the owner of a slice alone keeps the momentum of it, which is what lets state be sharded: docs/compression.md.
 
 Signs have one magnitude for a block of elements, and an element whose variance is far below its block's would be stepped far
-too far by it: v counts as at least `variance_floor` times the mean of its block.
+too far by it: v counts as at least `variance_floor` times the mean of its block. And where v is nothing yet, as the first
+gradient of an element comes at a step that v passes over, the square of that gradient is v', as at Adam's first step.
 
 Weights that follow their masters by signs are about a step behind them. So the masters go ahead of where Adam would be by
 `look_ahead` of its updates u: y = x + look_ahead u is stepped instead of x, by (1 + look_ahead) u - look_ahead u', where u'
@@ -28,7 +29,8 @@ middle of the next k steps will be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +40,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.optim.compressing import Compressing, next_time, time_of
 
-__all__ = ["BLOCK", "OneBitAdam", "SignedAdam", "ZeroOneAdam", "bounded", "check_count"]
+__all__ = ["BLOCK", "OneBitAdam", "SignedAdam", "ZeroOneAdam", "bounded", "check_group"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 _WAITING, _TOGETHER, _LARGEST = "waiting_steps", "joined_steps", "largest_lr"
@@ -57,6 +59,10 @@ class Terms:
     """What is left of the momentum."""
     beta2: float
     """1 where the variance stands still."""
+    into: float
+    """How much of a square the variance takes."""
+    fresh: float
+    """As what part of its gradient's square a variance that is nothing yet begins."""
     first: float
     """The bias correction of the momentum."""
     second: float
@@ -73,18 +79,12 @@ class SignedAdam(Compressing):
     Raises `ConfigError` for values out of range.
     """
 
-    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        name, (beta1, beta2) = type(self).__name__, defaults["betas"]
-        values = {key: defaults[key] for key in ("lr", "weight_decay", "eps", "variance_floor", "look_ahead")}
-        if not (all(value >= 0 for value in values.values()) and values["variance_floor"] <= 1):
-            raise ConfigError(f"{name}: got {', '.join(f'{key}={value}' for key, value in values.items())}; none may be "
-                              f"negative, and variance_floor is at most 1")
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ConfigError(f"{name}: got betas={defaults['betas']}; both must be at least 0 and below 1")
+    def __init__(self, params: Params, defaults: dict[str, Any], counts: Sequence[str]) -> None:
+        """`counts` are the options that are whole numbers above 0."""
+        check_group(type(self).__name__, defaults, counts)
         super().__init__(params, defaults)
-        if any("exp_avg_mask" in group for group in self.param_groups):
-            raise ConfigError(f"{name}: got a group with exp_avg_mask, which is not supported: leave it out; what signs say "
-                              f"of an element that never has a gradient adds up to nothing anyway")
+        for group in self.param_groups:
+            check_group(type(self).__name__, group, counts)
 
     def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor], *, exact: bool,
               steps: int = 1) -> Terms:
@@ -101,11 +101,13 @@ class SignedAdam(Compressing):
         time, (beta1, beta2) = time_of(group, state), group["betas"]
         compressed = time > self.warm_up(group)
         takes = steps == 1 and (not exact or self.measures(group, time))  # the square of a mean is not that of a gradient
+        takes = takes or not state["taken"].item()  # there is nothing else, and nothing that signs have left
         state["taken"] += takes
         count, corrected = int(state["taken"].item()), group["bias_correction"]
-        return Terms(beta1=beta1**steps, beta2=beta2 if takes else 1.0,
-                     first=1 - beta1 ** int(state["step"].item()) if corrected else 1.0,
-                     second=1 - beta2**count if corrected and count else 1.0,
+        second = 1 - beta2**count if corrected else 1.0
+        return Terms(beta1=beta1**steps, beta2=beta2 if takes else 1.0, into=(1 - beta2) * steps if takes else 0.0,
+                     fresh=0.0 if takes else second * steps,
+                     first=1 - beta1 ** int(state["step"].item()) if corrected else 1.0, second=second,
                      again=_again(beta1, group["look_ahead"], steps) if compressed and beta1 else 0.0,
                      floor=group["variance_floor"] if compressed else 0.0)
 
@@ -134,11 +136,13 @@ class SignedAdam(Compressing):
         terms = self.begin(group, state, lambda kind: torch.zeros_like(weight), exact=addend is None, steps=steps)
         momentum, variance = state["exp_avg"], state["exp_avg_sq"]
         momentum.lerp_(gradient, 1 - terms.beta1)
-        if terms.beta2 != 1:
+        if terms.fresh:
+            variance.copy_(torch.where(variance == 0, gradient.square() * terms.fresh, variance))
+        else:
             exact, many = (gradient, 1) if addend is None else (addend, addends)
-            variance.mul_(terms.beta2).addcmul_(exact, exact, value=(1 - terms.beta2) * many)
+            variance.mul_(terms.beta2).addcmul_(exact, exact, value=terms.into * many)
             if many > 1:
-                variance.addcmul_(momentum, momentum, value=(1 - terms.beta2) * (1 - 1 / many))
+                variance.addcmul_(momentum, momentum, value=terms.into * (1 - 1 / many))
         below = bounded(variance, terms.floor).div_(terms.second)
         denominator = below.add_(group["eps"]).sqrt_() if group["eps_inside_sqrt"] else below.sqrt_().add_(group["eps"])
         ahead = momentum.lerp(gradient, terms.again) if terms.again else momentum
@@ -171,10 +175,9 @@ class OneBitAdam(SignedAdam):
     def __init__(self, params: Params, lr: float | Tensor = 1e-3, freeze_step: int = 100_000, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
                  weight_decay: float = 0.0, *, variance_floor: float = 0.01, look_ahead: float = 1.0) -> None:
-        check_count("OneBitAdam", "freeze_step", freeze_step)
         super().__init__(params, {"lr": lr, "freeze_step": freeze_step, "bias_correction": bias_correction, "betas": betas,
                                   "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
-                                  "variance_floor": variance_floor, "look_ahead": look_ahead})
+                                  "variance_floor": variance_floor, "look_ahead": look_ahead}, ("freeze_step",))
 
     def warm_up(self, group: Mapping[str, Any]) -> int:
         return group["freeze_step"]
@@ -195,11 +198,9 @@ class ZeroOneAdam(SignedAdam):
                  look_ahead: float = 1.0) -> None:
         counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler,
                   "local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
-        for key, value in counts.items():
-            check_count("ZeroOneAdam", key, value)
         super().__init__(params, {"lr": lr, **counts, "bias_correction": bias_correction, "betas": betas, "eps": eps,
                                   "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
-                                  "variance_floor": variance_floor, "look_ahead": look_ahead})
+                                  "variance_floor": variance_floor, "look_ahead": look_ahead}, tuple(counts))
         for group in self.param_groups:
             self._check_still(group)
 
@@ -220,14 +221,23 @@ class ZeroOneAdam(SignedAdam):
 
         (arXiv 2202.06009, algorithm 1, its steps without communication. There a rank steps by its own momentum meanwhile.)
         """
-        number = group.get(_WAITING, 0) + 1
+        number = self.waiting(group) + 1
         return number if number >= group.get(_TOGETHER, 1) else 0
 
+    def waiting(self, group: Mapping[str, Any]) -> int:
+        return group.get(_WAITING, 0)
+
+    def reach(self, group: Mapping[str, Any]) -> int:
+        """Return of how many steps at the present learning rate one at the largest was."""
+        rate = float(group["lr"])
+        return max(1, int(group.get(_LARGEST, rate) / rate)) if rate else sys.maxsize
+
     def count_step(self) -> None:
-        """Count a step that was applied, and say how many are to travel together next."""
+        """Count a step that was applied, and say how many are to travel together next: the rate may have risen since."""
         still = not all(map(self.due, self.param_groups))
         super().count_step()
-        together = self.param_groups[0].get(_TOGETHER, 1) if still else self._together(self.param_groups[0])
+        first = self.param_groups[0]
+        together = min(first.get(_TOGETHER, 1) if still else self._doubled(first), *map(self.reach, self.param_groups))
         for group in self.param_groups:
             group[_WAITING] = group.get(_WAITING, 0) + 1 if still else 0
             group[_TOGETHER] = together
@@ -237,14 +247,11 @@ class ZeroOneAdam(SignedAdam):
         for group in self.param_groups:
             group[_WAITING] = 0
 
-    def _together(self, group: Mapping[str, Any]) -> int:
-        """Return of how many steps, from the next on, the gradients are to travel together."""
-        since, rate = next_time(group) - 1 - group["var_freeze_step"], float(group["lr"])
-        if since < 0:
-            return 1
-        doubled = 2 ** min(since // group["local_step_scaler"], 64)
-        as_far = group.get(_LARGEST, rate) / rate if rate else math.inf
-        return max(1, int(min(doubled, group["local_step_clipper"], as_far)))
+    def _doubled(self, group: Mapping[str, Any]) -> int:
+        """Return of how many steps, from the next on, the gradients would travel together at the least rate."""
+        since = next_time(group) - 1 - group["var_freeze_step"]
+        doubled = 2 ** min(since // group["local_step_scaler"], 64) if since >= 0 else 1
+        return min(doubled, group["local_step_clipper"])
 
     def warm_up(self, group: Mapping[str, Any]) -> int:
         return min(group["var_update_scaler"], group["var_freeze_step"])
@@ -261,7 +268,22 @@ class ZeroOneAdam(SignedAdam):
         return (before - many * (2**doubled - 1)) % 2**doubled == 0
 
 
-def check_count(name: str, key: str, value: object) -> None:
-    """Raise `ConfigError` unless `value` of the option `key` is a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
-        raise ConfigError(f"{name}: {key}: got {value!r}; give a whole number, 1 or more")
+def check_group(name: str, options: Mapping[str, Any], counts: Sequence[str]) -> None:
+    """Raise `ConfigError` unless the `options` of the optimizer `name` are in range; `counts` are whole numbers above 0."""
+    values = {key: options[key] for key in ("lr", "weight_decay", "eps", "variance_floor", "look_ahead")}
+    said = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    if not all(isinstance(value, int | float | Tensor) for value in values.values()):
+        raise ConfigError(f"{name}: got {said}; give numbers")
+    if not (all(value >= 0 for value in values.values()) and values["variance_floor"] <= 1):
+        raise ConfigError(f"{name}: got {said}; none may be negative, and variance_floor is at most 1")
+    beta1, beta2 = options["betas"]
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ConfigError(f"{name}: got betas={options['betas']}; both must be at least 0 and below 1")
+    for key in counts:
+        value = options[key]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and 1 <= value < math.inf and value == int(value)):
+            raise ConfigError(f"{name}: {key}: got {value!r}; give a whole number, 1 or more")
+    if "exp_avg_mask" in options:
+        raise ConfigError(f"{name}: got a group with exp_avg_mask, which is not supported: leave it out; what signs say of "
+                          f"an element that never has a gradient adds up to nothing anyway")

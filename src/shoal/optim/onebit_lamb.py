@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.optim.compressing import Compressing, time_of
 from shoal.optim.lamb import Constants, Lamb
-from shoal.optim.onebit import bounded, check_count
+from shoal.optim.onebit import bounded, check_group
 
 __all__ = ["OneBitLamb"]
 
@@ -42,14 +42,10 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
                  eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_coeff: float = 10.0,
                  min_coeff: float = 0.01, *, coeff_beta: float = 0.9, factor_max: float = 4.0, factor_min: float = 0.5,
                  factor_threshold: float = 0.1, variance_floor: float = 0.01, look_ahead: float = 1.0) -> None:
-        check_count("OneBitLamb", "freeze_step", freeze_step)
         if not (0 <= coeff_beta < 1 and 0 <= factor_threshold < 1 and 0 < factor_min <= 1 <= factor_max):
             raise ConfigError(f"OneBitLamb: got coeff_beta={coeff_beta}, factor_threshold={factor_threshold}, factor_min="
                               f"{factor_min}, factor_max={factor_max}; the first two must be at least 0 and below 1, and "
                               f"the bounds of the factor, which begins at 1, above 0 and on either side of 1")
-        if not (0 <= variance_floor <= 1 and look_ahead >= 0):
-            raise ConfigError(f"OneBitLamb: got variance_floor={variance_floor}, look_ahead={look_ahead}; neither may be "
-                              f"negative, and variance_floor is at most 1")
         super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff=max_coeff,
                          min_coeff=min_coeff)
         more = {"freeze_step": freeze_step, "coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min,
@@ -58,6 +54,7 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
         for group in self.param_groups:
             for key, value in more.items():
                 group.setdefault(key, value)
+            check_group("OneBitLamb", group, ("freeze_step",))
 
     def warm_up(self, group: Mapping[str, Any]) -> int:
         return group["freeze_step"]

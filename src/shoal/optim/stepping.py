@@ -92,7 +92,7 @@ def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
                                  f"own, which nobody calls: slices are stepped by what came as signs of them; remove them")
         for view in some:
             group, exact = options[view.group], view.unit.addend(view.part)
-            steps = optimizer.due(group)
+            steps = min(optimizer.due(group), optimizer.reach(group))
             if not view.unit.signed:  # the gradient is its only addend
                 exact = (view.unit.gradient.at_rest(view.part), 1) if view.unit.gradient is not None else None
             addend, addends = (None, 1) if exact is None else exact
@@ -114,19 +114,21 @@ def _step_signed(optimizer: SignedAdam, view: View, group: dict[str, Any], facto
     assert view.unit.gradient is not None
     state, lr = optimizer.state[view.parameter], steps * float(group["lr"])
     terms = optimizer.begin(group, state, moments_of(view), exact=addend is None, steps=steps)
-    constants = [1 - terms.beta1, terms.beta2, 1 - terms.beta2, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
+    constants = [1 - terms.beta1, terms.beta2, terms.into, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
                  lr * group["weight_decay"]]
-    rule, more = (Rule.ONE_BIT_ADAM, [terms.again, addends, terms.floor]) if terms.again or terms.floor else (Rule.ADAMW, [])
+    more = [terms.again, addends, terms.floor, terms.fresh]
+    plain = addends == 1 and not (terms.again or terms.floor or terms.fresh)
     with rounding(view) as weight:
-        step(rule, view.parameter.detach(), [state["exp_avg"], state["exp_avg_sq"]],
+        step(Rule.ADAMW if plain else Rule.ONE_BIT_ADAM, view.parameter.detach(), [state["exp_avg"], state["exp_avg_sq"]],
              view.unit.gradient.at_rest(view.part), [*constants, *more], factor=factor, weight=weight,
              addend=None if addends == 1 else addend)
 
 
 def is_native(optimizer: Optimizer, views: Sequence[View]) -> bool:
     """Whether native code steps all `views` by itself, which any thread may do."""
-    known = type(optimizer) in _PLANS or type(optimizer) in SIGNED or type(optimizer) in LAYERWISE
-    return known and available() and is_plain(optimizer) and all(fits(view) for view in views)
+    known = type(optimizer) in _PLANS or type(optimizer) in SIGNED
+    suits = is_unhooked(optimizer) if type(optimizer) in LAYERWISE else known and is_plain(optimizer)
+    return suits and available() and all(fits(view) for view in views)
 
 
 def settle(view: View, optimizer: Optimizer) -> None:
