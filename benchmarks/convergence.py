@@ -27,7 +27,8 @@ from runs import Run, RunFailed
 
 from shoal.config.load import read
 
-CONFIGS = tuple(Path(f"examples/gpt/{name}.json") for name in ("zero1", "onebit", "zeroone", "lamb", "onebit-lamb"))
+CONFIGS = tuple(Path(f"examples/gpt/{name}.json") for name in ("zero1", "onebit", "zeroone", "zeroone-still", "lamb",
+                                                               "onebit-lamb"))
 BASELINE = "AdamW"
 COUNTERPARTS = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "Lamb"}
 """The optimizer that each compressing one is while it warms up."""

@@ -18,8 +18,8 @@ class OptimizerSettings(Section):
     """The optimizer that `initialize` builds when it is given none."""
 
     type: Text | None = None
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, OneBitAdam, OneBitLamb or ZeroOneAdam in any case, another registered name, or a
-    class of `torch.optim`."""
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, OneBitAdam, OneBitLamb or ZeroOneAdam in any case, another registered name, or
+    a class of `torch.optim`."""
 
     params: Mapping[str, Any] = Field(default_factory=dict[str, Any])
     """Keywords of the optimizer's constructor, such as lr, betas, eps and weight_decay."""
