@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal import gradients, reduction
+from shoal.collectives import Communicator
 from shoal.reduction import DONE, Reduction
 from shoal.signs import packing, plain
+from shoal.testing import run_ranks
 from shoal.training_state import _scalar_device
 
 DEVICE = torch.device("meta")  # of another kind than the host
@@ -65,3 +68,12 @@ def test_triton_that_works_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     working = import_module("shoal.signs.plain")
     monkeypatch.setattr(packing, "import_module", lambda name: working)
     assert packing._tried(torch.device("cpu")) is working
+
+
+def native_by_backends() -> list[bool]:
+    named = dist.new_group(backend="cpu:gloo")
+    return [Communicator(group, timeout=20).native for group in (dist.group.WORLD, named) if group is not None]
+
+
+def test_gloo_is_known_by_whichever_name_it_was_asked_for() -> None:
+    assert run_ranks(2, native_by_backends) == [[False, False]] * 2
