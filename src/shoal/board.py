@@ -111,8 +111,8 @@ class waiting:
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
-    """End whatever waits in a gloo group, here and at its peers: it closes its connections when a wait is too long."""
-    if dist.get_backend(group) == "gloo" and dist.get_world_size(group) > 1:
+    """End whatever waits for gloo in a group, here and at its peers: it closes its connections when a wait is too long."""
+    if "cpu:gloo" in dist.get_backend_config(group) and dist.get_world_size(group) > 1:
         peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         with suppress(RuntimeError):
             group.recv([torch.empty(1)], peer, _TAG).wait(_AT_ONCE)

@@ -91,7 +91,7 @@ class Communicator:
         """The most elements of a buffer that travel in one piece of a gather, over all ranks."""
         self.reduce_elements = reduce_elements
         """The same of a reduction."""
-        self.native = dist.get_backend(group) != "gloo"
+        self.native = any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
         self.direct_bytes = direct_bytes
         """Messages of at least so many bytes between ranks of one machine are read directly; None: none."""
         self.step = 0

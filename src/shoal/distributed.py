@@ -53,11 +53,12 @@ def init_distributed(
 ) -> None:
     """Join the process group of this job; calling it again, or after somebody else did, changes nothing.
 
-    `dist_backend` is nccl on CUDA and gloo otherwise, unless given. Ranks are found from torchrun's, Open MPI's, PMI's or
-    Slurm's variables (all but the first only with `auto_mpi_discovery`), unless `init_method` is given with `rank` and
-    `world_size`. `distributed_port` is where rank 0 listens when ranks on several hosts have no MASTER_PORT. `timeout` of
-    collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With `dist_init_required` false an initialised process group
-    must be there already. Raises `LaunchError` naming the variable that is missing or wrong.
+    `dist_backend` is nccl on CUDA and gloo otherwise, unless given; ranks of gloo train on the CPU. Ranks are found from
+    torchrun's, Open MPI's, PMI's or Slurm's variables (all but the first only with `auto_mpi_discovery`), unless
+    `init_method` is given with `rank` and `world_size`. `distributed_port` is where rank 0 listens when ranks on several
+    hosts have no MASTER_PORT. `timeout` of collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With
+    `dist_init_required` false an initialised process group must be there already. Raises `LaunchError` naming the variable
+    that is missing or wrong.
     """
     if config is not None:
         warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
@@ -79,8 +80,8 @@ def init_distributed(
                 logger.info("rank %d of %d on %s, found by %s, over %s", place.rank, place.ranks, socket.gethostname(),
                             place.source, backend)
     set_rank(dist.get_rank())
-    if torch.cuda.is_available():
-        torch.cuda.set_device(device())
+    if (place := device()).type == "cuda":
+        torch.cuda.set_device(place)
 
 
 def origin() -> str:
@@ -88,19 +89,20 @@ def origin() -> str:
     return _origin
 
 
-def group_of(lines: Sequence[tuple[int, ...]], *, alone: bool = False) -> dist.ProcessGroup | None:
+def group_of(lines: Sequence[tuple[int, ...]], *, apart: str | None = None) -> dist.ProcessGroup | None:
     """Return the process group of that one of `lines` that this rank is in; every rank of the job calls it with the same.
 
-    The group of all ranks is the job's own, unless it is to be `alone`, which nobody else uses.
+    The group of all ranks is the job's own, and the others have its backends; with backends `apart` it is a group that
+    nobody else uses.
 
     Every rank takes part in making every group: torch's groups that only members make are named by how many groups a
     member has made before, and hang where that differs.
     """
     mine: dist.ProcessGroup | None = None
     for ranks in lines:
-        if len(ranks) == dist.get_world_size() and not alone:
+        if len(ranks) == dist.get_world_size() and apart is None:
             return dist.group.WORLD
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), backend=apart)
         if isinstance(group, dist.ProcessGroup):
             mine = group
     return mine
@@ -133,27 +135,42 @@ def _remember(origin: str) -> None:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: the GPU of its local rank, or the CPU.
+    """Return the device of this rank: its GPU, or the CPU where there is none, and in a job whose GPUs only gloo could join.
 
-    Ranks that each see one GPU use that one. Ranks beyond the GPUs share them in turn, which NCCL refuses at
-    `init_distributed`.
+    Its GPU is that of its local rank; where nothing says which that is, the one that the process has chosen for itself
+    (`torch.cuda.set_device`). Ranks that each see one GPU use that one. Ranks beyond the GPUs share them in turn, which
+    NCCL refuses at `init_distributed`.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or not _joins_gpus():
         return torch.device("cpu")
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    told = discover_local_rank(os.environ)
+    return torch.device("cuda", torch.cuda.current_device() if told is None else told % torch.cuda.device_count())
+
+
+def _joins_gpus() -> bool:
+    """Whether tensors of GPUs travel between ranks. Gloo takes their addresses for those of the host in most of its calls.
+
+    Before the ranks have met: yes, for NCCL would be chosen.
+    """
+    return not dist.is_initialized() or backends().get("cuda", "gloo") != "gloo"
+
+
+def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Return which backend carries the tensors of each type of device in `group` (None: all ranks of the job)."""
+    return dict(item.split(":") for item in dist.get_backend_config(group).split(","))
 
 
 def local_rank() -> int:
     """Return which of its host's ranks this process is, 0 where nothing says."""
-    return discover_local_rank(os.environ)
+    return discover_local_rank(os.environ) or 0
 
 
-def discover_local_rank(variables: Mapping[str, str]) -> int:
-    """Return which of its host's ranks this process is, 0 where nothing says."""
+def discover_local_rank(variables: Mapping[str, str]) -> int | None:
+    """Return which of its host's ranks this process is, None where nothing says."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if variables.get(name, "").isdecimal():
             return int(variables[name])
-    return 0
+    return None
 
 
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:
@@ -169,7 +186,7 @@ def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait:
 
 def _join(place: Place, backend: str, wait: timedelta) -> None:
     _check_devices(place, backend)
-    _keep_on_loopback(place, backend)
+    _keep_on_loopback(place)
     if place.source.startswith("torchrun") and place.address is not None:
         os.environ.setdefault("MASTER_PORT", str(place.port))
         dist.init_process_group(backend, init_method="env://", timeout=wait)
@@ -198,12 +215,15 @@ def _check_devices(place: Place, backend: str) -> None:
     gpus = torch.cuda.device_count() if backend == "nccl" else 0
     if gpus > 1 and place.local_rank >= gpus:
         raise LaunchError(f"rank {place.rank} has no GPU of its own: it is local rank {place.local_rank}, and this host has "
-                          f"{gpus} GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo'")
+                          f"{gpus} GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo' to train on the CPU")
 
 
-def _keep_on_loopback(place: Place, backend: str) -> None:
-    """Let gloo use the loopback interface where no other host takes part: a host need not know its own name."""
-    if place.one_host and "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
+def _keep_on_loopback(place: Place) -> None:
+    """Let gloo use the loopback interface where no other host takes part: a host need not know its own name.
+
+    Beside NCCL too: there gloo carries the words of a pipeline.
+    """
+    if place.one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
         names = {name for _, name in socket.if_nameindex()}
         for name in ("lo", "lo0"):
             if name in names:

@@ -178,7 +178,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
-    engine.policy = dtypes = _policy(settings, model, stepping, engine.communicator.ranks)
+    engine.policy = dtypes = _policy(settings, model, stepping, engine.communicator)
     if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
         raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
@@ -256,13 +256,13 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         raise
 
 
-def _policy(settings: Config, model: nn.Module, stepping: Chosen, data_ranks: int) -> Policy:
+def _policy(settings: Config, model: nn.Module, stepping: Chosen, data: Communicator) -> Policy:
     accumulate = settings.data_types.grad_accum_dtype
     if stepping.compressing and accumulate is None:  # what signs do not say would be rounded away
         accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     averaging = Averaging(prescale=settings.prescale_gradients, predivide=settings.gradient_predivide_factor,
-                          times=data_ranks if settings.gradient_allreduce_op == "sum" else 1)
+                          wide=not data.native, times=data.ranks if settings.gradient_allreduce_op == "sum" else 1)
     return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
                   communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
                   averaging=averaging)

@@ -34,13 +34,12 @@ class Verdict:
         return self.norm is not None and not isfinite(self.norm)
 
 
-def judge(units: list[Unit], census: Census, *, norm: bool) -> Verdict:
+def judge(units: list[Unit], census: Census, *, norm: bool, device: torch.device) -> Verdict:
     """Agree over all ranks on the norm of the reduced gradients (if asked for), and with the other holders of each unit on
-    which of its parameters received one.
+    which of its parameters received one. Words travel from `device`, where the weights of ranks that have any are.
     """
     total = 0.0
     touched: dict[Unit, int] = {}
-    device = units[0].full.device if units else torch.device("cpu")
     for communicator in census.communicators:
         held = [unit for unit in units if communicator in (unit.communicator, unit.holders.replicas)]
         masks = [touched.get(unit, unit.gradient.touched) for unit in held if unit.gradient is not None]

@@ -42,7 +42,8 @@ class Reduction:
             return
         self._transfer.wait()  # if it fails, every later wait fails with it
         self._transfer = None
-        size = self._piece_bytes // 4  # a piece, its addends and its sum stay in the cache between the operations
+        # On the host a piece, its addends and its sum stay in the cache between the operations; elsewhere each is a kernel.
+        size = self._piece_bytes // 4 if self._target.is_cpu else self._addends[0].nbytes
         columns = zip(*(pieces(addend, size) for addend in self._addends), strict=True)
         for addends, target in zip(columns, pieces(self._target, size, like=self._addends[0]), strict=True):
             add_up(addends, target, self._scale, self._accumulate)

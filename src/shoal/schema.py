@@ -71,7 +71,7 @@ class Config(Section):
 
     prescale_gradients: Switch | None = None
     """Divide gradients by the number of ranks before they are summed (true) or after (false). null: before in fp32, where it
-    is free, and after in 16 bits. All three work at every stage."""
+    is free; in 16 bits after on gloo, which sums in fp32, and before on NCCL. All three work at every stage."""
 
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
     """Divide gradients by so much before they are summed, and by the rest after; null: by nothing, unless

@@ -95,7 +95,8 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
             elif kind.startswith(NUMBER):
                 state[kind.removeprefix(NUMBER)] = scalar
             else:
-                state[kind.removeprefix(SCALAR)] = torch.tensor(scalar, dtype=dtype)
+                place = _scalar_device(view, optimizer.optimizer.param_groups[view.group])
+                state[kind.removeprefix(SCALAR)] = torch.tensor(scalar, dtype=dtype, device=place)
         optimizer.optimizer.state[view.parameter] = state
 
 
@@ -194,6 +195,12 @@ def _moment(view: View, part: Part, kind: str, value: Tensor | float, cuts: Cuts
 
 def _state_dtype(view: View, saved: torch.dtype) -> torch.dtype:
     return view.parameter.dtype if saved.is_floating_point else saved
+
+
+def _scalar_device(view: View, options: Mapping[str, object]) -> torch.device:
+    """Return where torch keeps one number per parameter: with it where a kernel reads the number, else on the host."""
+    at_parameter = options.get("fused") or options.get("capturable")
+    return view.parameter.device if at_parameter else torch.device("cpu")
 
 
 def _whole(model: ShardedModel) -> Iterator[Piece]:

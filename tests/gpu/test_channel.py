@@ -1,4 +1,4 @@
-"""Tensors of a GPU go through a channel of gloo by way of the host, in the order in which the GPU computes them."""
+"""Tensors of a GPU go through a channel in the order in which the GPU computes them: of gloo by way of the host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from shoal.testing import run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
 
 
-def passed() -> list[float]:
+def passed(backends: str | None) -> list[float]:
     device, group = torch.device("cuda", 0), dist.group.WORLD
-    assert group is not None
+    if backends is not None:
+        device, group = torch.device("cuda", dist.get_rank()), dist.new_group(backend=backends)
+        torch.cuda.set_device(device)
+    assert isinstance(group, dist.ProcessGroup)
     if dist.get_rank() == 0:
         end = Sender(group, 1, 0, device=device, timeout=30, what="activations of stage 1 from stage 0")
         weight = torch.randn(512, 512, device=device)
@@ -38,5 +41,11 @@ def passed() -> list[float]:
 
 
 def test_tensors_of_a_gpu_arrive_on_the_other_ranks_gpu() -> None:
-    sent, received = run_ranks(2, passed)
+    sent, received = run_ranks(2, passed, None)
+    assert sent == received
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses ranks that share one")
+def test_tensors_go_by_nccl_and_their_words_by_gloo() -> None:
+    sent, received = run_ranks(2, passed, "cpu:gloo,cuda:nccl")
     assert sent == received

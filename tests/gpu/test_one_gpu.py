@@ -63,4 +63,9 @@ def test_a_stage_trains_on_a_gpu_as_plain_pytorch_does(stage: int, dtype: str, t
     with torch.no_grad():
         again = engine(batch(3).to(compute)).float().pow(2).mean().item()
     assert again == losses[3]
+    engine.backward(engine(batch(3).to(compute)).float().pow(2).mean())
+    engine.step()  # whose step counts must be where a fused kernel reads them
+    with torch.no_grad():
+        after = engine(batch(4).to(compute)).float().pow(2).mean().item()
+    assert after == pytest.approx(losses[4], rel=1e-5 if dtype == "fp32" else 2e-2)
     engine.destroy()

@@ -28,7 +28,7 @@ def test_a_gpu_gives_the_bits_of_the_host(way: str, kind: str, dtype: torch.dtyp
 
 
 def test_a_gpu_packs_in_triton_where_it_is() -> None:
-    chosen = packing._way("cuda")
+    chosen = packing._way("cuda")  # but with a warning where Triton finds no C compiler
     assert chosen is (import_module("shoal.signs.kernels") if find_spec("triton") else plain)
 
 

@@ -82,11 +82,48 @@ def test_the_device_of_a_rank_without_gpus_is_the_cpu():
     assert device() == torch.device("cpu")
 
 
-def test_ranks_beyond_the_gpus_share_them_in_turn(monkeypatch):
+@pytest.fixture
+def gpus(lone, monkeypatch):
+    """A process that nobody launched, on a host with two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_ranks_beyond_the_gpus_share_them_in_turn(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert device() == torch.device("cuda", 1)
+
+
+def test_a_rank_that_nobody_numbered_keeps_the_gpu_that_it_has_chosen(gpus, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device() == torch.device("cuda", 1)
+    assert distributed.local_rank() == 0
+
+
+@pytest.mark.parametrize(("backends", "found"), [
+    ("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo", "cpu"), ("cuda:nccl", "cuda:0"), ("cpu:gloo,cuda:nccl", "cuda:0"),
+    ("cpu:mpi,cuda:mpi", "cuda:0"),
+])  # fmt: skip
+def test_a_job_trains_on_gpus_whose_tensors_its_backend_carries(gpus, monkeypatch, backends, found):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    try:
+        assert str(device()) == found
+    finally:
+        monkeypatch.undo()  # before others ask whether there is a group
+
+
+def on_a_host_with_gpus():
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)  # this process ends with the test
+    init_distributed()
+    return str(device())
+
+
+def test_ranks_of_gloo_train_on_the_cpu_of_a_host_with_gpus():
+    assert run_ranks(2, on_a_host_with_gpus) == ["cpu", "cpu"]
 
 
 def test_nccl_refuses_a_rank_without_a_gpu_of_its_own(monkeypatch):

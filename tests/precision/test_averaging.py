@@ -36,6 +36,22 @@ def test_what_is_left_open_is_divided_where_it_is_free_and_loses_nothing(accumul
     assert (found.before, found.after) == (before, 1 / (4 * before))
 
 
+@pytest.mark.parametrize(("accumulate", "wire", "before"), [
+    (FP32, FP32, 1 / 4), (FP32, FP16, 1 / 4), (FP16, FP16, 1 / 4), (BF16, BF16, 1 / 4), (BF16, FP32, 1.0),
+])  # fmt: skip
+def test_a_sum_that_is_taken_in_16_bits_is_one_of_divided_addends(accumulate: torch.dtype, wire: torch.dtype,
+                                                                  before: float) -> None:
+    found = Averaging(wide=False).factors(4, accumulate=accumulate, wire=wire)
+    assert (found.before, found.after) == (before, 1 / (4 * before))
+
+
+@pytest.mark.parametrize(("averaging", "before"), [
+    (Averaging(wide=False, prescale=False), 1.0), (Averaging(wide=False, predivide=2.0), 1 / 2),
+])  # fmt: skip
+def test_what_is_asked_for_holds_wherever_the_sum_is_taken(averaging: Averaging, before: float) -> None:
+    assert averaging.factors(4, accumulate=FP16, wire=FP16).before == before
+
+
 @given(st.sampled_from([None, True, False]), st.none() | st.floats(1e-3, 1e3), st.integers(1, 64), st.booleans(),
        st.sampled_from([FP32, FP16, BF16]), st.sampled_from([FP32, FP16, BF16]))
 def test_both_factors_together_are_the_mean(prescale: bool | None, predivide: float | None, addends: int, summed: bool,

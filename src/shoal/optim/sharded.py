@@ -127,7 +127,7 @@ class ShardedOptimizer:
         begun = self.begun
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._model.flush()
-        verdict = judge(units, census, norm=self._norm_wanted)
+        verdict = judge(units, census, norm=self._norm_wanted, device=self._model.residence.device)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._joined

@@ -1,10 +1,13 @@
 """Opens the channels of one pipeline over the pipeline axis of a mesh; those of two engines are never mistaken.
 
-On gloo all edges share the axis' group, each with a number of its own; on NCCL, which knows no tags, each has a group.
+Where gloo carries the device's tensors all edges share the axis' group, each with a number of its own. NCCL knows no tags:
+there each edge has a group, in which the words go by gloo all the same. So nobody waits on the device for a message that
+may not come, and what NCCL is asked for has been announced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,8 +35,8 @@ class Connector:
         self._first = _channels.get(self._group, 0)
         _channels[self._group] = self._first + 2 * stages
         self._own: list[dist.ProcessGroup | None] = []
-        if "gloo" not in dist.get_backend_config(self._group):  # which knows no tags: a group for every edge
-            self._own = [distributed.group_of(mesh.lines("pipeline"), alone=True) for _ in range(2 * stages)]
+        if (apart := own_backends(distributed.backends(self._group), device)) is not None:
+            self._own = [distributed.group_of(mesh.lines("pipeline"), apart=apart) for _ in range(2 * stages)]
 
     def sender(self, edge: Edge, peer: int) -> Sender:
         return Sender(self._of(edge), peer, self._first + edge.number, device=self._device, timeout=self._timeout,
@@ -45,8 +48,21 @@ class Connector:
 
     def end_waits(self) -> None:
         """End whatever waits in the channels."""
-        end_waits(self._group)
+        for group in self._own or [self._group]:
+            if group is not None:
+                end_waits(group)
 
     def _of(self, edge: Edge) -> dist.ProcessGroup:
         own = self._own[edge.number] if self._own else None
         return own or self._group
+
+
+def own_backends(backends: Mapping[str, str], device: torch.device) -> str | None:
+    """Return the backends of the group that each edge has of its own; None where gloo's tags tell the edges apart.
+
+    `backends` are those of the axis, by type of device; tensors of `device` are to travel.
+    """
+    carrier = backends.get(device.type, "gloo")
+    if carrier == "gloo":
+        return None
+    return "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{carrier}"

@@ -4,7 +4,7 @@ Whoever sends adds the rest of the last time to the next vector, so that everyth
 et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847; with Adam, Tang et al. 2021, arXiv 2102.02888).
 
 There are three ways, with the same bits from each: native code on the host, Triton on a CUDA device, and torch for where
-these are not. How a scale is summed is said in plain.py.
+these are not, or do not work. How a scale is summed is said in plain.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shoal.log import warn_once
 from shoal.native import signs as native
 from shoal.signs import plain
-from shoal.signs.layout import packed_bytes
+from shoal.signs.layout import GRAIN, packed_bytes
 
 __all__ = ["difference", "pack", "unpack"]
 
@@ -67,8 +68,23 @@ def _way(device: str) -> _Way:
     if device == "cpu" and native.available():
         return native
     if device == "cuda" and find_spec("triton") is not None:
-        return cast(_Way, import_module("shoal.signs.kernels"))  # not at the top: it takes a second, and is not everywhere
+        return _tried(torch.device("cuda", torch.cuda.current_device()))
     return plain
+
+
+def _tried(device: torch.device) -> _Way:
+    """Return the way by Triton if it works on `device`, else that by torch: the first launch needs a C compiler, for one."""
+    values = torch.zeros(GRAIN, device=device)
+    packed = torch.empty(packed_bytes(GRAIN), dtype=torch.uint8, device=device)
+    try:
+        kernels = cast(_Way, import_module("shoal.signs.kernels"))  # not at the top: it takes a second
+        kernels.pack(values, packed)
+        kernels.unpack(packed, values, factor=1.0, accumulate=False)
+    except Exception as error:  # whatever a compiler or an installation of Triton raises
+        warn_once(f"signs are packed by torch, which is slower: Triton does not work here ({type(error).__name__}: "
+                  f"{error}). Its first launch needs a C compiler: install one, or name it in CC")
+        return plain
+    return kernels
 
 
 def _check(packed: Tensor, *vectors: Tensor) -> None:

@@ -12,17 +12,22 @@ from torch import Tensor
 
 from shoal.tier.span import DONE, Kept, Span, Transfer, Whole
 from shoal.tier.store import Store
-from shoal.tier.streams import Mark, down, up
+from shoal.tier.streams import Mark, Stream, down, up
 
 __all__ = ["Arrival", "Copied", "above"]
 
 
 class Arrival:
-    """The bytes of a span on their way into `target` on a compute device."""
+    """The bytes of a span on their way into `target` on a compute device, in `stream`.
 
-    def __init__(self, rest: Span, target: Tensor):
+    They follow what the device was given so far if `after_compute`, as they must where that reads or writes `target`.
+    """
+
+    def __init__(self, rest: Span, target: Tensor, stream: Stream, *, after_compute: bool):
         self._rest = rest
         self._target = target
+        self._stream = stream
+        self._after_compute = after_compute
         self._arriving = rest.fetch()
         self._mark: Mark | None = None
         self._over = False
@@ -34,23 +39,22 @@ class Arrival:
         return self._over
 
     def wait(self) -> None:
-        if self._over:
-            return
         if self._mark is None:
             self._arriving.wait()
             self._start()
         assert self._mark is not None
-        self._mark.join()
+        self._mark.join()  # every time: another stream may be the current one
+        if self._over:
+            return
         if not isinstance(self._rest, Kept):  # its memory goes now
             self._mark.wait()
         self._rest.commit(changed=False)
         self._over = True
 
     def _start(self) -> None:
-        stream = up(self._target.device)
-        with stream.open():
+        with self._stream.open(after_compute=self._after_compute):
             self._target.copy_(self._rest.tensor, non_blocking=True)
-        self._mark = stream.mark()
+        self._mark = self._stream.mark()
 
 
 class Copied:
@@ -66,9 +70,12 @@ class Copied:
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self.land()
-        with up(self._device).open():
-            self.tensor.untyped_storage().resize_(self._bytes)
-        return DONE if fresh else Arrival(self._below, self.tensor)
+        stream, storage = up(self._device), self.tensor.untyped_storage()
+        there = storage.nbytes() > 0  # at first: memory that the device's computing was given
+        if not there:
+            with stream.open():
+                storage.resize_(self._bytes)
+        return DONE if fresh else Arrival(self._below, self.tensor, stream, after_compute=there)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
         stream = down(self._device)

@@ -21,7 +21,7 @@ from shoal.tier.pages import Pages
 from shoal.tier.part import Part, Together
 from shoal.tier.span import DONE, Kept, Span, Transfer
 from shoal.tier.store import Disk, Memory, Store
-from shoal.tier.streams import up
+from shoal.tier.streams import Stream, up
 from shoal.tier.swapped import Swapped
 
 __all__ = ["Elastic", "elastic"]
@@ -103,18 +103,22 @@ class Beneath:
 
 
 class Resized:
-    """Memory whose storage is emptied, beside a span for the part."""
+    """Memory whose storage is emptied, beside a span for the part.
+
+    What rests on the host comes in a stream of its own. What rests on the device itself was written by its computing, or is
+    about to be: it is copied within that, in memory that nothing else was given.
+    """
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, rest: Span):
         self.full = torch.zeros(size, dtype=dtype, device=device)
         self.rest = rest
         self._own = self.full[part.start:part.stop]
-        self._stream = up(device)
+        self._stream = Stream() if rest.tensor.device == self.full.device else up(device)
 
     def grow(self) -> Transfer:
         with self._stream.open():
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        return Arrival(self.rest, self._own)
+        return Arrival(self.rest, self._own, self._stream, after_compute=False)
 
     def shrink(self) -> None:
         self._stream.free(self.full, computed=True)
@@ -125,7 +129,7 @@ class Resized:
         self.rest.commit()
 
     def renew(self) -> None:
-        Arrival(self.rest, self._own).wait()
+        Arrival(self.rest, self._own, self._stream, after_compute=True).wait()
 
 
 def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str) -> Elastic:

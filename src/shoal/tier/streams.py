@@ -32,7 +32,7 @@ class Mark(Protocol):
 
 
 class Stream:
-    """What is copied where there are no streams: at once."""
+    """What is copied where there is no stream of its own for it: at once, or among what the device computes."""
 
     def __init__(self) -> None:
         self._landing: deque[Callable[[], None]] = deque()
@@ -50,7 +50,7 @@ class Stream:
         tensor.untyped_storage().resize_(0)
 
     def hand_over(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, which was made in this stream, until what the device computes now is done with it."""
+        """Keep the memory of `tensor`, if it was made in this stream, until what the device computes now is done with it."""
 
     def land(self, landing: Callable[[], None]) -> None:
         """Have `landing` called when a few later ones were asked for: it waits for a copy, and goes on from there."""
@@ -70,7 +70,7 @@ class _CudaStream(Stream):
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits sleeps: the others would keep a core busy
         event.record(self._stream)
         return _CudaMark(event, self._stream.device)
 
@@ -79,7 +79,8 @@ class _CudaStream(Stream):
         tensor.untyped_storage().resize_(0)
 
     def hand_over(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if tensor.is_cuda:  # what rests on the host belongs to no stream
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class _CudaMark:

@@ -1,0 +1,79 @@
+"""What rests or travels on the device of a rank, where torch or the transport asks for that."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal import gradients, reduction
+from shoal.collectives import Communicator
+from shoal.reduction import DONE, Reduction
+from shoal.signs import packing, plain
+from shoal.testing import run_ranks
+from shoal.training_state import _scalar_device
+
+DEVICE = torch.device("meta")  # of another kind than the host
+
+
+@pytest.mark.parametrize(("options", "found"), [
+    ({}, "cpu"), ({"fused": None, "capturable": False}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta"),
+])  # fmt: skip
+def test_a_step_count_is_loaded_to_where_torch_would_have_made_it(options: dict[str, object], found: str) -> None:
+    view: Any = SimpleNamespace(parameter=nn.Parameter(torch.empty(2, device=DEVICE)))
+    assert _scalar_device(view, options).type == found
+
+
+def test_a_rank_without_units_sends_its_words_from_its_device() -> None:
+    sent: list[Tensor] = []
+
+    def gather_words(words: Tensor) -> Tensor:
+        sent.append(words)
+        return torch.zeros(2, 1, dtype=torch.int64)
+
+    everyone = SimpleNamespace(gather_words=gather_words)
+    census: Any = SimpleNamespace(everyone=everyone, communicators=[everyone])
+    assert gradients.judge([], census, norm=True, device=DEVICE).norm == 0.0
+    assert [words.device for words in sent] == [DEVICE]
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 8), ("meta", 1)])
+def test_a_sum_is_taken_in_pieces_that_fit_a_cache_of_the_host_and_at_once_elsewhere(
+        device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[int] = []
+    monkeypatch.setattr(reduction, "add_up", lambda addends, target, *_: summed.append(target.numel()))
+    addends = [torch.ones(256, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    Reduction(DONE, addends, torch.empty(256, device=device), 1.0, False, piece_bytes=256).wait()
+    assert summed == [256 // parts] * parts
+
+
+def test_triton_that_does_not_work_gives_way_to_torch_with_a_warning(monkeypatch: pytest.MonkeyPatch,
+                                                                     caplog: pytest.LogCaptureFixture) -> None:
+    def pack(values: Tensor, packed: Tensor) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(packing, "import_module", lambda name: SimpleNamespace(pack=pack))
+    with caplog.at_level("WARNING", logger="shoal"):
+        assert packing._tried(torch.device("cpu")) is plain
+    assert "Triton does not work here (RuntimeError: Failed to find C compiler)" in caplog.text
+    assert [name for name in caplog.text.splitlines() if "slower" in name]
+
+
+def test_triton_that_works_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    working = import_module("shoal.signs.plain")
+    monkeypatch.setattr(packing, "import_module", lambda name: working)
+    assert packing._tried(torch.device("cpu")) is working
+
+
+def native_by_backends() -> list[bool]:
+    named = dist.new_group(backend="cpu:gloo")
+    return [Communicator(group, timeout=20).native for group in (dist.group.WORLD, named) if group is not None]
+
+
+def test_gloo_is_known_by_whichever_name_it_was_asked_for() -> None:
+    assert run_ranks(2, native_by_backends) == [[False, False]] * 2

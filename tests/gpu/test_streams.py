@@ -1,0 +1,68 @@
+"""What comes into memory of a GPU is what was written last, however late the GPU wrote it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal import distributed
+from shoal.testing import run_ranks
+from shoal.tier import Memory, elastic
+from shoal.tier.streams import up
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
+
+SIZE, PART, ROUNDS = 1 << 22, range(1 << 20, 3 << 20), 20
+HOST = torch.device("cpu")
+
+
+def busy(matrix: Tensor) -> None:
+    """Give the GPU work for some milliseconds, so that what follows is late."""
+    for _ in range(8):
+        matrix = matrix @ matrix
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_buffer_grows_with_what_was_written_last(store: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rests = Memory(device=device) if store == "device" else Memory(device=HOST, pinned=True)
+    buffer, matrix = elastic(SIZE, torch.float32, PART, device, rests, "weights"), torch.randn(4096, 4096, device=device)
+    found: list[Tensor] = []
+    for number in range(ROUNDS):
+        busy(matrix)
+        buffer.rest.tensor.fill_(number)  # as a step does
+        buffer.renew()
+        found.append((buffer.full[PART.start:PART.stop] == number).all())
+        buffer.shrink()
+        busy(matrix)
+        if store == "device":
+            buffer.rest.tensor.fill_(number + 0.5)
+        buffer.grow().wait()
+        wanted = number + 0.5 if store == "device" else number
+        found.append((buffer.full[PART.start:PART.stop] == wanted).all())
+        buffer.full.fill_(-1)
+        torch.cuda.synchronize()  # the host writes into what the last copy read
+    assert torch.stack(found).all()
+
+
+def test_who_waits_for_a_mark_sees_what_was_copied() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source, target = torch.ones(SIZE, device=device), torch.zeros(SIZE, pin_memory=True)
+    stream = up(device)
+    busy(torch.randn(4096, 4096, device=device))
+    with stream.open(after_compute=True):
+        target.copy_(source, non_blocking=True)
+    stream.mark().wait()
+    assert target.sum().item() == SIZE
+    stream.hand_over(target)
+    stream.hand_over(source)
+
+
+def placed() -> str:
+    distributed.init_distributed()
+    return str(distributed.device())
+
+
+def test_ranks_of_gloo_train_on_the_cpu() -> None:
+    assert run_ranks(2, placed) == ["cpu", "cpu"]

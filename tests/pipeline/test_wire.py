@@ -1,0 +1,63 @@
+"""Which groups and messages carry what: of the host by gloo, of a device by its own backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.collectives import PIECE_BYTES
+from shoal.mesh import Mesh
+from shoal.pipeline import connector
+from shoal.pipeline.channel import Receiver
+from shoal.pipeline.connector import Connector, own_backends
+from shoal.pipeline.links import Edge
+from shoal.pipeline.wire import messages
+from shoal.testing import run_ranks
+
+HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GLOO, NCCL, BOTH = {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}
+
+
+@pytest.mark.parametrize(("backends", "device", "found"), [
+    (GLOO, HOST, None), (GLOO, GPU, None), (BOTH, HOST, None),
+    (NCCL, GPU, "cpu:gloo,cuda:nccl"), (BOTH, GPU, "cpu:gloo,cuda:nccl"),
+    ({"cpu": "mpi", "cuda": "mpi"}, HOST, "cpu:gloo"),
+])  # fmt: skip
+def test_edges_have_groups_of_their_own_where_no_tags_tell_them_apart(backends: dict[str, str], device: torch.device,
+                                                                      found: str | None) -> None:
+    assert own_backends(backends, device) == found
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 3 * PIECE_BYTES + 4])
+def test_gloo_sends_pieces_and_a_device_sends_wholes(size: int) -> None:
+    host, device = (messages(torch.empty(size // 4, device=place)) for place in ("cpu", "meta"))
+    assert sum(each.nbytes for each in host) == sum(each.nbytes for each in device) == size // 4 * 4
+    assert [each.nbytes <= PIECE_BYTES for each in host] == [True] * -(-(size // 4 * 4) // PIECE_BYTES)
+    assert len(device) == (size >= 4)
+
+
+def passed_apart() -> list[float]:
+    connector.own_backends = lambda backends, device: "cpu:gloo"
+    mesh = Mesh(pipeline=2)
+    connected = Connector(mesh, 2, HOST, 20)
+    there, back = Edge("activations", 1), Edge("gradients", 0)
+    me = dist.get_rank()
+    sender = connected.sender((there, back)[me], 1 - me)
+    receiver: Receiver = connected.receiver((back, there)[me], 1 - me)
+    assert sender._wire._group is not receiver._wire._group
+    assert dist.group.WORLD not in (sender._wire._group, receiver._wire._group)
+    receiver.expect(3)
+    found: list[float] = []
+    for number in range(3):
+        sender.send(torch.full((5,), float(10 * me + number)))
+        found.append(receiver.receive().sum().item())
+    sender.flush()
+    connected.end_waits()
+    sender.close()
+    receiver.close()
+    return found
+
+
+def test_edges_in_groups_of_their_own_carry_what_is_sent() -> None:
+    assert run_ranks(2, passed_apart) == [[50.0, 55.0, 60.0], [0.0, 5.0, 10.0]]
