@@ -27,6 +27,7 @@ from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
 from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, options_of, settle
 from shoal.optim.views import View, Views
+from shoal.optim.written import Written
 from shoal.precision.loss_scale import LossScale
 from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
@@ -53,6 +54,7 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
+        self._written = Written(model.trainable)
         self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         if isinstance(optimizer, SignedAdam):
             self._step = by_signs(optimizer, native=rules.native)
@@ -126,6 +128,7 @@ class ShardedOptimizer:
             return self._stand_still()
         begun = self.begun
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
+        self._written.check()
         self._model.flush()
         verdict = judge(units, census, norm=self._norm_wanted, device=self._model.residence.device)
         self.overflow = self.rules.check_overflow and verdict.overflow
