@@ -29,7 +29,7 @@ for group in json.groups:
 
 FAMILY = """
 import os, signal, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"],
+child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.write(1, b'child\\\\n'); signal.pause()"],
                          start_new_session=True)
 os.write(1, f"rank {os.environ['RANK']} {os.getpid()}\\n".encode())  # one write: the ranks share the terminal
 signal.pause()
@@ -39,18 +39,18 @@ signal.pause()
 FINISH = """
 import os, signal, sys
 def finish(number, frame):
-    print("finished", signal.Signals(number).name, flush=True)
+    os.write(1, f"finished {signal.Signals(number).name}\\n".encode())
     sys.exit(0)
 signal.signal(signal.SIGINT, finish)
 signal.signal(signal.SIGTERM, finish)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 while True: signal.pause()
 """
 
 STUBBORN = """
-import signal
+import os, signal
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 while True: signal.pause()
 """
 

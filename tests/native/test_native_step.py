@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.native import build
-from shoal.native.step import DTYPES, Rule, available, step
+from shoal.native.step import _VERSION, DTYPES, Rule, available, step  # pyright: ignore[reportPrivateUsage]
 from shoal.optim.lion import Lion
 from shoal.optim.stepping import _PLANS, is_plain  # pyright: ignore[reportPrivateUsage]
 
@@ -147,7 +147,7 @@ def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_library_is_built_once_and_a_damaged_one_again(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.load("step").shoal_step_version() == 3
+    assert build.load("step").shoal_step_version() == _VERSION
     [library] = (fresh / "cache").iterdir()
     built = library.read_bytes()
     with monkeypatch.context() as patched:
@@ -157,7 +157,7 @@ def test_a_library_is_built_once_and_a_damaged_one_again(fresh: Any, monkeypatch
     other.mkdir()
     monkeypatch.setenv("SHOAL_CACHE", str(other))
     (other / library.name).write_bytes(built[:1000])
-    assert build.load("step").shoal_step_version() == 3
+    assert build.load("step").shoal_step_version() == _VERSION
     assert [path.name for path in other.iterdir()] == [library.name]
 
 
