@@ -66,10 +66,10 @@ void take(int64_t n, float* __restrict m, float* __restrict v, const float* __re
 float least_of(int64_t n, const float* v, float fraction) {
     if (fraction == 0.0f) return 0.0f;
     float lanes[kLanes] = {};
-    for (int64_t start = 0; start < n; start += kLanes) {
-        const int64_t width = n - start < kLanes ? n - start : kLanes;
-        for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += v[start + lane];
-    }
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += v[i + lane];
+    for (int64_t lane = 0; i + lane < n; ++lane) lanes[lane] += v[i + lane];
     float sum = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
     return fraction * sum / static_cast<float>(n);
@@ -143,6 +143,16 @@ inline float lamb_update(float w, float m, float v, const float* c) {
 // The moments take the gradient, and u the update, which the weights will make but for what the momentum takes once more.
 void lamb_advance(int64_t n, const float* __restrict w, float* __restrict m, float* __restrict v,
                   const float* __restrict g, const float* a, float addends, float* __restrict u, const float* c) {
+    if (a == nullptr && c[9] == 0.0f) {  // in one go: the roots are taken while memory is waited for
+        const float k[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
+        for (int64_t i = 0; i < n; ++i) {
+            const float first = first_moment(m[i], g[i], k[0]), second = second_moment(v[i], g[i], k[1], k[2]);
+            m[i] = first;
+            v[i] = second;
+            u[i] = lamb_update(w[i], first, second, k);
+        }
+        return;
+    }
     take(n, m, v, g, a, addends, c[0], c[1], c[2]);
     const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]}, least = least_of(n, v, c[9]);
     for (int64_t i = 0; i < n; ++i) u[i] = lamb_update(w[i], m[i], at_least(least, v[i]), constants);
