@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import link
@@ -91,7 +92,7 @@ def main() -> None:
         with Hosts(plan.ranks, delay=options.delay) as hosts, progress() as tell:
             for group in fitting(options.systems, plan):
                 found.append(sweep(group, plan, options.rates, hosts, sends=sends, seconds=options.seconds, tell=tell))
-            trained = through(options.systems, plan, options.rates[0], hosts, tell)
+            trained = through(options.systems, plan, min(options.rates, key=lambda rate: link.rate(rate) or inf), hosts, tell)
     except HostsUnavailable as reason:
         sys.stderr.write(f"skipped: {reason}\n")
         return
