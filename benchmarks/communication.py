@@ -92,7 +92,8 @@ def main() -> None:
         with Hosts(plan.ranks, delay=options.delay) as hosts, progress() as tell:
             for group in fitting(options.systems, plan):
                 found.append(sweep(group, plan, options.rates, hosts, sends=sends, seconds=options.seconds, tell=tell))
-            trained = through(options.systems, plan, min(options.rates, key=lambda rate: link.rate(rate) or inf), hosts, tell)
+            lowest = min(options.rates, key=lambda rate: link.rate(rate) or inf)
+            trained = through(options.systems, plan, lowest, hosts, tell)
     except HostsUnavailable as reason:
         sys.stderr.write(f"skipped: {reason}\n")
         return

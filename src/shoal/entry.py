@@ -36,6 +36,7 @@ from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.compressing import Compressing
 from shoal.optim.groups import Groups
+from shoal.optim.masks import check_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.rules import StepRules
 from shoal.optim.sharded import ShardedOptimizer
@@ -194,6 +195,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                                 for member in unit.members})
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return  # a stage may have nothing to train, and steps with the others all the same
+    if stepping.compressing:
+        check_masks({parameter: name for name, parameter in model.named_parameters()}, trained, groups.options)
     views = Views(engine.sharded.trainable, len(groups.options))
     if isinstance(optimizer, Optimizer):
         inner = groups.rebind(optimizer, views)

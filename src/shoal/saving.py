@@ -17,6 +17,7 @@ from shoal import state_dict
 from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger, warn_once
+from shoal.optim.masks import MASK
 from shoal.schedule.registry import AnySchedule
 from shoal.surface import Surface
 from shoal.training_state import (
@@ -184,8 +185,8 @@ class Saving(Surface):
             "stage": self.zero_optimization_stage(),
             "mesh": self.mesh.ranks.tolist(),
             "optimizer": None if optimizer is None else type(optimizer.optimizer).__name__,
-            "groups": [] if optimizer is None else [{key: value for key, value in group.items() if key != "params"}
-                                                    for group in optimizer.param_groups],
+            "groups": [{key: value for key, value in group.items() if key not in ("params", MASK)}
+                       for group in ([] if optimizer is None else optimizer.param_groups)],
             "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
             "residual_scale": 1.0 if optimizer is None else optimizer.scaler.value,
             "lr_scheduler": None if self.lr_scheduler is None else dict(self.lr_scheduler.state_dict()),

@@ -360,7 +360,6 @@ def test_what_it_cannot_serve_is_named_with_what_it_can() -> None:
 
 
 @pytest.mark.parametrize(("option", "said"), [
-    ({"exp_avg_mask": torch.ones(4)}, "exp_avg_mask, which is not supported: leave it out"),
     ({"lr": "a"}, "lr='a'.*give numbers"), ({"lr": -1.0}, "none may be negative"),
     ({"betas": (2, 3)}, r"betas=\(2, 3\)"), ({"freeze_step": -5}, "freeze_step: got -5"),
 ])  # fmt: skip

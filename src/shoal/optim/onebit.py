@@ -284,6 +284,3 @@ def check_group(name: str, options: Mapping[str, Any], counts: Sequence[str]) ->
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and 1 <= value < math.inf and value == int(value)):
             raise ConfigError(f"{name}: {key}: got {value!r}; give a whole number, 1 or more")
-    if "exp_avg_mask" in options:
-        raise ConfigError(f"{name}: got a group with exp_avg_mask, which is not supported: leave it out; what signs say of "
-                          f"an element that never has a gradient adds up to nothing anyway")
