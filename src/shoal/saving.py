@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal import state_dict
-from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng
+from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng, settle
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger, warn_once
 from shoal.optim.masks import MASK
@@ -112,6 +112,8 @@ class Saving(Surface):
         assert self.sharded is not None
         if self.optimizer is not None:
             self.optimizer.refuse_begun("load_checkpoint")
+        self.wait_for_checkpoint()
+        settle()  # another engine of this process may be saving what is to be loaded
         there = self.census.everyone.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
         if not any(there):
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
@@ -120,7 +122,6 @@ class Saving(Surface):
             seeing = [rank for rank, found in enumerate(there) if found]
             raise CheckpointError(f"load_checkpoint: only ranks {seeing} see a file 'latest' in {load_dir}; give a folder "
                                   f"that all ranks share")
-        self.wait_for_checkpoint()
         self.sharded.settle()
         with read(load_dir, None if tag is None else str(tag), ranks=self._writing().ranks) as snapshot:
             private = self._read_values(snapshot)

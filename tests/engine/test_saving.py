@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
+from shoal.checkpoint import folder as folders
 from shoal.engine import Engine
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
@@ -109,3 +111,24 @@ def lonely(folder: str) -> None:
 
 def test_a_folder_without_latest_and_bad_client_state_are_told(tmp_path: Path) -> None:
     run_ranks(1, lonely, str(tmp_path))
+
+
+def at_once(folder: str) -> None:
+    """Load what is still being written, by the engine that saves and by another one."""
+    publish = folders.publish
+
+    def slowly(path: Path, tag: str) -> None:
+        time.sleep(0.5)
+        publish(path, tag)
+
+    folders.publish = slowly
+    engine, other = build("plain", 1, 2), build("plain", 3, 2)
+    for step, reader in enumerate([engine, other]):
+        train(engine, step, 1)
+        engine.save_checkpoint(folder)
+        assert reader.load_checkpoint(folder)[0] == str(Path(folder) / f"global_step{step + 1}")
+        assert reader.global_steps == step + 1
+
+
+def test_what_is_still_being_written_is_waited_for_by_whoever_loads_it(tmp_path: Path) -> None:
+    run_ranks(2, at_once, str(tmp_path))

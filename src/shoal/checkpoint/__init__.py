@@ -10,7 +10,7 @@ from shoal.checkpoint.piece import Piece, boxes
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.snapshot import Snapshot, read
 from shoal.checkpoint.state_dict import export, export_dcp
-from shoal.checkpoint.writer import FILE_BYTES, Pending, Writer, write
+from shoal.checkpoint.writer import FILE_BYTES, Pending, Writer, settle, write
 
 __all__ = ["FILE_BYTES", "Pending", "Piece", "Ranks", "Snapshot", "Tag", "Writer", "boxes", "export", "export_dcp",
-           "inspect", "latest", "read", "tags", "verify", "write"]
+           "inspect", "latest", "read", "settle", "tags", "verify", "write"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from shoal.checkpoint.values import encode
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger
 
-__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "Pending", "Writer", "write"]
+__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "Pending", "Writer", "settle", "write"]
 
 SHARED, PRIVATE = "shared/", "private/"
 FILE_BYTES = 4 << 30
@@ -67,6 +68,7 @@ class Pending:
         self._failure: BaseException | None = None
         self._ended = threading.Event()
         self._seen = False
+        _begun.add(self)
 
     @property
     def done(self) -> bool:
@@ -80,6 +82,10 @@ class Pending:
         if self._failure is not None:
             raise self._failure
         return self.path
+
+    def settle(self) -> None:
+        """Wait until the save has ended, well or not."""
+        self._ended.wait()
 
     def surface(self) -> None:
         """Wait, and raise a failure unless `wait` has raised it already."""
@@ -96,6 +102,19 @@ class Pending:
         """Let those who wait go on."""
         self._failure = failure
         self._ended.set()
+
+
+_begun: weakref.WeakSet[Pending] = weakref.WeakSet()
+"""The saves of this process, whoever began them."""
+
+
+def settle() -> None:
+    """Wait for every save that this process has begun: who reads afterwards finds what was saved before.
+
+    A failure is left to those who began the save.
+    """
+    for pending in list(_begun):
+        pending.settle()
 
 
 class Writer:
