@@ -29,7 +29,7 @@ import torch.distributed as dist
 __all__ = ["RankFailed", "run_ranks"]
 
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.utils.checkpoint", "torch._dynamo",
-            "shoal.testing", "shoal.engine")
+            "shoal.testing", "shoal.entry", "shoal.offload")
 """What the fork server imports for all ranks; the first optimizer of a process imports torch._dynamo, two seconds."""
 
 P = ParamSpec("P")
@@ -87,7 +87,8 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    asking = ["pytest"] if "pytest" in sys.modules else []  # every rank imports the program that asks for it
+    context.set_forkserver_preload([*_PRELOAD, *asking])
     return context
 
 
