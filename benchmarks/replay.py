@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,27 +23,41 @@ class Replay:
         self._units = [[Swapped(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
         self._in_backward = in_backward
+        self._begun = in_backward  # before its first step nothing is kept for backward
         self._leaving: deque[list[Transfer]] = deque()
 
     def iteration(self) -> None:
-        """Move what forward, backward and step move; a step after backward leaves the forward its weights in memory."""
+        """Move what forward, backward and step move.
+
+        A step after backward leaves the forward its weights in memory. So does the end of each pass the weights that the
+        next one begins with: of the last units for backward, and for a step after that those of the first.
+        """
+        first, last = self._units[:self._buffers], self._units[-self._buffers:]
         for unit in _ahead(self._units, self._buffers) if self._in_backward else ():
+            if unit in last:
+                unit[0].fetch()
             unit[0].commit(changed=False)
         for unit in _ahead(self._units[::-1], self._buffers):
+            if unit in last and self._begun:
+                unit[0].commit(changed=False)
             if self._in_backward:
                 self._step([unit])
             else:
                 unit[1].fetch(fresh=True).wait()
                 unit[1].commit()
-            unit[0].commit(changed=False)
+            if self._in_backward or unit not in first:
+                unit[0].commit(changed=False)
         if not self._in_backward:
-            self._step(self._units)
+            self._step(self._units, held=first, kept=last)
+        self._begun = True
 
     def close(self) -> None:
         """Remove the file."""
         self._swap.close()
 
-    def _step(self, units: list[list[Swapped]]) -> None:
+    def _step(self, units: list[list[Swapped]], *, held: Sequence[list[Swapped]] = (),
+              kept: Sequence[list[Swapped]] = ()) -> None:
+        """Step `units`, of which the weights of those `held` are in memory, and of those `kept` stay there."""
         pieces = deque((unit, start, min(start + CHUNK, unit[0].tensor.numel()))
                        for unit in units for start in range(0, unit[0].tensor.numel(), CHUNK))
         fetched: deque[tuple[list[Swapped], int, int, list[Transfer]]] = deque()
@@ -54,7 +68,11 @@ class Replay:
             unit, start, stop, arriving = fetched.popleft()
             for transfer in arriving:
                 transfer.wait()
+            if unit in kept:
+                unit[0].fetch(start, stop)
             self._leaving.append([span.commit(start, stop, changed=span is not unit[1]) for span in self._stepped(unit)])
+            if unit in held:
+                unit[0].commit(start, stop, changed=False)
             while len(self._leaving) > PIECES - 2:
                 for transfer in self._leaving.popleft():
                     transfer.wait()

@@ -240,7 +240,7 @@ class Hooks:
         unit.check()
         if _collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
-            if unit.gradient.stays and unit.state is not None:
+            if unit.state is not None and (unit.gradient.stays or self._window.opens(unit)):
                 unit.state.hold()
             unit.release()
             self.reducer.completed(unit.gradient)

@@ -106,7 +106,8 @@ class State:
         self._stepped.fetch(part.start, part.stop)
 
     def yield_retained(self) -> None:
-        """Keep them no longer: whoever uses them does."""
+        """Keep nothing longer: whoever uses the weights does."""
+        self.let_go()
         while self._retained:
             part = self._retained.pop()
             self._stepped.commit(part.start, part.stop, changed=False)

@@ -28,9 +28,8 @@ class Window:
 
     def begin(self, name: str) -> None:
         """Start the pass `name`; the window expects the order of the last pass of that name."""
-        self._name = name
+        self._name, self._seen = name, []
         self._expected = self._orders.get(name, [])
-        self._seen = []
 
     def end(self) -> None:
         """Keep the order of the pass that ends."""
@@ -42,25 +41,32 @@ class Window:
         """Gather `unit`, with the next ones on their way."""
         unit.awaited = False
         unit.prefetch()
-        if not self._seen or self._seen[-1] is not unit:
-            position = len(self._seen)
+        if self._seen[-1:] != [unit]:
             self._seen.append(unit)
-            if position < len(self._expected) and self._expected[position] is unit:
-                self._run_ahead(position + 1)
+            if self._expected[len(self._seen) - 1:len(self._seen)] == [unit]:
+                self._run_ahead(len(self._seen))
         if unit.phase is not Phase.GATHERED:
             with self._lanes.during("wait", unit.name):
                 unit.gather()
 
     def reused(self, unit: Unit) -> bool:
-        """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did."""
-        elements = 0
-        for other in [*self._expected[len(self._seen):], *self._orders.get("backward", [])]:
-            if other is unit or elements > self._reuse:
-                break
-            elements += other.layout.size
-        else:
-            return False
-        return 0 < self._reuse >= elements
+        """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did.
+
+        One whose weights come from another tier is also kept while no more units come between than are brought ahead.
+        """
+        coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
+        between = coming[:coming.index(unit)] if unit in coming else coming
+        near = 0 < self._reuse >= sum(other.layout.size for other in between)
+        return unit in coming and (near or (unit.away and self._fit([unit, *between])))
+
+    def opens(self, unit: Unit) -> bool:
+        """Whether the next forward brings `unit` before it begins, if it is as the last one."""
+        order = self._orders.get("forward", [])
+        return unit.away and unit in order and self._fit(order[:order.index(unit) + 1])
+
+    def _fit(self, units: list[Unit]) -> bool:
+        """Whether the weights of `units` may be in memory together."""
+        return len({*units}) <= self._reads + 1 and sum(unit.layout.size for unit in {*units}) <= self._read_elements
 
     def open(self, name: str) -> None:
         """Start the first gathers of the pass `name` before it begins."""
