@@ -302,7 +302,7 @@ def _let_go(unit: Unit) -> None:
     """Give up what was there for the step alone."""
     if unit.gradient is not None and unit.state is not None:
         unit.gradient.spend()
-        unit.state.let_go()
+        unit.let_go()
 
 
 @torch.no_grad()

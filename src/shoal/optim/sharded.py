@@ -283,7 +283,7 @@ class ShardedOptimizer:
         whole = gradient.touched == (1 << len(unit.members)) - 1
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         if gradient.again or not whole or copied or (unit.travels and not unit.is_released):
-            unit.state.let_go()
+            unit.let_go()
             return False
         beside = self.rules.native and is_native(self.optimizer, views)
         sweep = Sweep(step=self._step, factor=self._factor(None, self.scaler.value), options=self._options)

@@ -43,6 +43,7 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
             if unit in kept:
                 unit.restore(kept[unit])
             unit.pins -= 1
+            unit.awaited = False  # else what was written would be seen again
             unit.release()
 
 

@@ -16,7 +16,6 @@ its own begins and the graph holds no more gradients for it. During recompute th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,6 +29,7 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.nested import tensors_within
 from shoal.zero.reducer import Reducer
+from shoal.zero.saved import Saved, Weight
 from shoal.zero.unit import Phase, Scope, Unit
 from shoal.zero.window import Window
 
@@ -117,6 +117,7 @@ class Hooks:
             self._abandon()
             self._in_forward = self._scope.open = True
             self._window.begin("forward")
+            self._keep_what_opens()
             if self._storages and torch.is_grad_enabled():
                 self._saving = saved_tensors_hooks(self._pack, self._unpack)
                 self._saving.__enter__()
@@ -140,6 +141,8 @@ class Hooks:
                 warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
                           f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
             unit.awaited = torch.is_grad_enabled() and self._window.reused(unit)
+            if torch.is_grad_enabled() and self._window.closes(unit):
+                unit.keep()
             unit.release()
         if module is self._model:
             self._in_forward = self._scope.open = False
@@ -156,13 +159,15 @@ class Hooks:
         """Whether the memory of `tensor` is that of weights, which is given up between their uses."""
         return _storage(tensor) in self._storages
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Weight:
+    def _pack(self, tensor: Tensor) -> Saved | Weight:
         found = self._storages.get(_storage(tensor))
-        return tensor if found is None else _Weight(module=found[0], unit=found[1], tensor=tensor)
+        if found is None:
+            return Saved(tensor=tensor.detach(), version=tensor._version)
+        return Weight(module=found[0], unit=found[1], tensor=tensor)
 
-    def _unpack(self, saved: Tensor | _Weight) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, saved: Saved | Weight) -> Tensor:
+        if isinstance(saved, Saved):
+            return saved.unchanged()
         saved.unit.check()
         if saved.unit.phase is not Phase.GATHERED:
             if self._recomputing():
@@ -240,8 +245,8 @@ class Hooks:
         unit.check()
         if _collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
-            if unit.state is not None and (unit.gradient.stays or self._window.opens(unit)):
-                unit.state.hold()
+            if (unit.gradient.stays and unit.is_stepped_in_place) or self._window.opens(unit):
+                unit.keep()
             unit.release()
             self.reducer.completed(unit.gradient)
             self.reducer.advance()
@@ -251,6 +256,13 @@ class Hooks:
         self._window.end()
         self._release_all()
         self._in_backward = self._scope.open = False
+
+    def _keep_what_opens(self) -> None:
+        """Let go what was kept for a backward or a step that never came."""
+        for units in self._units.values():
+            for unit in units:
+                if unit.kept and unit.owed is None and not self._window.opens(unit):
+                    unit.let_go()
 
     def _release_all(self) -> None:
         self._entered = []
@@ -301,15 +313,6 @@ def _drop(parameter: nn.Parameter) -> None:
 
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(), boundary=bool, sync=bool)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Weight:
-    """What autograd keeps of a tensor that lies in a unit's buffer."""
-
-    module: nn.Module
-    unit: Unit
-    tensor: Tensor
 
 
 def _storage(tensor: Tensor) -> int:

@@ -53,7 +53,6 @@ class State:
         self._held: list[range] = []
         self._expected: dict[range, list[Span]] = {}
         self._retained: list[range] = []
-        self._kept = False  # whether the whole master is
 
     @property
     def rounded(self) -> Span | None:
@@ -77,18 +76,6 @@ class State:
             self.moments[kind] = span
         return self.moments[kind].tensor
 
-    def hold(self) -> None:
-        """Keep the resting weights, which are in memory, from leaving before a step that is near has changed them."""
-        if self.rounded is None and not self._kept:
-            self._kept = True
-            self.master.fetch()
-
-    def let_go(self) -> None:
-        """Be done with what is held."""
-        if self._kept:
-            self._kept = False
-            self.master.commit(changed=False)
-
     def expect(self, part: range) -> None:
         """Start bringing what the step of `part` will need and nobody else has in use, the moments: it is near."""
         self._expected[part] = list(self.moments.values())
@@ -106,8 +93,7 @@ class State:
         self._stepped.fetch(part.start, part.stop)
 
     def yield_retained(self) -> None:
-        """Keep nothing longer: whoever uses the weights does."""
-        self.let_go()
+        """Keep them no longer: whoever uses them does."""
         while self._retained:
             part = self._retained.pop()
             self._stepped.commit(part.start, part.stop, changed=False)

@@ -80,6 +80,8 @@ class Unit:
     """Used again soon: stays gathered until then."""
     written = False
     """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
+    kept = False
+    """What rests of the weights is in memory, though nobody has them in use: until their next use, or their step."""
     expected = False
     """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
@@ -111,6 +113,8 @@ class Unit:
         self.weight = self.rest.tensor
         self.away = tiers.weight.granule is not None or tiers.weight.device != pool.device
         """Whether the weights rest in another tier than the compute device's memory."""
+        self.beneath = tiers.weight.granule is not None and tiers.weight.device == pool.device
+        """Whether they rest beneath the memory that they are used in: what is kept of them is not copied."""
         self._arriving: Transfer = DONE
         self.state: State | None = None
         self.gradient: Gradient | None = None
@@ -141,6 +145,11 @@ class Unit:
     def travels(self) -> bool:
         """Whether the weights are released between their uses."""
         return self._memory is not None
+
+    @property
+    def is_stepped_in_place(self) -> bool:
+        """Whether what rests of the weights is their master."""
+        return self.state is not None and self.state.rounded is None
 
     @property
     def is_released(self) -> bool:
@@ -181,9 +190,22 @@ class Unit:
             assert self._memory is not None
             with torch.no_grad():
                 self._arriving = self._memory.grow()
+                self.let_go()
                 if self.state is not None:
                     self.state.yield_retained()
             self.phase = Phase.ARRIVING
+
+    def keep(self) -> None:
+        """Have what rests of the weights, which is in memory, stay there when they are released."""
+        if self.beneath and not self.kept:
+            self.kept = True
+            self.rest.fetch()
+
+    def let_go(self) -> None:
+        """Keep it no longer."""
+        if self.kept:
+            self.kept = False
+            self.rest.commit(changed=False)
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""

@@ -50,19 +50,24 @@ class Window:
                 unit.gather()
 
     def reused(self, unit: Unit) -> bool:
-        """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did.
+        """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did."""
+        between = self._between(unit) if self._reuse else None
+        return between is not None and sum(other.layout.size for other in between) <= self._reuse
 
-        One whose weights come from another tier is also kept while no more units come between than are brought ahead.
-        """
+    def closes(self, unit: Unit) -> bool:
+        """Whether backward uses `unit` before more units than are brought ahead, if it goes as the last one did."""
+        between = self._between(unit) if unit.beneath else None
+        return between is not None and self._fit([unit, *between])
+
+    def _between(self, unit: Unit) -> list[Unit] | None:
+        """Return what the rest of this forward and its backward use before `unit`; None if they do not use that."""
         coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
-        between = coming[:coming.index(unit)] if unit in coming else coming
-        near = 0 < self._reuse >= sum(other.layout.size for other in between)
-        return unit in coming and (near or (unit.away and self._fit([unit, *between])))
+        return coming[:coming.index(unit)] if unit in coming else None
 
     def opens(self, unit: Unit) -> bool:
         """Whether the next forward brings `unit` before it begins, if it is as the last one."""
         order = self._orders.get("forward", [])
-        return unit.away and unit in order and self._fit(order[:order.index(unit) + 1])
+        return unit.beneath and unit in order and self._fit(order[:order.index(unit) + 1])
 
     def _fit(self, units: list[Unit]) -> bool:
         """Whether the weights of `units` may be in memory together."""
