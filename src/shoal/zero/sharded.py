@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
-from shoal.errors import RanksDisagree, TierError, UsageError
+from shoal.errors import RanksDisagree, ShoalError, TierError, UsageError
 from shoal.holders import Census
 from shoal.precision.policy import Policy
 from shoal.tier import Memory, Residence, trim
@@ -166,22 +166,34 @@ class ShardedModel:
                 unit.release()
 
     def destroy(self) -> None:
-        """Detach from the model and leave it whole, as plain parameters."""
-        self.settle()
-        for each in self.passes:
-            each.remove()
-        self._give_back()
+        """Detach from the model and leave it whole, as plain parameters.
+
+        What cannot be had any more is not a number then, and why is raised in the end.
+        """
+        try:
+            self.settle()
+        finally:
+            for each in self.passes:
+                each.remove()
+            self._give_back()
 
     def _give_back(self) -> None:
-        """Leave the parameters of all units whole and plain."""
+        """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for."""
+        failure: ShoalError | None = None
         for unit in self.units:
             unit.stepped = False
-            unit.gather()
+            try:
+                unit.gather() if failure is None else unit.lose()
+            except ShoalError as error:
+                failure = error
+                unit.lose()
             unit.pins += 1
             for member in unit.members:
                 disclaim(member.parameter)
             unit.close()
         self.residence.close()
+        if failure is not None:
+            raise failure
 
     def _unit(self, share: Share, stage: Stage, policy: Policy, plan: Plan) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
