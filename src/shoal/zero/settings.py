@@ -49,7 +49,8 @@ class ZeroSettings(Section):
 
     stage3_max_reuse_distance: Count = 0
     """Stage 3: keep a unit gathered when it is used again within so many elements. DeepSpeed's default is 1e9; here
-    nothing is kept gathered unless asked, so that memory follows the formula."""
+    nothing is kept gathered unless asked, so that memory follows the formula. Ranks then run a forward all with gradients,
+    or all without."""
 
     stage3_prefetch_bucket_size: Count = 5_000_000
     """Stage 3: how many elements are gathered ahead of their use, at least one unit; 0 gathers nothing ahead. DeepSpeed's
