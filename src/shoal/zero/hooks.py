@@ -245,8 +245,8 @@ class Hooks:
         unit.check()
         if _collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
-            if (unit.gradient.stays and unit.is_stepped_in_place) or self._window.opens(unit):
-                unit.keep()
+            if (opens := self._window.opens(unit)) or (unit.gradient.stays and unit.is_stepped_in_place):
+                unit.keep(stepped=not opens)
             unit.release()
             self.reducer.completed(unit.gradient)
             self.reducer.advance()
@@ -261,7 +261,7 @@ class Hooks:
         """Let go what was kept for a backward or a step that never came."""
         for units in self._units.values():
             for unit in units:
-                if unit.kept and unit.owed is None and not self._window.opens(unit):
+                if unit.kept is not None and unit.owed is None and not self._window.opens(unit):
                     unit.let_go()
 
     def _release_all(self) -> None:

@@ -80,8 +80,8 @@ class Unit:
     """Used again soon: stays gathered until then."""
     written = False
     """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
-    kept = False
-    """What rests of the weights is in memory, though nobody has them in use: until their next use, or their step."""
+    kept: range | None = None
+    """The part of what rests that is in memory though nobody has it in use: until its next use, or its step."""
     expected = False
     """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
@@ -195,17 +195,18 @@ class Unit:
                     self.state.yield_retained()
             self.phase = Phase.ARRIVING
 
-    def keep(self) -> None:
-        """Have what rests of the weights, which is in memory, stay there when they are released."""
-        if self.beneath and not self.kept:
-            self.kept = True
-            self.rest.fetch()
+    def keep(self, *, stepped: bool = False) -> None:
+        """Have what rests, and is in memory, stay there when the weights are released; or what is `stepped` of it."""
+        if self.beneath and self.kept is None:
+            start = self.master_span.start - self.resting.start
+            self.kept = range(start, start + len(self.master_span)) if stepped else range(len(self.resting))
+            self.rest.fetch(self.kept.start, self.kept.stop)
 
     def let_go(self) -> None:
         """Keep it no longer."""
-        if self.kept:
-            self.kept = False
-            self.rest.commit(changed=False)
+        if self.kept is not None:
+            part, self.kept = self.kept, None
+            self.rest.commit(part.start, part.stop, changed=False)
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
