@@ -2,10 +2,11 @@
 
     python benchmarks/tiers.py [--path FOLDER] [--rounds 5] [--layers 12] [--dim 640] [--threads 1]
 
-One process, four engines and two replays take turns: no tier, offload to the host, everything on disk, stepped after
-backward or in it (`step_in_backward`, without clipping), and the bytes of either's iteration without its arithmetic. Each
-batch size is a row: small ones are bound by the disk, large ones by arithmetic. Before that processes by themselves train
-for a while, and their memory is held against the estimate.
+One process, five engines and three replays take turns: no tier, offload to the host, everything on disk, and the bytes of
+an iteration on disk without its arithmetic. A disk's step is taken after backward, clipped; in backward
+(`step_in_backward`), unclipped; or attempted there, ahead of the norm that may clip it. Each batch size is a row: small
+ones are bound by the disk, large ones by arithmetic. Before that processes by themselves train for a while, and their
+memory is held against the estimate.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ import shoal
 MEBI = 1 << 20
 LEAST = 4
 """Iterations of a turn at least: the last step of a turn on disk has no forward to hide behind."""
-DISKS = {"after backward": False, "in backward": True}
-"""The ways with everything on disk, and whether backward steps."""
+DISKS = {"after backward": (False, 1.0), "in backward": (True, 0.0), "ahead of the norm": (True, 1.0)}
+"""The ways with everything on disk: whether backward steps, and `gradient_clipping`."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
 
 
@@ -43,9 +44,8 @@ def main() -> None:
     options.path.mkdir(parents=True, exist_ok=True)
     shoal.init_distributed()
     with progress() as tell, tempfile.TemporaryDirectory(dir=options.path) as folder:
-        memory = _memory(folder, 60, options.dim, options.layers, tell)
-        earlier = _memory(folder, 60, options.dim, options.layers, tell, "in-backward")
-        growth = _memory(folder, options.steps, 256, 8, tell)
+        held = {way: _memory(folder, way, 60, options.dim, options.layers, tell) for way in DISKS}
+        growth = _memory(folder, "after backward", options.steps, 256, 8, tell)
         rows, raw = [], {}
         for tokens in options.tokens:
             found = _turns(options, folder, tokens, tell)
@@ -53,7 +53,7 @@ def main() -> None:
             rows += [_row(tokens, found, way) for way in DISKS]
     columns = ("tokens, on disk stepped", "no tier ms", "host ms", "x none", "disk ms", "I/O apart ms", "x max(none, I/O)",
                "MiB read", "MiB written")
-    _publish(options, Sheet(title="An iteration", columns=columns, rows=tuple(rows)), memory, earlier, growth, raw)
+    _publish(options, Sheet(title="An iteration", columns=columns, rows=tuple(rows)), held, growth, raw)
 
 
 def _options() -> argparse.Namespace:
@@ -71,17 +71,17 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def config(tier: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an engine: stage 3, AdamW, and clipping where that can be."""
-    clipping = 0.0 if tier.get("offload_optimizer", {}).get("step_in_backward") else 1.0
+def config(tier: dict[str, Any], clipping: float = 1.0) -> dict[str, Any]:
+    """Return the configuration of an engine: stage 3, AdamW."""
     return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": clipping, "zero_optimization": {"stage": 3, **tier},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
 
 
-def on_disk(folder: str, *, in_backward: bool = False) -> dict[str, Any]:
-    """Return the settings of everything on disk, stepped after backward or in it."""
-    disk = {"device": "nvme", "nvme_path": folder}
-    return {"offload_param": {**disk, "buffer_count": 3}, "offload_optimizer": {**disk, "step_in_backward": in_backward}}
+def on_disk(folder: str, way: str) -> dict[str, Any]:
+    """Return the configuration of an engine with everything on disk, in one of the ways."""
+    disk, (in_backward, clipping) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
+    return config({"offload_param": {**disk, "buffer_count": 3},
+                   "offload_optimizer": {**disk, "step_in_backward": in_backward}}, clipping)
 
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -89,19 +89,19 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     model = _example("gpt/model.py")
     shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
     host = {"device": "cpu"}
-    tiers = {"none": {}, "host": {"offload_param": host, "offload_optimizer": host},
-             **{way: on_disk(folder, in_backward=in_backward) for way, in_backward in DISKS.items()}}
+    configs = {"none": config({}), "host": config({"offload_param": host, "offload_optimizer": host}),
+               **{way: on_disk(folder, way) for way in DISKS}}
     ways: dict[str, Callable[[], object]] = {}
     engines: dict[str, shoal.Engine] = {}
-    for name, tier in tiers.items():
+    for name, given in configs.items():
         torch.manual_seed(0)
-        engines[name] = shoal.initialize(model=shape.build(), config=config(tier))[0]
+        engines[name] = shoal.initialize(model=shape.build(), config=given)[0]
         ways[name] = _iteration(engines[name], tokens)
     sharded = engines["after backward"].sharded
     assert sharded is not None
-    swap, units = sharded.residence.swaps[0], [unit.layout.size for unit in sharded.units]  # the file is that of both
-    replays = {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward)
-               for way, in_backward in DISKS.items()}
+    swap, units = sharded.residence.swaps[0], [unit.layout.size for unit in sharded.units]  # the file is that of all
+    replays = {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward, attempted=clipping > 0)
+               for way, (in_backward, clipping) in DISKS.items()}
     ways |= {name: replay.iteration for name, replay in replays.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
@@ -161,36 +161,35 @@ def _overlap(found: dict[str, list[float]], way: str) -> float:
                              for disk, none, apart in zip(found[way], found["none"], found[f"{way} apart"], strict=True))
 
 
-def _memory(folder: str, steps: int, dim: int, layers: int, tell: Callable[[str], None], *how: str) -> dict[str, float]:
+def _memory(folder: str, way: str, steps: int, dim: int, layers: int, tell: Callable[[str], None]) -> dict[str, float]:
     """Train a GPT by itself in a process, and return what it says of its memory."""
-    tell(f"memory over {steps} steps: {layers} blocks of width {dim}")
-    done = subprocess.run([sys.executable, str(MEMORY), folder, *map(str, (steps, dim, layers)), *how], capture_output=True,
+    tell(f"memory over {steps} steps {way}: {layers} blocks of width {dim}")
+    done = subprocess.run([sys.executable, str(MEMORY), folder, way, *map(str, (steps, dim, layers))], capture_output=True,
                           text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _publish(options: argparse.Namespace, iteration: Sheet, memory: dict[str, float], earlier: dict[str, float],
-             growth: dict[str, float], raw: dict[str, Any]) -> None:
-    rows = tuple((name, *(f"{found[name] / MEBI:.1f}" for found in (memory, earlier, growth))) for name in memory)
-    held = Sheet(title="Resident memory, everything on disk", rows=rows,
-                 columns=("MiB", "the same GPT, 60 steps", "stepped in backward",
-                          f"8 blocks of width 256, {options.steps} steps"))
+def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict[str, float]], growth: dict[str, float],
+             raw: dict[str, Any]) -> None:
+    rows = tuple((name, *(f"{found[name] / MEBI:.1f}" for found in (*held.values(), growth))) for name in growth)
+    memory = Sheet(title="Resident memory over 60 steps, everything on disk", rows=rows,
+                   columns=("MiB", *(f"stepped {way}" for way in DISKS), f"8 blocks of width 256, {options.steps} steps"))
     targets = [
         *(Target(what=f"{tokens} tokens: iteration on disk, stepped {way}, over max(computing, I/O) apart", high=1.15,
                  measured=_overlap(found, way)) for tokens, found in raw.items() for way in DISKS),
         *(Target(what=f"{tokens} tokens: iteration with offload to the host over one without", high=1.10,
                  measured=_ratio(found, "host", "none")) for tokens, found in raw.items()),
-        Target(what="peak resident memory over the estimate", low=0.9, high=1.1,
-               measured=memory["peak"] / memory["estimate"]),
-        Target(what="the same, stepped in backward", low=0.9, high=1.1, measured=earlier["peak"] / earlier["estimate"]),
+        *(Target(what=f"peak resident memory over the estimate, stepped {way}", low=0.9, high=1.1,
+                 measured=found["peak"] / found["estimate"]) for way, found in held.items()),
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]
-    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping 1.0, "
-            f"{options.threads} thread(s), {options.rounds} rounds of turns of about {options.seconds:g} s.")
-    Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, held),
+    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping 1.0 but 0 "
+            f"where stepped in backward, {options.threads} thread(s), {options.rounds} rounds of turns of about "
+            f"{options.seconds:g} s.")
+    Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, memory),
             targets=tuple(targets), raw=raw).publish(options.out)
 
 

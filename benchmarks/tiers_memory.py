@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))  # glibc: what is freed leaves the process at once
 
 import torch
-from tiers import config, on_disk
+from tiers import DISKS, on_disk
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from workloads import _example
@@ -26,28 +26,29 @@ BUFFERS, PIECES = 3, 4
 
 
 def main() -> None:
-    folder, steps, dim, layers = sys.argv[1], *map(int, sys.argv[2:5])
-    in_backward = "in-backward" in sys.argv[5:]
+    folder, way, steps, dim, layers = *sys.argv[1:3], *map(int, sys.argv[3:6])
     torch.set_num_threads(1)
     shoal.init_distributed()
     model = _example("gpt/model.py")
     x = torch.randint(256, (1, 64))
     small = model.Shape(layers=1, dim=64, heads=1).build()
-    engine = shoal.initialize(model=small, config=config(on_disk(folder)))[0]
+    engine = shoal.initialize(model=small, config=on_disk(folder, way))[0]
     _train(engine, x, 2)  # what every process that trains holds: libraries, compiled code, thread stacks
     engine.destroy()
     del engine, small
     activations = _activations(lambda number: model.Shape(layers=number, dim=dim, heads=dim // 64).build(), layers, x)
     trim()
     base = _resident()
-    given = config(on_disk(folder, in_backward=in_backward))
+    given = on_disk(folder, way)
     with shoal.zero.Init(config=given):
         large = model.Shape(layers=layers, dim=dim, heads=dim // 64).build()
     engine = shoal.initialize(model=large, config=given)[0]
     assert engine.sharded is not None
+    in_backward, clipping = DISKS[way]
     units = [unit.layout.size for unit in engine.sharded.units]
     expected = working(units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_away=True, state_away=True,
-                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward)
+                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward,
+                       attempted=in_backward and clipping > 0)
     _clear_peak()
     _train(engine, x, SETTLED)
     settled = _resident()

@@ -195,8 +195,12 @@ class Engine(Controls):
         self.restore_forwards()
         if self.copies is not None:
             self.copies.forget()
-        if self.sharded is not None:
-            self.sharded.destroy()
+        try:
+            if self.optimizer is not None:
+                self.optimizer.close()
+        finally:
+            if self.sharded is not None:
+                self.sharded.destroy()
 
     @property
     def roots(self) -> Mapping[nn.Module, str]:

@@ -72,8 +72,9 @@ def _needed(settings: Config, model: nn.Module, trained: set[nn.Parameter], mome
     step = state_bytes(zero.stage, int(stepped * zero.offload_optimizer.ratio), ranks, compute=policy.compute,
                        accumulate=policy.accumulate, moments=moments)
     rest = state_bytes(zero.stage, max(0, whole - zero.offload_param.max_in_cpu), ranks, compute=policy.compute)
+    places = 2 if settings.attempts_steps else 1  # of what a step writes
     needed = Counter[Path]()
-    for store, size in ((weight, rest.weight), (state, step.gradient + step.master + step.moments)):
+    for store, size in ((weight, places * rest.weight), (state, step.gradient + places * (step.master + step.moments))):
         if isinstance(store, Disk):
             needed[store.swap.path.parent.parent] += size
     for swap in {store.swap for store in (weight, state) if isinstance(store, Disk)}:

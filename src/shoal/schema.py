@@ -215,8 +215,7 @@ class Config(Section):
     def conflicts(self) -> Iterable[Conflict]:
         if self.fp16.enabled and self.bf16.enabled:
             yield Conflict(keys=("fp16.enabled", "bf16.enabled"), message="got true beside bf16.enabled; choose one")
-        if self.zero_optimization.offload_optimizer.step_in_backward:
-            yield from self._against_step_in_backward()
+        yield from self._against_step_in_backward()
         if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1):
             yield Conflict(keys=("prescale_gradients", "gradient_predivide_factor"),
                            message="got true beside gradient_predivide_factor: the whole division is before the sum, or a "
@@ -233,10 +232,14 @@ class Config(Section):
                 message=f"got '{accumulate}' beside {self.compute_dtype} gradients; choose {choices}",
             )
 
-    def _against_step_in_backward(self) -> Iterable[Conflict]:
-        """Yield what is decided for all gradients together, when backward would have stepped some."""
-        key = "zero_optimization.offload_optimizer.step_in_backward"
-        for asked, other, why, fix in (
+    @property
+    def attempts_steps(self) -> bool:
+        """Whether backward begins steps that may have to be undone."""
+        return self.zero_optimization.offload_optimizer.step_in_backward and any(self._decided_on_all_gradients())
+
+    def _decided_on_all_gradients(self) -> Iterable[tuple[str, str, str]]:
+        """Yield each key by which a step is decided on when all gradients are there, what is known then, and what to do."""
+        for asked, key, known, fix in (
                 (self.gradient_clipping > 0, "gradient_clipping", "the norm of all gradients is known", "set it to 0"),
                 (self.fp16.enabled, "fp16.enabled", "an overflow anywhere is known", "use bf16"),
                 (self.bf16.enabled and self.bf16.check_grad_overflow, "bf16.check_grad_overflow",
@@ -244,8 +247,19 @@ class Config(Section):
                 (not self.zero_optimization.ignore_unused_parameters, "zero_optimization.ignore_unused_parameters",
                  "an unused parameter is known", "set it to true")):
             if asked:
-                yield Conflict(keys=(key, other), message=f"got true beside {other}: {why} only after backward; {fix}, or "
-                                                          f"leave the step to engine.step()")
+                yield key, known, fix
+
+    def _against_step_in_backward(self) -> Iterable[Conflict]:
+        """Yield what is decided for all gradients together, when backward has stepped some and cannot undo it."""
+        zero = self.zero_optimization
+        undone = zero.offload_optimizer.device == zero.offload_param.device == "nvme"
+        if undone or not zero.offload_optimizer.step_in_backward:
+            return
+        for other, known, fix in self._decided_on_all_gradients():
+            yield Conflict(keys=("zero_optimization.offload_optimizer.step_in_backward", other),
+                           message=f"got true beside {other}: {known} only after backward; {fix}, or let weights and state "
+                                   f"rest on a disk, where a step can be undone (device \"nvme\" of offload_param and "
+                                   f"offload_optimizer), or leave the step to engine.step()")
 
     def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
         if any(findings.refused(key) for key in (TOTAL, MICRO, ACCUMULATION)):

@@ -69,8 +69,9 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
         swap = Swap(folder, block_bytes=data.draw(st.sampled_from((4096, 8192))), requests=3, write_ahead=2 * PAGE,
                     spare=spare)
         span, plain, held = Swapped(swap, size, torch.float32, "w", part=part, chunk=CHUNK), torch.zeros(size), list[Hold]()
-        for step in range(1, data.draw(st.integers(1, 12), "steps")):
-            match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard"))):
+        readers, before = list[Hold](), list[Tensor]()  # holds of before an attempt, and what that may come back to
+        for step in range(1, data.draw(st.integers(1, 16), "steps")):
+            match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard", "attempt", "end", "end"))):
                 case "fetch":
                     held.append(fetched(data, span, plain, held, value=step))
                 case "change" if held:
@@ -81,12 +82,25 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
                 case "commit" if held:
                     hold = held.pop(data.draw(st.integers(0, len(held) - 1)))
                     span.commit(hold.start, hold.stop, changed=hold.changed)
-                case "discard" if not held:
+                case "discard" if not (held or readers or before):
                     span.discard()
                     plain.zero_()
+                case "attempt" if not (before or any(hold.changed for hold in held)):
+                    span.attempt()
+                    before.append(plain.clone())
+                    readers, held = readers + held, []
+                case "end" if before and (held or data.draw(st.booleans(), "accepted")):
+                    span.accept()
+                    before.clear()
+                case "end" if before:
+                    while readers:
+                        hold = readers.pop()
+                        span.commit(hold.start, hold.stop, changed=False)
+                    span.undo()
+                    plain = before.pop()
                 case _:
                     pass
-        for hold in held:
+        for hold in (*held, *readers):
             span.commit(hold.start, hold.stop, changed=hold.changed)
         span.fetch().wait()
         assert torch.equal(span.tensor[part.start:part.stop], plain[part.start:part.stop])
@@ -137,6 +151,46 @@ def test_its_tensor_keeps_its_address(swap: Swap) -> None:
     span.fetch().wait()
     span.commit().wait()
     assert span.tensor.data_ptr() == before and before % mmap.PAGESIZE == 0
+
+
+def test_an_attempt_is_undone_to_what_only_memory_held(swap: Swap, writes: Gate) -> None:
+    span = filled(swap)
+    for changed in (True, False):
+        span.fetch(0, CHUNK)
+        span.fetch(0, CHUNK).wait()
+        if changed:
+            span.tensor[:CHUNK] = -1
+            span.commit(0, CHUNK)  # somebody has it in use yet: it is not written
+    writes.open.clear()
+    span.attempt()
+    arriving = span.fetch(0, CHUNK)
+    assert not arriving.done, "to change it now would change what is being written"
+    writes.open.set()
+    arriving.wait()
+    span.tensor[:CHUNK] = -2
+    for _ in range(4):
+        span.commit(0, CHUNK)
+    span.undo()
+    span.fetch().wait()
+    assert torch.equal(span.tensor, torch.cat([torch.full((CHUNK,), -1.0), numbers(span)[CHUNK:]]))
+    span.commit(changed=False)
+
+
+def test_an_attempt_writes_what_it_changed_to_one_second_place(swap: Swap) -> None:
+    span = filled(swap)
+    for number in range(1, 4):
+        before = swap.written_bytes
+        span.attempt()
+        span.fetch(0, CHUNK).wait()
+        span.tensor[:CHUNK] += 1
+        span.commit(0, CHUNK).wait()
+        assert (swap.written_bytes - before, swap.disk_bytes) == (PAGE, 8 * PAGE)
+        span.accept() if number == 2 else span.undo()
+    span.fetch().wait()
+    assert torch.equal(span.tensor, torch.cat([numbers(span)[:CHUNK] + 1, numbers(span)[CHUNK:]]))
+    span.commit(changed=False)
+    span.close()
+    assert swap.disk_bytes == 0
 
 
 # What moves
@@ -309,7 +363,7 @@ def test_to_commit_what_was_not_fetched_is_our_own_mistake(swap: Swap) -> None:
 def test_to_discard_what_is_fetched_is_our_own_mistake(swap: Swap) -> None:
     span = filled(swap)
     span.fetch().wait()
-    with pytest.raises(AssertionError, match="w: discarded while it is fetched"):
+    with pytest.raises(AssertionError, match="w: forgotten while it is fetched"):
         span.discard()
 
 

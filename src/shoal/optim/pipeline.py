@@ -135,6 +135,15 @@ class Pipeline:
             self._join()
             deque(self._stream(_given(pieces)), maxlen=0)
 
+    def give_up(self, units: Iterable[Unit]) -> None:
+        """Have none of `units` stepped by backward, once the thread has done with them; the caller undoes what it did."""
+        self.settle()
+        self._join()
+        while self._leaving:
+            self._leaving.popleft().wait()
+        for unit in units:
+            unit.stepped = False
+
     def expect(self, views: Iterable[View]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
         self._foresight.expect(view for view in views if _is_away(view.unit))
@@ -162,6 +171,12 @@ class Pipeline:
                 self._stepped -= 1
         if unit is None or unit.owed is not None:
             self.check()
+
+    def close(self) -> None:
+        """Take no more steps, and let the one that is being taken end."""
+        with self._changed:
+            self._queue.clear()
+        self._join()
 
     def check(self) -> None:
         """Raise `TierError` once a step was taken in part."""
@@ -258,7 +273,7 @@ class Pipeline:
                     piece.sweep.step(piece.views, piece.sweep.factor, piece.sweep.options)
             self._leaving.append(_commit(piece))
             for unit in piece.units:
-                _let_go(unit)
+                _let_go(unit, piece.sweep)
                 yield unit
             while len(self._leaving) > self._behind:
                 with self._lanes.during("commit", piece.name):
@@ -298,11 +313,12 @@ def _can_wait(unit: Unit) -> bool:
     return alone and unit.is_released and unit.away and _is_away(unit)
 
 
-def _let_go(unit: Unit) -> None:
-    """Give up what was there for the step alone."""
+def _let_go(unit: Unit, sweep: Sweep) -> None:
+    """Give up what was there for `sweep` alone."""
     if unit.gradient is not None and unit.state is not None:
-        unit.gradient.spend()
-        unit.let_go()
+        unit.gradient.leave() if sweep.attempted else unit.gradient.spend()
+        if sweep.use.weights:
+            unit.let_go()
 
 
 @torch.no_grad()

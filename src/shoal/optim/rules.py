@@ -32,3 +32,13 @@ class StepRules:
     """Step a unit while backward goes on with others, as soon as its gradient is there."""
     waiting: int = WRITE_AHEAD
     """Bytes of such units that may be in memory at once."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether a step needs the norm of all gradients."""
+        return self.clipping > 0 or self.check_overflow
+
+    @property
+    def decides_afterwards(self) -> bool:
+        """Whether it takes all gradients to know that a step is to be taken, and how far."""
+        return self.measures or not self.unused

@@ -6,8 +6,8 @@ this rank.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
 from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, options_of, settle
-from shoal.optim.views import View, Views
+from shoal.optim.views import Views
+from shoal.optim.within import Within
 from shoal.optim.written import Written
 from shoal.precision.loss_scale import LossScale
-from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
 
@@ -55,7 +55,6 @@ class ShardedOptimizer:
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
         self._written = Written(model.trainable)
-        self._norm_wanted = rules.clipping > 0 or rules.check_overflow
         if isinstance(optimizer, SignedAdam):
             self._step = by_signs(optimizer, native=rules.native)
         else:
@@ -66,15 +65,13 @@ class ShardedOptimizer:
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
         self._stepping = Pipeline(at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
                                   lanes=model.residence.lanes)
+        self._within = Within(model, views, optimizer, rules, self._stepping, self._step)
         if isinstance(optimizer, Compressing):
             optimizer.exchanging = model.census.slices > 1
         self.route()
-        self._taking: dict[Gradient, tuple[Unit, list[View]]] = {}
-        self._taken: list[Gradient] = []  # in the order of the last backward that stepped
-        self._options: Options = []
         for view in views.views:
             assert view.unit.gradient is not None and view.unit.state is not None
-            view.unit.gradient.measured = self._norm_wanted
+            view.unit.gradient.measured = rules.measures
             if optimizer.state.get(view.parameter):  # made when it was built
                 view.unit.state.fetch(view.part).wait()
                 settle(view, optimizer)
@@ -108,7 +105,7 @@ class ShardedOptimizer:
     @property
     def begun(self) -> bool:
         """Whether backward has begun the next step."""
-        return any(unit.stepped for unit in self._model.trainable)
+        return self._within.begun
 
     @property
     def failed(self) -> bool:
@@ -126,27 +123,30 @@ class ShardedOptimizer:
                              f"engine.backward(loss) on the output of the engine since the last step")
         if not self._joined:
             return self._stand_still()
-        begun = self.begun
+        options = self._within.options or options_of(self.optimizer)
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._written.check()
         self._model.flush()
-        verdict = judge(units, census, norm=self._norm_wanted, device=self._model.residence.device)
+        verdict = judge(units, census, norm=self.rules.measures, device=self._model.residence.device)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._joined
         self.norm = None if verdict.norm is None else verdict.norm / scale
+        factor, calm = self._factor(self.norm, scale), False
         try:
             if not self.rules.unused:
                 _refuse_unused(verdict, census)
+            calm = not self.overflow and factor == self._factor(None, scale)
+            self._within.conclude(calm=calm)
             self.scaler.update(self.overflow)
             if not self.overflow:
-                options = self._options if begun else options_of(self.optimizer)
-                self._change(verdict.touched, self._factor(self.norm, scale), options)
+                self._change(verdict.touched, factor, options)
                 self._count()
             elif isinstance(self.optimizer, Compressing):
                 self.optimizer.drop()
         finally:
             if not self.failed:
+                self._within.conclude(calm=calm)
                 self.zero_grad()
                 self.rescale(self.scaler.value / loss_scale)
         self.route()
@@ -187,31 +187,9 @@ class ShardedOptimizer:
             sweep = layers.apply(factor, options)
         self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
 
-    @contextmanager
-    def within_backward(self) -> Generator[None]:
-        """Let the backward pass of the context step units whose gradient it has finished.
-
-        The pass ends an accumulation, reduces, and is the only one before `step`. An exception within it leaves a step that
-        was taken in part, if one had begun.
-        """
-        self._options = options_of(self.optimizer)
-        self._taking = {unit.gradient: (unit, []) for unit in self._model.trainable if unit.gradient is not None}
-        for view in self.views.views:
-            assert view.unit.gradient is not None
-            self._taking[view.unit.gradient][1].append(view)
-        self._stepping.expect(view for gradient in self._taken if gradient in self._taking
-                              for view in self._taking[gradient][1])
-        self._taken = []
-        self._model.offer(self._take)
-        try:
-            yield
-        except BaseException as error:
-            if self.begun:
-                self._stepping.fail(error, self._model.trainable)
-            raise
-        finally:
-            self._model.offer(None)
-            self._stepping.expect(())
+    def within_backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass that may step units whose gradient it has finished (within.py)."""
+        return self._within.context(self._factor(None, self.scaler.value))
 
     def refuse_begun(self, call: str) -> None:
         """Raise `UsageError` from `call` while backward has begun a step that `step` has yet to finish."""
@@ -245,6 +223,14 @@ class ShardedOptimizer:
             if unit.state is not None:
                 unit.state.yield_retained()
 
+    def close(self) -> None:
+        """Take what is owed, and undo what backward has only attempted; no thread steps anything afterwards."""
+        try:
+            self._within.conclude(calm=False)
+            self._stepping.settle()
+        finally:
+            self._stepping.close()
+
     @property
     def coefficients(self) -> Mapping[str, float]:
         """LAMB's trust ratios at the last step, by the names of the parameters of this rank that it changed."""
@@ -270,26 +256,6 @@ class ShardedOptimizer:
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the backward of `loss` times the loss scale."""
         (loss * self.scaler.value).backward(retain_graph=retain_graph)
-
-    def _take(self, gradient: Gradient) -> bool:
-        """Step the unit of `gradient`, the sum over the ranks, if nothing in this backward can need its weights any more.
-
-        Its own nodes have run, as all of them lead to the gradients that are there. That the sum is there says as much of
-        the other ranks. What autograd cannot know of is left to `step`: recompute in passes of its own, and units that
-        others keep gathered; and gradients that another rank may have to add zeros to.
-        """
-        unit, views = self._taking[gradient]
-        assert unit.state is not None
-        whole = gradient.touched == (1 << len(unit.members)) - 1
-        copied = unit.holders.replicas is not None  # the sum over the other copies is missing
-        if gradient.again or not whole or copied or (unit.travels and not unit.is_released):
-            unit.let_go()
-            return False
-        beside = self.rules.native and is_native(self.optimizer, views)
-        sweep = Sweep(step=self._step, factor=self._factor(None, self.scaler.value), options=self._options)
-        self._taken.append(gradient)
-        self._stepping.take(unit, views, sweep, beside=beside)
-        return True
 
     def _factor(self, norm: float | None, loss_scale: float) -> float:
         clip = self.rules.clipping

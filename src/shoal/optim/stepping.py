@@ -44,6 +44,8 @@ class Sweep:
     factor: float
     options: Options
     use: Use = WHOLE_STEP
+    attempted: bool = False
+    """It may be undone: the gradients go to rest again."""
 
 
 _State = dict[str, Any]

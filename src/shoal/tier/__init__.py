@@ -11,7 +11,7 @@ from shoal.tier.elastic import Elastic, elastic
 from shoal.tier.lanes import Lanes
 from shoal.tier.memory import pageable, trim, zeros
 from shoal.tier.pages import Pages
-from shoal.tier.part import Part, Together, held
+from shoal.tier.part import Part, Together, held, on_disk
 from shoal.tier.residence import Residence, Tiers
 from shoal.tier.span import Kept, Span, Transfer
 from shoal.tier.store import Disk, Memory, Store
@@ -20,5 +20,5 @@ from shoal.tier.swapped import Swapped
 from shoal.tier.trace import Event, Trace
 
 __all__ = ["Copied", "Disk", "Elastic", "Event", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span", "Store",
-           "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "elastic", "held", "pageable",
+           "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "elastic", "held", "on_disk", "pageable",
            "trim", "zeros"]

@@ -8,26 +8,27 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from shoal.tier.span import DONE, Span, Transfer
+from shoal.tier.swapped import Swapped
 
-__all__ = ["Part", "Together", "held"]
+__all__ = ["Part", "Together", "held", "on_disk"]
 
 
 class Part:
     """The elements `part` of a span, counted from 0."""
 
     def __init__(self, span: Span, part: range):
-        self._span = span
+        self.whole = span
         self._start = part.start
         self.tensor = span.tensor[part.start:part.stop]
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        return self._span.fetch(*self._shifted(start, stop), fresh=fresh)
+        return self.whole.fetch(*self._shifted(start, stop), fresh=fresh)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
-        return self._span.commit(*self._shifted(start, stop), changed=changed)
+        return self.whole.commit(*self._shifted(start, stop), changed=changed)
 
     def close(self) -> None:
-        self._span.close()
+        self.whole.close()
 
     def _shifted(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = self.tensor.numel() if stop is None else stop
@@ -59,3 +60,10 @@ def held(span: Span, start: int = 0, stop: int | None = None, *, changed: bool) 
         yield span.tensor[start:stop]
     finally:
         span.commit(start, stop, changed=written)
+
+
+def on_disk(span: Span) -> Swapped | None:
+    """Return what rests on a disk of which `span` is all or a part; None if it rests elsewhere."""
+    while isinstance(span, Part):
+        span = span.whole
+    return span if isinstance(span, Swapped) else None

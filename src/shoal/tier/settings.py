@@ -79,14 +79,15 @@ class OffloadOptimizer(Section):
 
     step_in_backward: Switch = False
     """Step each block as soon as backward has reduced its gradient, wherever its state rests; from a disk fewer bytes move
-    then. The weights change before `engine.step()`, which finishes the step, and the one backward of it is
-    `engine.backward(loss)`. Asks for fp32 or bf16 without overflow checks, `gradient_clipping` 0, and a model that computes
-    on the host. (Ours.)"""
+    then, or more evenly. The weights change before `engine.step()`, which finishes the step, and the one backward of it is
+    `engine.backward(loss)`. Where a step may be clipped or skipped (`gradient_clipping`, fp16, bf16 with overflow checks)
+    it asks for weights and state on disks: after a step that was neither, the next is attempted, and undone if it should
+    not have been; that takes their place on the disk twice. Asks for a model that computes on the host. (Ours.)"""
 
     published: ClassVar[Mapping[str, Published]] = {
         "fast_init": inert("start the files faster", False, True, reason="new state is zeros, which are never written"),
         "pipeline": inert("either of the two above", False, True, reason="set pipeline_read and pipeline_write"),
-        "super_offload": later("steps ahead of the norm, undone when it was too large", False),
+        "super_offload": later("steps ahead of the norm, of state in memory; from disks: step_in_backward", False),
         "cpuadam_cores_perc": inert("cores for super_offload", 0.8, reason="super_offload is not supported yet"),
     }
 

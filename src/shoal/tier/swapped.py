@@ -7,6 +7,8 @@ The span is cut into chunks, and a chunk is all or nothing:
     leaving   it was committed and is being written; if it is fetched now it stays
 
 A read that fails leaves the chunk absent, and the next fetch tries again. A write that fails leaves it present.
+
+An attempt writes chunks to a second place, and the first one holds what they were until the attempt is accepted or undone.
 """
 
 from __future__ import annotations
@@ -30,16 +32,27 @@ CHUNK = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Chunk:
-    """Bytes that come and go together, where they are, and who needs them."""
+class _Copy:
+    """What the file holds of a chunk, and where."""
 
     stretch: Stretch
     sums: list[int]
+    written: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Chunk:
+    """Bytes that come and go together, where they are, and who needs them."""
+
+    copy: _Copy
+    former: _Copy | None = None
+    """What they were before the attempt that has changed them."""
+    spare: _Copy | None = None
+    """The second place, while it holds nothing of use."""
     pins: int = 0
     present: bool = False
     dirty: bool = False
     """Memory holds what the file does not. No job is under way then: it begins by taking the mark away."""
-    written: bool = False
     job: Job | None = None
     error: TierError | None = None
     """Why the last job failed."""
@@ -61,15 +74,22 @@ class Swapped:
         self._hull = hull = hull if self.part else range(0)
         self._pages = Pages(size, dtype, aligned=hull.start)
         self.tensor = self._pages.tensor
-        self._extent = swap.allocate(len(hull), name)
         self._chunk_bytes = whole_pages(chunk * self._width)
-        self._chunks = [self._chunk(start) for start in hull[::self._chunk_bytes]]
+        self._extents: list[Extent] = []
+        self._attempting = False
+        self._chunks = [_Chunk(copy=copy) for copy in self._place()]
 
-    def _chunk(self, start: int) -> _Chunk:
+    def _place(self) -> list[_Copy]:
+        """Return a new place for each chunk."""
+        extent = self._swap.allocate(len(self._hull), self._name)
+        self._extents.append(extent)
+        return [self._copy(extent, start) for start in self._hull[::self._chunk_bytes]]
+
+    def _copy(self, extent: Extent, start: int) -> _Copy:
         stop = min(self._hull.stop, start + self._chunk_bytes)
         blocks = -(-(stop - start) // self._swap.block_bytes)
-        return _Chunk(sums=[0] * blocks, stretch=Stretch(pages=self._pages, start=start, stop=stop,
-                                                         offset=self._extent.offset + start - self._hull.start))
+        return _Copy(sums=[0] * blocks, stretch=Stretch(pages=self._pages, start=start, stop=stop,
+                                                        offset=extent.offset + start - self._hull.start))
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self._swap.check_owner(self._name)
@@ -83,11 +103,11 @@ class Swapped:
                 if not chunk.present:
                     chunk.present, chunk.error = True, None
                     overwritten = fresh and self._is_within(chunk, wanted)
-                    self._populate(chunk, zeros=not (chunk.written or overwritten))
-                    if chunk.written and not overwritten:
+                    self._populate(chunk, zeros=not (chunk.copy.written or overwritten))
+                    if chunk.copy.written and not overwritten:
                         reads.append(self._job("read", chunk))
-                if chunk.job is not None and chunk.job.lane == "read":
-                    arriving.append(chunk.job)
+                if chunk.job is not None and (chunk.job.lane == "read" or self._attempting):
+                    arriving.append(chunk.job)  # of an attempt, what is being written is what it may have to come back to
                 elif chunk.error is not None:
                     failed.append(chunk.error)
         self._swap.submit(reads)
@@ -96,13 +116,13 @@ class Swapped:
     def _populate(self, chunk: _Chunk, *, zeros: bool) -> None:
         """Have memory for a chunk: zeros, or whatever pages are there already."""
         if zeros:
-            self._swap.spare.forget(self._pages, chunk.stretch.start, chunk.stretch.stop)
+            self._swap.spare.forget(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
         else:
-            self._swap.spare.lend(self._pages, chunk.stretch.start, chunk.stretch.stop)
+            self._swap.spare.lend(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
 
     def _drop(self, chunk: _Chunk) -> None:
         """Give up the memory of a chunk that nobody needs."""
-        self._swap.spare.keep(self._pages, chunk.stretch.start, chunk.stretch.stop)
+        self._swap.spare.keep(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
 
     def _pin(self, chunk: _Chunk) -> None:
         """Keep a chunk from being dropped; if that has begun, wait until it is over."""
@@ -137,14 +157,17 @@ class Swapped:
                 chunk.present = False
                 self._drop(chunk)
                 return None
+            if self._attempting and chunk.former is None:
+                assert chunk.spare is not None
+                chunk.former, chunk.copy, chunk.spare = chunk.copy, chunk.spare, None
             job = self._job("write", chunk)  # from here on a fetch knows that it leaves
-        self._swap.admit(chunk.stretch.stop - chunk.stretch.start)
+        self._swap.admit(job.bytes)
         self._swap.submit([job])
         return job
 
     def _job(self, lane: Lane, chunk: _Chunk) -> Job:
         chunk.dirty = False
-        chunk.job = Job(lane, self._name, chunk.stretch, chunk.sums, partial(self._settle, chunk),
+        chunk.job = Job(lane, self._name, chunk.copy.stretch, chunk.copy.sums, partial(self._settle, chunk),
                         block_bytes=self._swap.block_bytes)
         return chunk.job
 
@@ -156,7 +179,7 @@ class Swapped:
                 chunk.present = job.error is None
             else:
                 chunk.dirty |= job.error is not None
-                chunk.written |= job.error is None
+                chunk.copy.written |= job.error is None
             self._swap.count(job)
             if chunk.pins or chunk.dirty:
                 chunk.job = None
@@ -166,14 +189,59 @@ class Swapped:
         chunk.job = None
 
     def discard(self) -> None:
+        assert not self._attempting, f"{self._name}: discarded while it may yet be undone"
         for chunk in self._chunks:
-            assert not chunk.pins, f"{self._name}: discarded while it is fetched"
-            if (job := chunk.job) is not None:
-                job.wait()
-            if chunk.present:  # its write failed
-                self._drop(chunk)
-            chunk.present = chunk.dirty = chunk.written = False
-            chunk.error = None
+            self._forget(chunk)
+            chunk.copy.written = False
+
+    def _forget(self, chunk: _Chunk) -> None:
+        """Drop what memory holds of a chunk, once its job has ended."""
+        assert not chunk.pins, f"{self._name}: forgotten while it is fetched"
+        if (job := chunk.job) is not None:
+            job.wait()
+        if chunk.present:  # its write failed
+            self._drop(chunk)
+        chunk.present = chunk.dirty = False
+        chunk.error = None
+
+    def attempt(self) -> None:
+        """From now on keep what the file holds beside what is committed, until `accept` or `undo`.
+
+        Raises `TierError` when the disk has no room for both.
+        """
+        if not self._extents[1:]:
+            for chunk, copy in zip(self._chunks, self._place(), strict=True):
+                chunk.spare = copy
+        self._attempting = True
+        for chunk in self._chunks:
+            self._save(chunk)
+
+    def _save(self, chunk: _Chunk) -> None:
+        """Write what only memory holds, and somebody has in use."""
+        with self._swap.lock:
+            job = self._job("write", chunk) if chunk.dirty else None
+        if job is not None:
+            self._swap.admit(job.bytes)
+            self._swap.submit([job])
+
+    def accept(self) -> None:
+        """Let what was committed since `attempt` be what the span holds."""
+        self._attempting = False
+        with self._swap.lock:
+            for chunk in self._chunks:
+                if chunk.former is not None:
+                    chunk.spare, chunk.former = chunk.former, None
+                    chunk.spare.written = False
+
+    def undo(self) -> None:
+        """Hold what was committed before `attempt`; nothing of the span may be fetched now."""
+        self._attempting = False
+        for chunk in self._chunks:
+            if chunk.former is not None or chunk.dirty:
+                self._forget(chunk)
+            if chunk.former is not None:
+                chunk.spare, chunk.copy, chunk.former = chunk.copy, chunk.former, None
+                chunk.spare.written = False
 
     def edges(self) -> Transfer:
         """Return what must be over before somebody writes just outside `part`: pages at its edges travel whole."""
@@ -191,10 +259,10 @@ class Swapped:
         for chunk in self._chunks:
             if (job := chunk.job) is not None:
                 job.wait()
-            self._swap.spare.forget(self._pages, chunk.stretch.start, chunk.stretch.stop)
+            self._swap.spare.forget(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
         self._chunks = []
-        self._swap.free(self._extent)
-        self._extent = Extent(0, 0)
+        while self._extents:
+            self._swap.free(self._extents.pop())
 
     def _wanted(self, start: int, stop: int | None) -> range:
         """Return the elements of [start, stop) that have a place on disk."""
@@ -210,6 +278,6 @@ class Swapped:
 
     def _is_within(self, chunk: _Chunk, wanted: range) -> bool:
         """Whether all elements of the chunk are among `wanted`; those outside `part` do not count."""
-        start = max(chunk.stretch.start, self.part.start * self._width)
-        stop = min(chunk.stretch.stop, self.part.stop * self._width)
+        start = max(chunk.copy.stretch.start, self.part.start * self._width)
+        stop = min(chunk.copy.stretch.stop, self.part.stop * self._width)
         return wanted.start * self._width <= start and stop <= wanted.stop * self._width

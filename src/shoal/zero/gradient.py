@@ -124,9 +124,11 @@ class Gradient:
     def norm(self) -> Tensor:
         """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
         if (norm := self._norm) is None:
+            here = self._here
             self._bring()
             norm = self._norm = _norm(self.own)
-            self.leave()
+            if not here:
+                self.leave()
         return norm
 
     def at_rest(self, part: range) -> Tensor:

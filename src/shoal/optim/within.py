@@ -1,0 +1,116 @@
+"""A step that begins within backward: units are stepped while backward makes the gradients of others.
+
+    certain     nothing is decided about all gradients together: what backward steps is stepped
+    attempted   a step may yet be clipped, or skipped: it is taken as if it would not be, and undone if it is
+
+An attempt that is undone costs more than it would have saved. So one is made only after a step that was neither clipped nor
+skipped; and only of units that can be undone (attempt.py), by native code, which leaves the gradient as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch.optim import Optimizer
+
+from shoal.optim.attempt import Attempt
+from shoal.optim.pipeline import Pipeline
+from shoal.optim.rules import StepRules
+from shoal.optim.stepping import Options, Stepping, Sweep, is_native, options_of
+from shoal.optim.views import View, Views
+from shoal.zero.gradient import Gradient
+from shoal.zero.sharded import ShardedModel
+from shoal.zero.unit import Unit
+
+__all__ = ["Within"]
+
+
+class Within:
+    """Steps by `step` what the backward pass of a `context` has finished."""
+
+    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, rules: StepRules, pipeline: Pipeline,
+                 step: Stepping):
+        self.options: Options = []
+        """The options of a step that `engine.backward` may have begun: those of when it did."""
+        self._model = model
+        self._views = views
+        self._optimizer = optimizer
+        self._rules = rules
+        self._pipeline = pipeline
+        self._step = step
+        self._factor = 1.0
+        self._attempt = Attempt(optimizer)
+        self._calm = False  # whether the last step was neither clipped nor skipped
+        self._of: dict[Gradient, tuple[Unit, list[View]]] = {}
+        self._taken: list[Gradient] = []  # in the order of the last backward that stepped
+
+    @property
+    def begun(self) -> bool:
+        """Whether backward has begun the next step."""
+        return any(unit.stepped for unit in self._model.trainable)
+
+    @contextmanager
+    def context(self, factor: float) -> Generator[None]:
+        """Let the backward pass of the context step units whose gradient, times `factor`, it has finished.
+
+        The pass ends an accumulation, reduces, and is the only one before `step`. An exception within it leaves a step that
+        was taken in part, if one had begun.
+        """
+        self.options, self._factor = options_of(self._optimizer), factor
+        if self._rules.decides_afterwards and not self._calm:
+            yield
+            return
+        self._of = {unit.gradient: (unit, []) for unit in self._model.trainable if unit.gradient is not None}
+        for view in self._views.views:
+            assert view.unit.gradient is not None
+            self._of[view.unit.gradient][1].append(view)
+        self._pipeline.expect(view for gradient in self._taken if gradient in self._of for view in self._of[gradient][1])
+        self._taken = []
+        self._model.offer(self._take)
+        try:
+            yield
+        except BaseException as error:
+            if self.begun:
+                self._pipeline.fail(error, self._model.trainable)
+            raise
+        finally:
+            self._model.offer(None)
+            self._pipeline.expect(())
+
+    def conclude(self, *, calm: bool) -> None:
+        """Let what was attempted stand if the step is `calm`, to be taken as it was, else undo it."""
+        self.options, self._calm = [], calm
+        if self._attempt.begun and calm:
+            self._attempt.accept()
+        elif self._attempt.begun:
+            try:
+                self._pipeline.give_up(self._model.trainable)
+                self._attempt.undo()
+            except BaseException as error:
+                self._pipeline.fail(error, self._model.trainable)
+                raise
+
+    def _take(self, gradient: Gradient) -> bool:
+        """Step the unit of `gradient`, the sum over the ranks, if nothing in this backward can need its weights any more.
+
+        Its own nodes have run, as all of them lead to the gradients that are there. That the sum is there says as much of
+        the other ranks. What autograd cannot know of is left to `step`: recompute in passes of its own, and units that
+        others keep gathered; and gradients that another rank may have to add zeros to.
+        """
+        unit, views = self._of[gradient]
+        assert unit.state is not None
+        whole = gradient.touched == (1 << len(unit.members)) - 1
+        copied = unit.holders.replicas is not None  # the sum over the other copies is missing
+        done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released))
+        beside = done and self._rules.native and is_native(self._optimizer, views)
+        attempted = self._rules.decides_afterwards
+        if not done or (attempted and not (beside and self._attempt.begin(unit, views))):
+            unit.let_go()
+            return False
+        if self._rules.measures:
+            gradient.norm()  # while it is in memory
+        self._taken.append(gradient)
+        sweep = Sweep(step=self._step, factor=self._factor, options=self.options, attempted=attempted)
+        self._pipeline.take(unit, views, sweep, beside=beside)
+        return True

@@ -1,0 +1,81 @@
+"""A step within backward that may yet be clipped or skipped is the step after it, bit for bit: it can be undone."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.optim.attempt import Attempt
+from shoal.testing import run_ranks
+
+from .models import FEATURES
+from .trained import Result, precision, train
+
+RANKS, STEPS = 2, 8
+DISK = {"device": "nvme", "buffer_count": 2}
+TIERS: dict[str, dict[str, Any]] = {
+    "all on disk": {"offload_optimizer": DISK, "offload_param": DISK},
+    "half of it": {"offload_optimizer": {**DISK, "ratio": 0.5}, "offload_param": {**DISK, "max_in_cpu": 2000}},
+}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+MOMENTUM = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {"optimizer": ADAM, **precision("fp32"), "gradient_accumulation_steps": 2},
+    "bf16": {"optimizer": ADAM, **precision("bf16")},
+    "fp16": {"optimizer": ADAM,
+             "fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
+    "momentum": {"optimizer": MOMENTUM, **precision("fp32")},
+}
+
+
+def config(case: str, stage: int, tier: dict[str, Any], folder: str, *, within: bool, clipping: float) -> dict[str, Any]:
+    placed = {key: {**block, "nvme_path": folder} for key, block in tier.items()}
+    placed.setdefault("offload_optimizer", {})["step_in_backward"] = within
+    return {"train_micro_batch_size_per_gpu": 2, "timeout": 20, "gradient_clipping": clipping, **CASES[case],
+            "zero_optimization": {"stage": stage, "sub_group_size": 700, **placed}}
+
+
+def train_all(feature: str, stage: int, folder: str) -> tuple[list[tuple[str, Result, Result]], Counter[str]]:
+    """Return each case trained without tiers and by attempts, and how many of these stood and how many were undone."""
+    ends, found = Counter[str](), list[tuple[str, Result, Result]]()
+    with pytest.MonkeyPatch.context() as patch:
+        for end in ("accept", "undo"):
+            patch.setattr(Attempt, end, _counting(end, ends))
+        for case in CASES:
+            free = train(feature, config(case, stage, {}, folder, within=False, clipping=1e9), steps=STEPS)
+            middle = statistics.median(norm for norm in free.norms if norm is not None and isfinite(norm))
+            plain = train(feature, config(case, stage, {}, folder, within=False, clipping=middle), steps=STEPS)
+            found += [(f"{case}, {name}", plain,
+                       train(feature, config(case, stage, tier, folder, within=True, clipping=middle), steps=STEPS))
+                      for name, tier in TIERS.items()]
+    return found, ends
+
+
+def _counting(end: str, ends: Counter[str]) -> Callable[[Attempt], None]:
+    ending: Callable[[Attempt], None] = getattr(Attempt, end)
+
+    def counted(attempt: Attempt) -> None:
+        ends[end] += 1
+        ending(attempt)
+
+    return counted
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_step_ahead_of_the_norm_trains_as_one_after_it(feature: str, stage: int, tmp_path: Path) -> None:
+    found, ends = run_ranks(RANKS, train_all, feature, stage, str(tmp_path))[0]
+    for case, plain, attempted in found:
+        assert attempted.losses == plain.losses, case
+        assert str(attempted.norms) == str(plain.norms), case  # some are not a number
+        for name, weight in plain.weights.items():
+            assert torch.equal(attempted.weights[name], weight), (case, name)
+    assert ends["accept"] and ends["undo"], ends
+    assert list(tmp_path.iterdir()) == [], "swap files are left"
