@@ -25,6 +25,7 @@ from shoal.fingerprint import fingerprint_of
 from shoal.frozen import Frozen
 from shoal.holders import Census
 from shoal.log import logger, warn_once
+from shoal.lost import lose, missing, named
 from shoal.mesh import Mesh
 from shoal.nested import mapped
 from shoal.optim.sharded import ShardedOptimizer
@@ -188,15 +189,22 @@ class Engine(Controls):
         return self._applied
 
     def destroy(self) -> None:
-        """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it."""
-        self.wait_for_checkpoint()
-        if self.settings.comms_logger.enabled:
-            comm.log_summary()
-        self.restore_forwards()
-        if self.copies is not None:
-            self.copies.forget()
-        if self.sharded is not None:
-            self.sharded.destroy()
+        """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it.
+
+        What fails is raised once the engine is detached all the same: the `CheckpointError` of a save that nobody has
+        waited for, the `TierError` or `CollectiveFailed` of weights that cannot be had any more. Their units are logged;
+        such parameters are not a number, take memory when they are first used, and may be written like any others. The
+        engine is of no use afterwards, and says so; another call does nothing.
+        """
+        if self.destroyed:
+            return
+        self.destroyed = True
+        try:
+            self.wait_for_checkpoint()
+            if self.settings.comms_logger.enabled:
+                comm.log_summary()
+        finally:
+            self._detach()
 
     @property
     def roots(self) -> Mapping[nn.Module, str]:
@@ -234,6 +242,22 @@ class Engine(Controls):
     def synchronising(self) -> bool:
         """Whether backward passes communicate at present."""
         return self._sync and self.enable_backward_allreduce
+
+    def _detach(self) -> None:
+        """Let go of the model, and of what of it is lost."""
+        self.restore_forwards()
+        if self.copies is not None:
+            self.copies.forget()
+        if self.sharded is None:
+            return
+        try:
+            self.sharded.destroy()
+        except Exception as error:
+            if units := missing(self.sharded):
+                logger.error("rank %d: destroy: the parameters of %s cannot be had any more, and are not a number from here "
+                             "on. (%s)", self.global_rank, named(units), error)
+                lose(units)
+            raise
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:

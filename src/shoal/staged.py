@@ -193,9 +193,11 @@ class PipelineEngine(Engine):
 
     def destroy(self) -> None:
         """Detach from the model, and leave this rank's layers whole and plain. Every rank calls it."""
-        if "_executor" in vars(self):
-            self._executor.close()
-        super().destroy()
+        try:
+            if "_executor" in vars(self):
+                self._executor.close()
+        finally:
+            super().destroy()
 
     @cached_property
     def _executor(self) -> Executor:

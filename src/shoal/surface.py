@@ -40,6 +40,8 @@ class Surface(Configured):
     monitor: None = None
     timers: None = None
     flops_profiler: None = None
+    destroyed: bool = False
+    """Whether `destroy` was called: the model is its own again."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module that the engine lacks."""
