@@ -87,6 +87,7 @@ class Engine(Controls):
 
         At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
         """
+        self.refuse_destroyed("forward")
         if self.census.tensor is not None and (self.settings.debug or not self._batches_compared):
             _refuse_other_batches(self.census.tensor, (args, kwargs))
             self._batches_compared = True
@@ -104,6 +105,7 @@ class Engine(Controls):
         With `allreduce_gradients` false nothing is reduced before `step`; `release_loss` is published, and the loss is
         never kept.
         """
+        self.refuse_destroyed("backward")
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -150,6 +152,7 @@ class Engine(Controls):
         Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
         smallest loss scale.
         """
+        self.refuse_destroyed("step")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs or {})
