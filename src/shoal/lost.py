@@ -45,10 +45,9 @@ def named(units: Iterable[Unit]) -> str:
 
 
 def lose(units: Iterable[Unit]) -> None:
-    """Let the parameters of `units` be not a number, for others to fill; integers, which always are one, stay guarded."""
+    """Let the parameters of `units`, which are never integers, be not a number, for others to fill."""
     for parameter in (member.parameter for unit in units for member in unit.members):
-        if parameter.is_floating_point():
-            unguard(parameter)
-            parameter.data = parameter.new_empty(()).expand(parameter.shape)
-            guard(parameter)
-            claim(parameter, _NOBODY)
+        unguard(parameter)
+        parameter.data = parameter.new_empty(()).expand(parameter.shape)
+        guard(parameter)
+        claim(parameter, _NOBODY)
