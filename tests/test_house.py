@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "holders": ("copies", "holders"),
     "precision": ("precision",),
     "sharding": ("zero",),
-    "decisions": ("gradients",),
+    "decisions": ("gradients", "lost"),
     "parts": ("checkpoint", "data", "optim", "pipeline", "placing", "schedule", "tensor_parallel"),
     "schema": ("schema",),
     "questions": ("chosen", "compression", "configured", "offload"),

@@ -5,8 +5,8 @@ Every one either does what its published name promises or says why it cannot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -48,6 +48,7 @@ class Controls(Saving):
 
         Raises `UsageError` for tensors of another shape and, if `strict`, for names on one side only.
         """
+        self.refuse_destroyed("load_module_state_dict")
         if custom_load_fn is not None:
             raise UsageError("load_module_state_dict: custom_load_fn is not supported: parameters may be sharded; write "
                              "within `with shoal.gathered(engine.module, modifier_rank=0)` instead")
@@ -98,11 +99,21 @@ class Controls(Saving):
                              "reduce your own with torch.distributed.all_reduce")
         self.allreduce_gradients(elements_per_buffer)
 
-    def trace(self) -> AbstractContextManager[Trace]:
+    @contextmanager
+    def trace(self) -> Generator[Trace]:
         """Record what is done within the context, on which lane and for how long: forward, backward, step, waiting for
-        state, reading and writing it."""
+        state, reading and writing it.
+
+        Raises `UsageError` within another such context of this engine: what is done has one listener.
+        """
+        self.refuse_destroyed("trace")
         assert self.sharded is not None
-        return self.sharded.residence.trace()
+        residence = self.sharded.residence
+        if residence.lanes.trace is not None:
+            raise UsageError("trace: this engine is traced already, and has one listener; read the `events` of the outer "
+                             "trace instead: those so far are there at any time")
+        with residence.trace() as trace:
+            yield trace
 
     def during(self, lane: str) -> AbstractContextManager[None]:
         """Return a context whose time is an event of `lane`, if somebody traces."""

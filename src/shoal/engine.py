@@ -25,6 +25,7 @@ from shoal.fingerprint import fingerprint_of
 from shoal.frozen import Frozen
 from shoal.holders import Census
 from shoal.log import logger, warn_once
+from shoal.lost import lose, missing, named
 from shoal.mesh import Mesh
 from shoal.nested import mapped
 from shoal.optim.sharded import ShardedOptimizer
@@ -86,6 +87,7 @@ class Engine(Controls):
 
         At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
         """
+        self.refuse_destroyed("forward")
         if self.census.tensor is not None and (self.settings.debug or not self._batches_compared):
             _refuse_other_batches(self.census.tensor, (args, kwargs))
             self._batches_compared = True
@@ -103,6 +105,7 @@ class Engine(Controls):
         With `allreduce_gradients` false nothing is reduced before `step`; `release_loss` is published, and the loss is
         never kept.
         """
+        self.refuse_destroyed("backward")
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -149,6 +152,7 @@ class Engine(Controls):
         Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
         smallest loss scale.
         """
+        self.refuse_destroyed("step")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs or {})
@@ -188,19 +192,22 @@ class Engine(Controls):
         return self._applied
 
     def destroy(self) -> None:
-        """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it."""
-        self.wait_for_checkpoint()
-        if self.settings.comms_logger.enabled:
-            comm.log_summary()
-        self.restore_forwards()
-        if self.copies is not None:
-            self.copies.forget()
+        """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it.
+
+        What fails is raised once the engine is detached all the same: the `CheckpointError` of a save that nobody has
+        waited for, the `TierError` or `CollectiveFailed` of weights that cannot be had any more. Their units are logged;
+        such parameters are not a number, take memory when they are first used, and may be written like any others. The
+        engine is of no use afterwards, and says so; another call does nothing.
+        """
+        if self.destroyed:
+            return
+        self.destroyed = True
         try:
-            if self.optimizer is not None:
-                self.optimizer.close()
+            self.wait_for_checkpoint()
+            if self.settings.comms_logger.enabled:
+                comm.log_summary()
         finally:
-            if self.sharded is not None:
-                self.sharded.destroy()
+            self._detach()
 
     @property
     def roots(self) -> Mapping[nn.Module, str]:
@@ -238,6 +245,29 @@ class Engine(Controls):
     def synchronising(self) -> bool:
         """Whether backward passes communicate at present."""
         return self._sync and self.enable_backward_allreduce
+
+    def _detach(self) -> None:
+        """Let go of the model, and of what of it is lost."""
+        self.restore_forwards()
+        if self.copies is not None:
+            self.copies.forget()
+        if self.sharded is None:
+            return
+        try:
+            if self.optimizer is not None:
+                self.optimizer.close()
+        finally:
+            self._give_back(self.sharded)
+
+    def _give_back(self, sharded: ShardedModel) -> None:
+        try:
+            sharded.destroy()
+        except Exception as error:
+            if units := missing(sharded):
+                logger.error("rank %d: destroy: the parameters of %s cannot be had any more, and are not a number from here "
+                             "on. (%s)", self.global_rank, named(units), error)
+                lose(units)
+            raise
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         if self.optimizer is None:

@@ -7,7 +7,7 @@ The order is a contract between ranks: distributed first, then the configuration
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
@@ -29,9 +29,10 @@ from shoal.config.resolve import DEFAULT
 from shoal.copies import Copies
 from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
-from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, TierError, UsageError
+from shoal.errors import ConfigError, NotSupportedYet, UsageError
 from shoal.frozen import Frozen
 from shoal.log import logger, warn_once
+from shoal.lost import missing, named
 from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.compressing import Compressing
@@ -243,7 +244,10 @@ def _plan(settings: Config, stepping: Chosen) -> Plan:
 
 @contextmanager
 def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> Generator[None]:
-    """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow."""
+    """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow.
+
+    What other ranks hold, and do not give, stays guarded: reading it raises, so that nobody takes it for weights.
+    """
     groups = [list(group["params"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
     try:
         yield
@@ -254,8 +258,11 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         if engine.sharded is not None:
             for communicator in engine.census.communicators:  # ranks that did not fail do not help
                 communicator.timeout = min(communicator.timeout, _PATIENCE)
-            with suppress(CollectiveFailed, TierError):
+            try:
                 engine.sharded.destroy()
+            except Exception as error:
+                logger.error("rank %d: initialize failed, and the parameters of %s could not be had back: build the model "
+                             "again, reading this one raises: %s", engine.global_rank, named(missing(engine.sharded)), error)
         raise
 
 

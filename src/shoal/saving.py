@@ -1,7 +1,7 @@
 """Saving and loading an engine: its tensors as pieces, its counters as values, its ranks in agreement.
 
 A checkpoint holds everything that the next step depends on. It is written behind training's back: `save_checkpoint`
-returns once the state is copied, and a failure surfaces at the next save, or in `wait_for_checkpoint`.
+returns once the state is copied, and a failure surfaces at the next save, in `wait_for_checkpoint`, or in `destroy`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Saving(Surface):
         where `checkpoint.async_save` is false. Raises `CheckpointError` (also for the save before this one), `UsageError`
         for client state that needs pickle, `RanksDisagree` for differing tags where the configuration says so.
         """
+        self.refuse_destroyed("save_checkpoint")
         if not str(save_dir):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder that all ranks share")
         assert self.sharded is not None
@@ -106,6 +107,7 @@ class Saving(Surface):
         `load_module_only` takes the weights alone; with `load_module_strict` false, names that the checkpoint lacks keep
         their values. Raises `CheckpointError` on every rank, before anything is changed where that can be known.
         """
+        self.refuse_destroyed("load_checkpoint")
         if custom_load_fn is not None:
             raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
                              "rename them in the checkpoint, or load with load_module_strict=False")
@@ -136,6 +138,7 @@ class Saving(Surface):
     def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
                                 ) -> dict[str, Tensor] | None:
         """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it."""
+        self.refuse_destroyed("consolidated_state_dict")
         assert self.sharded is not None
         return state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)
 

@@ -71,6 +71,7 @@ class PipelineEngine(Engine):
         `PipelineError` when a rank fails, `UsageError` without an optimizer, outside gradients, or without data, and at the
         first step (with `debug` at each) `RanksDisagree` where ranks that see the same samples drew others.
         """
+        self.refuse_destroyed("train_batch")
         if self.optimizer is None:
             raise UsageError("train_batch: the engine has no optimizer; give initialize one, or name one in the "
                              "configuration")
@@ -99,6 +100,7 @@ class PipelineEngine(Engine):
         returns (loss, outputs): the last stage's outputs, joined along the first dim if they are tensors, None elsewhere.
         `num_micro_batches` microbatches are drawn (default: `gradient_accumulation_steps`).
         """
+        self.refuse_destroyed("eval_batch")
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch: reduce_output: got {reduce_output!r}; choose 'avg' or None")
         count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
@@ -193,9 +195,11 @@ class PipelineEngine(Engine):
 
     def destroy(self) -> None:
         """Detach from the model, and leave this rank's layers whole and plain. Every rank calls it."""
-        if "_executor" in vars(self):
-            self._executor.close()
-        super().destroy()
+        try:
+            if "_executor" in vars(self):
+                self._executor.close()
+        finally:
+            super().destroy()
 
     @cached_property
     def _executor(self) -> Executor:

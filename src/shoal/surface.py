@@ -40,6 +40,8 @@ class Surface(Configured):
     monitor: None = None
     timers: None = None
     flops_profiler: None = None
+    destroyed: bool = False
+    """Whether `destroy` was called: the model is its own again."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module that the engine lacks."""
@@ -141,6 +143,12 @@ class Surface(Configured):
         if self.optimizer is not None:
             self.optimizer.settle()
         return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})
+
+    def refuse_destroyed(self, call: str) -> None:
+        """Raise `UsageError` from `call` once the engine has let go of the model."""
+        if self.destroyed:
+            raise UsageError(f"{call}: this engine was destroyed, and has no part in the model any more; use the module "
+                             f"itself, or build another engine over it by shoal.initialize")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Let `to`, `half`, `cuda` and their like pass where they change nothing.

@@ -1,18 +1,42 @@
-"""An engine whose state cannot be read any more detaches all the same, and another one goes on from a checkpoint."""
+"""An engine whose state cannot be read any more detaches all the same, and another one goes on from a checkpoint.
+
+What is lost is told, and is never taken for weights.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
 
 import shoal
-from shoal.errors import TierError
+from shoal.errors import CollectiveFailed, ReleasedError, TierError
 from shoal.testing import run_ranks
+from shoal.zero.guard import is_guarded
+from shoal.zero.unit import Unit
 
 from .test_tiers import ALL, build, config, engine_of, train, whole
+
+
+@contextmanager
+def logged() -> Generator[list[str]]:
+    """Yield what the library says from here on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shoal").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("shoal").removeHandler(handler)
 
 
 def lost(folder: str, kind: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -49,3 +73,101 @@ def test_who_lost_the_swap_file_goes_on_from_a_checkpoint_in_the_same_process(ki
     rest, losses, weights = run_ranks(1, lost, str(tmp_path), kind)[0]
     assert losses == 2 * rest
     assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
+    """Write into what is lost; return the names of all units, and what was said."""
+    engine = engine_of(folder, ALL)
+    train(engine, range(2))
+    assert engine.sharded is not None
+    kept, names = engine.module, [unit.name for unit in engine.sharded.units]
+    [file] = Path(folder).rglob("*.swap")
+    file.unlink()
+    with logged() as said, pytest.raises(TierError):
+        engine.destroy()
+    assert any(is_guarded(parameter) for parameter in kept.parameters()), "what nobody has used yet takes no memory"
+    fresh = build()
+    match way:
+        case "loaded":
+            kept.load_state_dict(fresh.state_dict())
+        case "copied":
+            with torch.no_grad():
+                for parameter, value in zip(kept.parameters(), fresh.parameters(), strict=True):
+                    parameter.copy_(value)
+        case _:
+            torch.manual_seed(0)
+            for layer in (module for module in kept.modules() if isinstance(module, nn.Linear)):
+                layer.reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), fresh.parameters(), strict=True))
+    assert all(type(parameter) is nn.Parameter for parameter in kept.parameters())
+    kept(torch.ones(2, 40)).sum().backward()
+    assert all(parameter.grad is not None for parameter in kept.parameters())
+    return names, said
+
+
+@pytest.mark.parametrize("way", ["loaded", "copied", "drawn"])
+def test_what_is_lost_is_told_by_unit_and_may_be_written_like_any_weights(way: str, tmp_path: Path) -> None:
+    names, said = run_ranks(1, filled, str(tmp_path), way)[0]
+    [line] = said
+    assert line.startswith("rank 0: destroy: the parameters of units '") and "the file was deleted" in line
+    assert any(f"'{name}'" in line for name in names)
+
+
+SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 3,
+                           "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 60}}
+
+
+def failed_alone() -> tuple[list[str], list[str]]:
+    """Fail on rank 1 after the others are through; return what reading each parameter says, and what was said."""
+    model, values = build(), [parameter.detach().clone() for parameter in build().parameters()]
+
+    def choose(groups: Any) -> SGD:
+        if dist.get_rank() == 1:
+            raise ValueError("no optimizer today")
+        return SGD(groups, lr=0.1)
+
+    if dist.get_rank() == 0:
+        shoal.initialize(model=model, config=SHARDED, optimizer=choose)
+        return [], []
+    with logged() as said, pytest.raises(ValueError, match="no optimizer today"):
+        shoal.initialize(model=model, config=SHARDED, optimizer=choose)
+    found = []
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        try:
+            found.append("equal" if torch.equal(parameter, value) else "other values")
+        except ReleasedError as error:
+            found.append(str(error))
+    with pytest.raises(ReleasedError, match="build the model again"):
+        model.state_dict()
+    return found, said
+
+
+def test_what_a_rank_that_fails_alone_cannot_give_back_is_told_and_refuses_to_be_read() -> None:
+    found, said = run_ranks(2, failed_alone)[1]
+    assert found[1::2] == ["equal"] * 6, "biases, which rest whole on each rank"
+    assert all("whose engine is gone without giving it back: build the model again" in text for text in found[::2])
+    [line] = said
+    assert "rank 1: initialize failed, and the parameters of units '" in line and "did not finish within 3 s" in line
+
+
+def full_alone() -> str:
+    """Have rank 1 alone find its disk full; return what it says."""
+    def fill(self: Unit, name: str, *args: Any, **options: Any) -> None:
+        if dist.get_rank() == 1 and name == last:
+            raise TierError(f"no room for unit '{name}'")
+        made(self, name, *args, **options)
+
+    made, last = Unit.__init__, "2"
+    Unit.__init__ = fill
+    model = build()
+    expected = TierError if dist.get_rank() == 1 else CollectiveFailed
+    with pytest.raises(expected) as raised:
+        shoal.initialize(model=model, config=SHARDED | {"optimizer": {"type": "SGD"}})
+    if dist.get_rank() == 1:
+        with pytest.raises(ReleasedError):
+            model[0][0].weight.sum()
+    return str(raised.value)
+
+
+def test_a_disk_that_is_full_on_one_rank_alone_is_what_that_rank_says() -> None:
+    assert run_ranks(2, full_alone)[1] == "no room for unit '2'"

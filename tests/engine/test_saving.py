@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
+from shoal.checkpoint import Pending
 from shoal.checkpoint import folder as folders
 from shoal.engine import Engine
 from shoal.errors import UsageError
@@ -114,17 +116,26 @@ def test_a_folder_without_latest_and_bad_client_state_are_told(tmp_path: Path) -
 
 
 def at_once(folder: str) -> None:
-    """Load what is still being written, by the engine that saves and by another one."""
-    publish = folders.publish
+    """Load what is published no sooner than somebody waits for it, by the engine that saves and by another one."""
+    publish, awaited = folders.publish, threading.Event()
 
-    def slowly(path: Path, tag: str) -> None:
-        time.sleep(0.5)
+    def when_awaited(path: Path, tag: str) -> None:
+        awaited.wait()
         publish(path, tag)
 
-    folders.publish = slowly
+    def then_wait(wait: Callable[[Pending], None]) -> Callable[[Pending], None]:
+        def waiting(pending: Pending) -> None:
+            if not pending.done:  # as the last one is, which the next save asks for
+                awaited.set()
+            wait(pending)
+        return waiting
+
+    folders.publish = when_awaited
+    Pending.settle, Pending.surface = then_wait(Pending.settle), then_wait(Pending.surface)
     engine, other = build("plain", 1, 2), build("plain", 3, 2)
     for step, reader in enumerate([engine, other]):
         train(engine, step, 1)
+        awaited.clear()
         engine.save_checkpoint(folder)
         assert reader.load_checkpoint(folder)[0] == str(Path(folder) / f"global_step{step + 1}")
         assert reader.global_steps == step + 1

@@ -317,6 +317,18 @@ def test_blocks_are_compiled_and_collectives_stay_outside(stage: int) -> None:
     run_ranks(2, compiled, stage)
 
 
+def test_an_engine_has_one_trace_at_a_time(engine: Engine) -> None:
+    unused = engine.trace()
+    with engine.trace() as outer:
+        with pytest.raises(UsageError, match="trace: this engine is traced already, and has one listener"):
+            unused.__enter__()
+        engine(batch(0, 0, 0)[0])
+    assert "forward" in {event.lane for event in outer.events}
+    with engine.trace() as later:
+        engine(batch(0, 0, 0)[0])
+    assert "forward" in {event.lane for event in later.events} and len(outer.events) == len(later.events)
+
+
 def test_states_are_not_moved_yet(engine: Engine) -> None:
     with pytest.raises(NotSupportedYet, match="offload_states: not supported yet: state rests where the"):
         engine.offload_states()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -66,9 +65,9 @@ class Pending:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failure: BaseException | None = None
+        self._taken = threading.Lock()
         self._ended = threading.Event()
         self._seen = False
-        _begun.add(self)
 
     @property
     def done(self) -> bool:
@@ -98,14 +97,23 @@ class Pending:
         self._ended.wait()
         self._seen = True
 
+    def begin(self) -> None:
+        """Have those wait who ask for it, until `end`."""
+        _under_way.add(self)
+
+    def take(self) -> bool:
+        """Take the save over, to carry it out and end it; returns whether nobody else has."""
+        return self._taken.acquire(blocking=False)
+
     def end(self, failure: BaseException | None) -> None:
         """Let those who wait go on."""
         self._failure = failure
         self._ended.set()
+        _under_way.discard(self)
 
 
-_begun: weakref.WeakSet[Pending] = weakref.WeakSet()
-"""The saves of this process, whoever began them."""
+_under_way: set[Pending] = set()
+"""The saves of this process that have not ended, whoever began them."""
 
 
 def settle() -> None:
@@ -113,7 +121,7 @@ def settle() -> None:
 
     A failure is left to those who began the save.
     """
-    for pending in list(_begun):
+    for pending in tuple(_under_way):  # copied at once: others may begin and end meanwhile
         pending.settle()
 
 
@@ -146,17 +154,19 @@ class Writer:
         """
         self.wait()
         save = _Save(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back)
-        pending = self._pending = Pending(save.folder / tag)
+        pending = Pending(save.folder / tag)
         self.ranks.turn.acquire()  # given back when the save has ended
         try:
+            self._pending = pending
+            pending.begin()
             _refuse_options(save)
             content = self._stage(pieces, shared or {}, private or {}, file_bytes)
+            threading.Thread(target=self._run, args=(save, content, pending), name=f"shoal-save-{tag}").start()
         except BaseException as error:
             told = error if isinstance(error, Exception) else CheckpointError(f"interrupted by {type(error).__name__}")
-            self._run(save, told, pending)  # the other ranks have begun: tell them
+            self._run(save, told, pending)  # the other ranks have begun: tell them, unless the thread runs already
             pending.seen()
             raise
-        threading.Thread(target=self._run, args=(save, content, pending), name=f"shoal-save-{tag}").start()
         return pending
 
     def _stage(self, pieces: Iterable[Piece], shared: dict[str, object], private: dict[str, object],
@@ -171,7 +181,12 @@ class Writer:
         return _Content(staged=staged, shared=common.json, private=own.json)
 
     def _run(self, save: _Save, content: _Content | Exception, pending: Pending) -> None:
-        """Hold the whole conversation; the thread's body. It is no daemon: the interpreter waits for it before it ends."""
+        """Hold the whole conversation; the thread's body. It is no daemon: the interpreter waits for it before it ends.
+
+        Who comes second, as where an interrupt of the one that started the thread made it look as if none had, does nothing.
+        """
+        if not pending.take():
+            return
         failure: BaseException | None = None
         try:
             _converse(self.ranks, save, content)

@@ -69,8 +69,9 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
                 owner = owner_of(leaf)
                 if owner is None:
-                    raise ReleasedError(f"'{name}' read a sharded parameter {tuple(leaf.shape)} whose engine is gone; "
-                                        f"call engine.destroy() before dropping an engine to get whole parameters back")
+                    raise ReleasedError(f"'{name}' read a sharded parameter {tuple(leaf.shape)} whose engine is gone "
+                                        f"without giving it back: build the model again. Engines give it back by destroy(), "
+                                        f"not when they are dropped, or when initialize failed on this rank alone")
                 owner.read(cast("nn.Parameter", leaf), name)
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  the documented way out
         return function(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
-from shoal.errors import RanksDisagree, ShoalError, TierError, UsageError
+from shoal.errors import RanksDisagree, TierError, UsageError
 from shoal.holders import Census
 from shoal.precision.policy import Policy
 from shoal.tier import Memory, Residence, trim
@@ -91,9 +91,8 @@ class ShardedModel:
                 self.by_module.setdefault(share.module, []).append(unit)
                 if share.holders.late and share.trainable:
                     self.late.append(unit)
-        except TierError:
-            self._give_back()
-            raise
+        except TierError as error:
+            self._give_back(error)  # and raise it
         self.trainable = [unit for unit in self.units if unit.trainable]
         self.late.sort(key=lambda unit: census.communicators.index(unit.communicator))
         trim()  # the parameters' own memory is free now
@@ -168,7 +167,7 @@ class ShardedModel:
     def destroy(self) -> None:
         """Detach from the model and leave it whole, as plain parameters.
 
-        What cannot be had any more is not a number then, and why is raised in the end.
+        What cannot be had any more stays guarded, in units of another phase than `GATHERED`; why is raised in the end.
         """
         try:
             self.settle()
@@ -177,23 +176,26 @@ class ShardedModel:
                 each.remove()
             self._give_back()
 
-    def _give_back(self) -> None:
-        """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for."""
-        failure: ShoalError | None = None
+    def _give_back(self, cause: Exception | None = None) -> None:
+        """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for.
+
+        In the end raise `cause`, or why they cannot be had.
+        """
+        failure: Exception | None = None
         for unit in self.units:
             unit.stepped = False
             try:
-                unit.gather() if failure is None else unit.lose()
-            except ShoalError as error:
+                if failure is None:
+                    unit.gather()
+            except Exception as error:
                 failure = error
-                unit.lose()
             unit.pins += 1
             for member in unit.members:
                 disclaim(member.parameter)
             unit.close()
         self.residence.close()
-        if failure is not None:
-            raise failure
+        if (first := cause or failure) is not None:
+            raise first
 
     def _unit(self, share: Share, stage: Stage, policy: Policy, plan: Plan) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype

@@ -350,13 +350,6 @@ class Unit:
         if self.stepped:
             raise stepped_error(self.name, self.communicator.rank)
 
-    def lose(self) -> None:
-        """Leave parameters that are not a number, and take no memory: what they were cannot be had any more."""
-        self.owed, self._handle, self.phase = None, None, Phase.GATHERED
-        for parameter in self._parameters:
-            unguard(parameter)
-            parameter.data = parameter.new_full((), torch.nan).expand(parameter.shape)
-
     def close(self) -> None:
         """Give back the places on disk of what rested there: nothing is fetched any more."""
         moments = [] if self.state is None else [self.state.master, *self.state.moments.values()]
