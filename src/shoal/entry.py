@@ -195,8 +195,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                                 for member in unit.members})
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return  # a stage may have nothing to train, and steps with the others all the same
-    if stepping.compressing:
-        check_masks({parameter: name for name, parameter in model.named_parameters()}, trained, groups.options)
+    _see_to_masks(engine, groups, stepping)
     views = Views(engine.sharded.trainable, len(groups.options))
     if isinstance(optimizer, Optimizer):
         inner = groups.rebind(optimizer, views)
@@ -215,6 +214,13 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                          f"before state is placed; name it in the configuration, or pass an instance")
     rules = _rules(settings, dtypes, stepping, named=optimizer is None)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
+
+
+def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
+    """Raise `ConfigError` for a mask that does not fit."""
+    assert engine.sharded is not None
+    if stepping.compressing:
+        check_masks(engine.sharded.trainable, groups.options, engine.sharded.cuts)
 
 
 def _rules(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool) -> StepRules:
