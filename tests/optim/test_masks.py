@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import ConfigError
+from shoal.optim.compressing import Compressing
 from shoal.optim.masks import boxes
+from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
+from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.testing import run_ranks
 
 from .signed import FREEZE, WARM, batch, engine_of, model, train, weights
@@ -132,6 +135,30 @@ def nothing_kept(kind: str) -> tuple[bool, list[float], bool]:
 def test_a_mask_waits_for_the_end_of_the_warm_up_and_what_it_leaves_out_does_not_clip_the_rest(kind: str) -> None:
     for alike, norms, still in run_ranks(2, nothing_kept, kind):
         assert alike and norms == [0, 0, 0] and still
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, ZeroOneAdam, OneBitLamb])
+def test_a_mask_holds_without_an_engine_too(kind: type[Compressing]) -> None:
+    mask, gradients = torch.tensor([[1], [0]]), torch.randn(FREEZE + 4, 2, 3, generator=torch.Generator().manual_seed(0))
+    found: list[Tensor] = []
+    for group in ({}, {"exp_avg_mask": mask}):
+        weight = nn.Parameter(torch.ones(2, 3))
+        optimizer = kind([{"params": [weight], **group}], lr=0.1, **WARM[kind.__name__])
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+            found.append(weight.detach().clone())
+            assert torch.equal(weight.grad, gradient), "the gradient is the caller's"
+    plain, masked = found[:len(gradients)], found[len(gradients):]
+    assert all(map(torch.equal, plain[:FREEZE], masked[:FREEZE]))
+    assert all(torch.equal(weight[1], masked[FREEZE - 1][1]) for weight in masked[FREEZE:])
+    assert not torch.equal(masked[-1][0], masked[FREEZE - 1][0]) and not torch.equal(plain[-1][1], plain[FREEZE - 1][1])
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = kind([{"params": [weight], "exp_avg_mask": torch.ones(2)}], **WARM[kind.__name__])
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: exp_avg_mask: got \(2,\) for a parameter of shape \(2, 3\)"):
+        for _ in range(FREEZE + 1):
+            weight.grad = torch.ones(2, 3)
+            optimizer.step()
 
 
 class Part(nn.Module):

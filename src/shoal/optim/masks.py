@@ -23,7 +23,7 @@ from shoal.optim.compressing import Compressing, next_time
 from shoal.optim.views import View
 from shoal.zero.unit import Unit
 
-__all__ = ["MASK", "boxes", "check_masks", "leave_out"]
+__all__ = ["MASK", "boxes", "check_masks", "kept_of", "leave_out"]
 
 MASK = "exp_avg_mask"
 """The option of a group, as published."""
@@ -61,6 +61,23 @@ def leave_out(optimizer: Compressing, units: Sequence[Unit], views: Iterable[Vie
                 for vector in vectors:
                     vector[at:end].view(shape).mul_(here)
                 at = end
+
+
+def kept_of(optimizer: Compressing, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Return the gradient of a whole parameter that `optimizer` steps by itself, without what its mask leaves out, of which
+    its momentum then holds nothing.
+
+    Raises `ConfigError` for a mask that does not fit.
+    """
+    state, gradient = optimizer.state.get(weight, {}), weight.grad
+    assert gradient is not None
+    given = _mask_of(optimizer, group, state)
+    if given is None:
+        return gradient
+    mask = _fitted(given, tuple(weight.shape), None, type(optimizer).__name__, "a parameter").to(gradient)
+    if "exp_avg" in state:
+        state["exp_avg"].mul_(mask)
+    return gradient * mask
 
 
 def boxes(mask: Tensor, shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
