@@ -36,7 +36,7 @@ from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.compressing import Compressing
 from shoal.optim.groups import Groups
-from shoal.optim.masks import check_masks
+from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.rules import StepRules
 from shoal.optim.sharded import ShardedOptimizer
@@ -217,10 +217,12 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
 
 
 def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
-    """Raise `ConfigError` for a mask that does not fit."""
+    """Raise `ConfigError` for a mask that does not fit; say of one that nobody reads that it has no effect."""
     assert engine.sharded is not None
     if stepping.compressing:
         check_masks(engine.sharded.trainable, groups.options, engine.sharded.cuts)
+    else:
+        warn_of_masks(groups.options, stepping.name)
 
 
 def _rules(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool) -> StepRules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from math import prod
 from typing import Any
 
@@ -223,6 +224,13 @@ def test_a_mask_that_does_not_fit_is_refused() -> None:
     assert "optimizer group 0: exp_avg_mask: got (3,) for '0.weight' of shape (40, 40)" in wrong
     assert "got float for '0.weight'" in number
     assert "optimizer group 0: exp_avg_mask: got (7,) for '2.weight' of shape (40,)" in later
+
+
+def test_a_mask_has_no_effect_where_nothing_compresses_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shoal"):
+        shoal.initialize(model=(whole := model()), model_parameters=groups(whole, torch.ones(40, 1)), config={
+            "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}})
+    assert "optimizer group 0: exp_avg_mask has no effect with AdamW, of which nothing travels as signs" in caplog.text
 
 
 @st.composite

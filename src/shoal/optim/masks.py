@@ -19,11 +19,12 @@ from torch import Tensor
 
 from shoal.cut import Cut, slice_of
 from shoal.errors import ConfigError
+from shoal.log import warn_once
 from shoal.optim.compressing import Compressing, next_time
 from shoal.optim.views import View
 from shoal.zero.unit import Unit
 
-__all__ = ["MASK", "boxes", "check_masks", "kept_of", "leave_out"]
+__all__ = ["MASK", "boxes", "check_masks", "kept_of", "leave_out", "warn_of_masks"]
 
 MASK = "exp_avg_mask"
 """The option of a group, as published."""
@@ -37,6 +38,14 @@ def check_masks(units: Iterable[Unit], groups: _Groups, cuts: Mapping[str, Cut])
         for slot in unit.layout.slots:
             if (given := groups[slot.group].get(MASK)) is not None:
                 _fitted(given, slot.shape, cuts.get(slot.name), f"optimizer group {slot.group}", f"'{slot.name}'")
+
+
+def warn_of_masks(groups: _Groups, name: str) -> None:
+    """Say once of masks that they have no effect, the optimizer `name` being none that compresses."""
+    masked = [str(index) for index, group in enumerate(groups) if group.get(MASK) is not None]
+    if masked:
+        warn_once(f"optimizer group {', '.join(masked)}: {MASK} has no effect with {name or 'this optimizer'}, of which "
+                  f"nothing travels as signs; name OneBitAdam, ZeroOneAdam or OneBitLamb, or remove it")
 
 
 def leave_out(optimizer: Compressing, units: Sequence[Unit], views: Iterable[View], cuts: Mapping[str, Cut]) -> None:
