@@ -37,7 +37,7 @@ from shoal.mesh import Mesh
 from shoal.offload import residence
 from shoal.optim.compressing import Compressing
 from shoal.optim.groups import Groups
-from shoal.optim.masks import check_masks
+from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.rules import StepRules
 from shoal.optim.sharded import ShardedOptimizer
@@ -196,8 +196,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                                 for member in unit.members})
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return  # a stage may have nothing to train, and steps with the others all the same
-    if stepping.compressing:
-        check_masks({parameter: name for name, parameter in model.named_parameters()}, trained, groups.options)
+    _see_to_masks(engine, groups, stepping)
     views = Views(engine.sharded.trainable, len(groups.options))
     if isinstance(optimizer, Optimizer):
         inner = groups.rebind(optimizer, views)
@@ -216,6 +215,15 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
                          f"before state is placed; name it in the configuration, or pass an instance")
     rules = _rules(settings, dtypes, stepping, named=optimizer is None)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
+
+
+def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
+    """Raise `ConfigError` for a mask that does not fit; say of one that nobody reads that it has no effect."""
+    assert engine.sharded is not None
+    if stepping.compressing:
+        check_masks(engine.sharded.trainable, groups.options, engine.sharded.cuts)
+    else:
+        warn_of_masks(groups.options, stepping.name)
 
 
 def _rules(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool) -> StepRules:

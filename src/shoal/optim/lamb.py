@@ -98,11 +98,17 @@ class Lamb(Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self.advance(weight, weight.grad, group)
+                    gradient = self.taken(weight, group)
+                    self.advance(weight, gradient, group)
                     found = self.coefficient(group, self.state[weight], *self.sums(weight, group).tolist())
-                    weight.add_(self.direction(weight, group, ..., weight.grad), alpha=-float(group["lr"]) * found)
+                    weight.add_(self.direction(weight, group, ..., gradient), alpha=-float(group["lr"]) * found)
                     self.lamb_coeffs.append(found)
         return loss
+
+    def taken(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return what a step takes of the gradient of a whole parameter, which has one."""
+        assert weight.grad is not None
+        return weight.grad
 
     def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], addend: Tensor | None = None,
                 addends: int = 1) -> None:

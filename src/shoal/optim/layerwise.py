@@ -23,7 +23,7 @@ from shoal.holders import Census
 from shoal.native import step as native
 from shoal.optim.compressing import Compressing
 from shoal.optim.lamb import AT_ONCE, Lamb
-from shoal.optim.stepping import Options, Sweep, fits, is_unhooked, mask_step, moments_of, round_off, rounding, settle
+from shoal.optim.stepping import Options, Sweep, fits, is_unhooked, moments_of, round_off, rounding, settle
 from shoal.optim.views import View
 from shoal.zero.state import Use
 from shoal.zero.unit import Unit
@@ -101,8 +101,6 @@ class Layerwise:
         """Let the moments take the gradient, and return the two sums of squares of each stretch, of no slot anything."""
         optimizer, weight = self._optimizer, view.parameter.detach()
         addend, addends = view.unit.addend(view.part) or (None, 1)
-        if self._keeps:
-            mask_step(view, group, addend)
         if self._is_native(view):
             assert view.unit.gradient is not None
             state = optimizer.state[view.parameter]

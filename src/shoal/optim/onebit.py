@@ -39,6 +39,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.optim.compressing import Compressing, next_time, time_of
+from shoal.optim.masks import kept_of
 
 __all__ = ["BLOCK", "OneBitAdam", "SignedAdam", "ZeroOneAdam", "bounded", "check_group"]
 
@@ -121,7 +122,8 @@ class SignedAdam(Compressing):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self.take(weight, weight.grad, group, addend=weight.grad, addends=1)
+                    gradient = kept_of(self, weight, group)
+                    self.take(weight, gradient, group, addend=gradient, addends=1)
         return loss
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.optim.compressing import Compressing, time_of
 from shoal.optim.lamb import Constants, Lamb
+from shoal.optim.masks import kept_of
 from shoal.optim.onebit import bounded, check_group
 
 __all__ = ["OneBitLamb"]
@@ -58,6 +59,9 @@ class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethod
 
     def warm_up(self, group: Mapping[str, Any]) -> int:
         return group["freeze_step"]
+
+    def taken(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+        return kept_of(self, weight, group)
 
     def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
         """Count a step of one tensor's `state`; before the first, `moment` gives zeros of its shape by name."""

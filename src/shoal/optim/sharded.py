@@ -21,6 +21,7 @@ from shoal.optim.brought import Brought
 from shoal.optim.compressing import Compressing
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
+from shoal.optim.masks import leave_out
 from shoal.optim.onebit import SignedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
@@ -127,6 +128,8 @@ class ShardedOptimizer:
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._written.check()
         self._model.flush()
+        if isinstance(self.optimizer, Compressing):
+            leave_out(self.optimizer, units, self.views.views, self._model.cuts)
         verdict = judge(units, census, norm=self.rules.measures, device=self._model.residence.device)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value

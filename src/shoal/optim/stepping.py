@@ -6,7 +6,7 @@ lie in the spans of their unit's state where that rests away, so that they rest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,14 @@ from shoal.errors import OptimizerError
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.elementwise import LAYERWISE
 from shoal.optim.lion import Lion
-from shoal.optim.masks import MASK, mask
+from shoal.optim.masks import MASK
 from shoal.optim.onebit import OneBitAdam, SignedAdam, ZeroOneAdam
 from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
 from shoal.zero.state import WHOLE_STEP, State, Use
 
 __all__ = ["Options", "Stepping", "Sweep", "by_native", "by_optimizer", "by_signs", "fits", "is_native", "is_plain",
-           "is_unhooked", "mask_step", "moments_of", "options_of", "rounding", "settle"]
+           "is_unhooked", "moments_of", "options_of", "rounding", "settle"]
 
 Options = list[dict[str, Any]]
 """The options of each group when the step was decided on: a schedule may have changed them since."""
@@ -99,7 +99,6 @@ def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
             if not view.unit.signed:  # the gradient is its only addend
                 exact = (view.unit.gradient.at_rest(view.part), 1) if view.unit.gradient is not None else None
             addend, addends = (None, 1) if exact is None else exact
-            mask_step(view, group, None if addends == 1 else addend)
             if native and available() and fits(view) and not group["eps_inside_sqrt"]:
                 _step_signed(optimizer, view, group, factor, addend, addends, steps)
                 continue
@@ -111,12 +110,6 @@ def by_signs(optimizer: SignedAdam, *, native: bool) -> Stepping:
             round_off(view)
 
     return stepping
-
-
-def mask_step(view: View, group: Mapping[str, Any], addend: Tensor | None) -> None:
-    """Leave out what the group's mask does, of the gradient of `view` and of its exact `addend`, where they rest."""
-    assert view.unit.gradient is not None
-    mask(view, group.get(MASK), [each for each in (view.unit.gradient.at_rest(view.part), addend) if each is not None])
 
 
 def _step_signed(optimizer: SignedAdam, view: View, group: dict[str, Any], factor: float, addend: Tensor | None,
