@@ -45,6 +45,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "parts": ("checkpoint", "data", "optim", "pipeline", "placing", "schedule", "tensor_parallel"),
     "schema": ("schema",),
     "questions": ("chosen", "compression", "configured", "offload"),
+    "translation": ("translate",),
     "engine's state": ("state_dict", "surface", "training_state"),
     "saving": ("saving",),
     "controls": ("controls",),

@@ -38,19 +38,16 @@ from shoal.offload import residence
 from shoal.optim.compressing import Compressing
 from shoal.optim.groups import Groups
 from shoal.optim.masks import check_masks, warn_of_masks
-from shoal.optim.registry import make_optimizer, prefers_native
-from shoal.optim.rules import StepRules
+from shoal.optim.registry import make_optimizer
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import Views
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings
-from shoal.precision.averaging import Averaging
-from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
-from shoal.precision.policy import Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.schema import Config
 from shoal.staged import PipelineEngine
-from shoal.zero.sharded import Plan, ShardedModel
+from shoal.translate import loss_scale_of, plan_of, policy_of, rules_of
+from shoal.zero.sharded import ShardedModel
 
 if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
@@ -180,12 +177,12 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
-    engine.policy = dtypes = _policy(settings, model, stepping, engine.communicator)
+    engine.policy = dtypes = policy_of(settings, model, stepping, engine.communicator)
     if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
         raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
     place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device)
-    engine.sharded = ShardedModel(model, trained, _plan(settings, stepping), engine.census, dtypes, place,
+    engine.sharded = ShardedModel(model, trained, plan_of(settings, stepping), engine.census, dtypes, place,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
                                   roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
     engine.frozen = Frozen((member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
@@ -213,8 +210,8 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     if isinstance(inner, Compressing) and not stepping.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
-    rules = _rules(settings, dtypes, stepping, named=optimizer is None)
-    engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, _loss_scale(settings), rules)
+    rules = rules_of(settings, dtypes, stepping, named=optimizer is None)
+    engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, loss_scale_of(settings), rules)
 
 
 def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
@@ -224,30 +221,6 @@ def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
         check_masks(engine.sharded.trainable, groups.options, engine.sharded.cuts)
     else:
         warn_of_masks(groups.options, stepping.name)
-
-
-def _rules(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool) -> StepRules:
-    """Return how a step is taken, by an optimizer that the configuration `named` or by another."""
-    overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
-    zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
-    ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
-    return StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
-                     or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-                     unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
-                     native=named and prefers_native(settings.optimizer.type, settings.optimizer.params),
-                     ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
-                     in_backward=offload.step_in_backward)
-
-
-def _plan(settings: Config, stepping: Chosen) -> Plan:
-    zero = settings.zero_optimization
-    param = zero.offload_param
-    return Plan(stage=zero.stage, signs=stepping.compressing, overlap=zero.overlap_comm,
-                ahead=zero.stage3_prefetch_bucket_size,
-                live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
-                persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
-                reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-                in_backward=zero.offload_optimizer.step_in_backward, by_rows=settings.sparse_gradients)
 
 
 @contextmanager
@@ -272,27 +245,6 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
                 logger.error("rank %d: initialize failed, and the parameters of %s could not be had back: build the model "
                              "again, reading this one raises: %s", engine.global_rank, named(missing(engine.sharded)), error)
         raise
-
-
-def _policy(settings: Config, model: nn.Module, stepping: Chosen, data: Communicator) -> Policy:
-    accumulate = settings.data_types.grad_accum_dtype
-    if stepping.compressing and accumulate is None:  # what signs do not say would be rounded away
-        accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
-    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-    averaging = Averaging(prescale=settings.prescale_gradients, predivide=settings.gradient_predivide_factor,
-                          wide=not data.native, times=data.ranks if settings.gradient_allreduce_op == "sum" else 1)
-    return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
-                  communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
-                  averaging=averaging)
-
-
-def _loss_scale(settings: Config) -> LossScale:
-    fp16 = settings.fp16
-    if not fp16.enabled:
-        return StaticScale(1.0)
-    return make_loss_scale(loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power,
-                           loss_scale_window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
-                           consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale)
 
 
 def _schedule(engine: Engine, source: ScheduleSource | None) -> AnySchedule | None:

@@ -242,6 +242,8 @@ class Config(Section):
         for asked, key, known, fix in (
                 (self.gradient_clipping > 0, "gradient_clipping", "the norm of all gradients is known", "set it to 0"),
                 (self.fp16.enabled, "fp16.enabled", "an overflow anywhere is known", "use bf16"),
+                (self.communication_data_type == "fp16" and not self.fp16.enabled, "communication_data_type",
+                 "an overflow on the wire is known", "choose another than fp16"),
                 (self.bf16.enabled and self.bf16.check_grad_overflow, "bf16.check_grad_overflow",
                  "an overflow anywhere is known", "set it to false"),
                 (not self.zero_optimization.ignore_unused_parameters, "zero_optimization.ignore_unused_parameters",

@@ -377,6 +377,7 @@ def test_an_engine_can_be_destroyed_before_step(tier: Any, stage: int, tmp_path:
 @pytest.mark.parametrize(("more", "other", "fix"), [
     ({"gradient_clipping": 1.0}, "gradient_clipping", "set it to 0"),
     ({"fp16": {"enabled": True}}, "fp16.enabled", "use bf16"),
+    ({"communication_data_type": "fp16"}, "communication_data_type", "choose another"),
     ({"bf16": {"enabled": True}}, "bf16.check_grad_overflow", "set it to false"),
 ])
 def test_what_is_decided_for_all_gradients_is_refused(more: dict[str, Any], other: str, fix: str) -> None:
