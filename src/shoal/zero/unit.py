@@ -116,6 +116,8 @@ class Unit:
         self.beneath = tiers.weight.granule is not None and tiers.weight.device == pool.device
         """Whether they rest beneath the memory that they are used in: what is kept of them is not copied."""
         self._arriving: Transfer = DONE
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        """(What stands, as it was before somebody might write into it): put back when it is to be dropped."""
         self.state: State | None = None
         self.gradient: Gradient | None = None
         self._signs = Signs.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
@@ -300,22 +302,29 @@ class Unit:
         """Bring what the step has written to where the weights rest. The next use waits for what travels."""
         if self.master is None:
             return
-        if self._memory is not None and self.phase is not Phase.RELEASED:  # pinned: what is gathered must be the new weights
-            self.gather()
-            self._memory.renew()
-        if self.stage.weight is SHARD:
-            if self.phase is not Phase.RELEASED:
-                self.communicator.all_gather(self.full, self._publish_label).wait()
-        elif self.stage.master is SHARD and self._memory is not None:
+        self.renew()
+        if self.stage.weight is SHARD or self.stage.master is not SHARD:
+            return
+        if self._memory is not None:
             self.gather()
             self._travel().wait()
             self._memory.keep()
             self.release()
-        elif self.stage.master is SHARD:
+        else:
             for parameter in self._parameters:
                 guard(parameter)
             self._handle = self._travel()
             self.phase = Phase.IN_FLIGHT
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Have what is gathered, and pinned, be what rests."""
+        if self._memory is not None and self.phase is not Phase.RELEASED:
+            self.gather()
+            self._memory.renew()
+            if self.stage.weight is SHARD:
+                self.communicator.all_gather(self.full, self._publish_label).wait()
+            self._copy()
 
     def _travel(self) -> Handle:
         """Start bringing the stepped weights of every rank to all ranks."""
@@ -340,10 +349,10 @@ class Unit:
         within = self.full[self.resting.start:self.resting.stop]
         return self.weight if self.stage.weight is SHARD and self.weight.data_ptr() == within.data_ptr() else None
 
-    @torch.no_grad()
-    def restore(self, rest: Tensor) -> None:
-        """Undo what was written into the resting weights since they were `rest`."""
-        self.weight.copy_(rest)
+    def _copy(self) -> None:
+        """Have what is put back later be what stands now."""
+        for now, before in self.copies:
+            before.copy_(now)
 
     def check(self) -> None:
         """Raise `UsageError` while the weights are ahead of the others': nobody may read them."""
@@ -390,6 +399,7 @@ class Unit:
         """Let the gathered weights rest, and the master be `values` (size,), of any precision."""
         if self._memory is not None:
             self._memory.keep()
+        self._copy()
         if self.state is not None and self.state.weights is not None:
             span = self.master_span
             with held(self.state.master, changed=True) as master:
