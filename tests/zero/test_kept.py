@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.errors import UsageError
 from shoal.testing import run_ranks
 from shoal.tier.trace import Event
 
@@ -117,18 +116,3 @@ def test_a_forward_that_no_backward_follows_leaves_nothing(stage: int, tiers: bo
     assert found[0][1:] == found[1][1:]
     if stage == 3:
         assert found[0][1] == found[0][2], "what was written without a modifier is dropped"
-
-
-def written_to(folder: str) -> None:
-    engine = engine_of(folder, 3)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    hidden = torch.tanh(x)
-    loss = engine(hidden).square().mean()
-    with torch.no_grad():
-        hidden.mul_(2)
-    with pytest.raises(UsageError, match=r"written to in place after forward"):
-        engine.backward(loss)
-
-
-def test_what_backward_needs_may_not_be_written_to_as_in_plain_torch(tmp_path: Path) -> None:
-    run_ranks(1, written_to, str(tmp_path))

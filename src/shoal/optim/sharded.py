@@ -185,6 +185,8 @@ class ShardedOptimizer:
             self._stepping.measure(touched, views, layers.measure(factor, options),
                                    lambda: layers.agree(touched, views, options))
             sweep = layers.apply(factor, options)
+        for unit, mask in touched.items():
+            unit.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
         self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
 
     @contextmanager

@@ -57,6 +57,7 @@ class Hooks:
         self._begun = 0  # passes
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
+        self._running = list(units)[:1]  # whose forward has begun, outermost first; what runs in none counts as in the first
         self._storages = {_storage(unit.full): (module, unit)
                           for module, found in units.items() for unit in found if unit.travels or watched}
         self._saving: saved_tensors_hooks | None = None
@@ -115,12 +116,15 @@ class Hooks:
                 unit.gradient.again = True  # a re-entrant pass will run this once more, and give it gradients
         if module is self._model and not self._recomputing():
             self._abandon()
+            del self._running[1:]
             self._in_forward = self._scope.open = True
             self._window.begin("forward")
             self._keep_what_opens()
             if self._storages and torch.is_grad_enabled():
                 self._saving = saved_tensors_hooks(self._pack, self._unpack)
                 self._saving.__enter__()
+        if module in self._units:
+            self._running.append(module)
         for unit in self._units.get(module, ()):
             if unit.looks_up and (numbers := looked_up(module, args)) is not None:
                 unit.look_up(numbers)
@@ -128,6 +132,8 @@ class Hooks:
                 self._window.use(unit)
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if module in self._running[1:]:  # as are those within it that an exception has left
+            del self._running[self._running.index(module, 1):]
         for unit in self._units.get(module, ()):
             if unit.phase is Phase.LOOKED_UP:
                 unit.release()
@@ -159,23 +165,22 @@ class Hooks:
         """Whether the memory of `tensor` is that of weights, which is given up between their uses."""
         return _storage(tensor) in self._storages
 
-    def _pack(self, tensor: Tensor) -> Saved | Weight:
+    def _pack(self, tensor: Tensor) -> Saved:
         found = self._storages.get(_storage(tensor))
         if found is None:
-            return Saved(tensor=tensor.detach(), version=tensor._version)
-        return Weight(module=found[0], unit=found[1], tensor=tensor)
+            return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._units[self._running[-1]][0])
+        return Weight(tensor=tensor, version=tensor._version, unit=found[1], module=found[0])
 
-    def _unpack(self, saved: Saved | Weight) -> Tensor:
-        if isinstance(saved, Saved):
-            return saved.unchanged()
-        saved.unit.check()
-        if saved.unit.phase is not Phase.GATHERED:
-            if self._recomputing():
-                self._begin_backward()
-                self._enter(saved.module, saved.unit)
-            else:  # somebody looks into the graph between passes
-                saved.unit.gather()
-        return saved.tensor
+    def _unpack(self, saved: Saved) -> Tensor:
+        if isinstance(saved, Weight):
+            saved.unit.check()
+            if saved.unit.phase is not Phase.GATHERED:
+                if self._recomputing():
+                    self._begin_backward()
+                    self._enter(saved.module, saved.unit)
+                else:  # somebody looks into the graph between passes
+                    saved.unit.gather()
+        return saved.unchanged()
 
     def _watch(self, module: nn.Module, output: object) -> bool:
         """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""

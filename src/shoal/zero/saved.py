@@ -1,7 +1,8 @@
 """What autograd keeps of tensors between forward and backward, where it has to ask for them.
 
-Weights are named, and gathered when they are asked for. Of all others it no longer looks for later writes, as it does of
-tensors that it keeps by itself; so that is done here.
+Weights are named, and gathered when they are asked for. Of what it is handed back autograd no longer looks for later writes,
+as it does of tensors that it keeps by itself; so that is done here. A step, and whoever else puts other values in place of
+weights, counts as a write, here as in plain training: `Unit.mark`.
 """
 
 from __future__ import annotations
@@ -16,23 +17,36 @@ from shoal.zero.unit import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Saved:
-    """Another tensor, apart from its node: a node that held itself through its result would never be freed."""
+    """A tensor as it was when autograd saved it; apart from its node, for one that held itself would never be freed."""
 
     tensor: Tensor
     version: int
+    unit: Unit
+    """In whose module's forward that was."""
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        what = f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype}, saved in the forward around unit"
+        return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
 
     def unchanged(self) -> Tensor:
         """Return the tensor; raises `UsageError` if it was written to since."""
         if self.tensor._version != self.version:
-            raise UsageError(f"backward: it needs a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} that "
-                             f"was written to in place after forward had used it; write to a copy (clone()) instead")
+            what, instead = self._what
+            raise UsageError(f"rank {self.unit.communicator.rank}: backward needs {what} that was written to in place after "
+                             f"forward had used it; {instead}")
         return self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Weight:
-    """What autograd keeps of a tensor that lies in a unit's buffer."""
+class Weight(Saved):
+    """One that lies in the buffer of its unit."""
 
     module: nn.Module
-    unit: Unit
-    tensor: Tensor
+    """Around the unit."""
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        at = self.tensor.storage_offset()
+        name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= at), self.unit.name)
+        return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"

@@ -10,12 +10,13 @@ between its uses if its weights are sharded, or rest in another tier than the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
@@ -93,7 +94,7 @@ class Unit:
         self.stage = stage
         self.trainable = trainable
         self.members = members
-        self._version = 0
+        self._marks = [0 for _ in members]
         self.owed: Callable[[], None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet."""
         self.phase = Phase.GATHERED
@@ -104,6 +105,7 @@ class Unit:
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
+        self._gathered_as = self.writes()
         index = self.index = self.communicator.register()
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
@@ -240,7 +242,7 @@ class Unit:
         self.phase = Phase.GATHERED
         for parameter in self._parameters:
             unguard(parameter)
-        self._version = self._versions()
+        self._gathered_as = self.writes()
 
     @property
     def looks_up(self) -> bool:
@@ -269,7 +271,7 @@ class Unit:
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
-        if self.written or (self.stage.weight is not SHARD and self._versions() != self._version):
+        if self.written or (self.stage.weight is not SHARD and self.writes() != self._gathered_as):
             self._memory.keep()
             self.written = False
         self._shrink()
@@ -332,16 +334,30 @@ class Unit:
             assert self._signs is not None
             return self._signs.publish(self.state.master.tensor, self.full, self._publish_label)
         if self.gradient is not None and self.gradient.rows is not None:
-            return self.gradient.rows.publish(self.full, written=self._versions() != self._version)
+            return self.gradient.rows.publish(self.full, written=self.writes() != self._gathered_as)
         return self.communicator.all_gather(self.full, self._publish_label)
 
     @torch.no_grad()
-    def scatter(self, source: int | None) -> None:
-        """Take over what somebody wrote into the gathered parameters on rank `source` (None: every rank the same)."""
+    def scatter(self, source: int) -> None:
+        """Take over what somebody wrote into the gathered parameters on rank `source`."""
         assert self.phase is Phase.GATHERED
-        if source is not None:
-            self.communicator.broadcast(self.full, source, f"unit '{self.name}'")
+        written = [now != before for now, before in zip(self.writes(), self._gathered_as, strict=True)]
+        said = torch.tensor(written, dtype=torch.uint8, device=self.full.device)
+        for flat in (said, self.full):
+            self.communicator.broadcast(flat, source, f"unit '{self.name}'")
+        self.mark([slot for slot, changed in enumerate(said.tolist()) if changed])
+        self._gathered_as = self.writes()
         self._keep(self.full)
+
+    def mark(self, slots: Iterable[int]) -> None:
+        """Let autograd know that `slots` hold other values than before, as it does of what it sees written in place."""
+        for slot in slots:
+            increment_version(self._parameters[slot])
+            self._marks[slot] += 1
+
+    def writes(self) -> list[int]:
+        """Return for each slot a number that grows with every write of somebody else's that autograd can see."""
+        return [parameter._version - own for parameter, own in zip(self._parameters, self._marks, strict=True)]
 
     @property
     def rest_within(self) -> Tensor | None:
@@ -385,10 +401,6 @@ class Unit:
             name = next(member.name for member in self.members if member.parameter is parameter)
             what = f"'{operation}' read the data of parameter '{name}' {tuple(parameter.shape)}"
             raise released_error(what, self.communicator.rank, self.communicator.ranks)
-
-    def _versions(self) -> int:
-        """Return a number that grows with every write into a parameter that autograd can see."""
-        return sum(parameter._version for parameter in self._parameters)
 
     @property
     def _is_gathered_by_ranks(self) -> bool:
