@@ -38,12 +38,13 @@ class Hooks:
     """The life of the units of one model, driven by its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool], late: Sequence[Unit] = (),
-                 watched: bool = False, announced: bool = False):
+                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool], every: Sequence[Unit] = (),
+                 late: Sequence[Unit] = (), watched: bool = False, announced: bool = False):
         self._model = model
         self._units = units
         self._window = window
         self.reducer = reducer
+        self._every = every
         self._late = frozenset(late)
         self._scope = scope
         self._boundary = boundary
@@ -87,6 +88,7 @@ class Hooks:
 
     def open(self) -> None:
         """Start what the next forward uses first."""
+        self._let_go_of_the_rest("forward")
         self._window.open("forward")
 
     def as_pass(self, run: Callable[[], None]) -> None:
@@ -119,7 +121,7 @@ class Hooks:
             del self._running[1:]
             self._in_forward = self._scope.open = True
             self._window.begin("forward")
-            self._keep_what_opens()
+            self._let_go_of_the_rest("forward")
             if self._storages and torch.is_grad_enabled():
                 self._saving = saved_tensors_hooks(self._pack, self._unpack)
                 self._saving.__enter__()
@@ -239,6 +241,7 @@ class Hooks:
         Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way
         self.before_backward()
         self._window.begin("backward")
+        self._let_go_of_the_rest("backward")
         self.reducer.begin(boundary=self._boundary(), sync=self._sync())
 
     def _collecting(self, unit: Unit) -> Callable[[Unit, int, nn.Parameter], None]:
@@ -250,7 +253,7 @@ class Hooks:
         unit.check()
         if _collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
-            if (opens := self._window.opens(unit)) or (unit.gradient.stays and unit.is_stepped_in_place):
+            if (opens := self._window.begins("forward", unit)) or (unit.gradient.stays and unit.is_stepped_in_place):
                 unit.keep(stepped=not opens)
             unit.release()
             self.reducer.completed(unit.gradient)
@@ -262,12 +265,11 @@ class Hooks:
         self._release_all()
         self._in_backward = self._scope.open = False
 
-    def _keep_what_opens(self) -> None:
-        """Let go what was kept for a backward or a step that never came."""
-        for units in self._units.values():
-            for unit in units:
-                if unit.kept is not None and unit.owed is None and not self._window.opens(unit):
-                    unit.let_go()
+    def _let_go_of_the_rest(self, name: str) -> None:
+        """Of what passes have kept, of all roots, keep what the pass `name` of this one begins with: the room is one."""
+        for unit in self._every:
+            if unit.kept is not None and unit.owed is None and not self._window.begins(name, unit):
+                unit.let_go()
 
     def _release_all(self) -> None:
         self._entered = []

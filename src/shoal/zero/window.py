@@ -64,9 +64,9 @@ class Window:
         coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
         return coming[:coming.index(unit)] if unit in coming else None
 
-    def opens(self, unit: Unit) -> bool:
-        """Whether the next forward brings `unit` before it begins, if it is as the last one."""
-        order = self._orders.get("forward", [])
+    def begins(self, name: str, unit: Unit) -> bool:
+        """Whether the pass `name`, if it goes as its last one did, uses `unit` before more units than are brought ahead."""
+        order = self._orders.get(name, [])
         return unit.beneath and unit in order and self._fit(order[:order.index(unit) + 1])
 
     def _fit(self, units: list[Unit]) -> bool:
