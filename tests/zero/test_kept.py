@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.testing import run_ranks
+from shoal.tier import opening
 from shoal.tier.elastic import Beneath
+from shoal.tier.swapped import _Chunk
 from shoal.zero.unit import Unit
 
 UNITS, WIDTH = 8, 64
-BYTES = 4 * WIDTH * WIDTH
-"""Of the weights of one unit."""
 
 
 class Block(nn.Module):
     """Calls `look` while its weights are in use: in forward, and in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: bool = False) -> None:
         super().__init__()
+        self.spare = nn.Parameter(torch.ones(16)) if spare else None  # in no graph
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
         self.look: Callable[[bool], None] = lambda backward: None
 
@@ -38,9 +39,17 @@ class Block(nn.Module):
         return x
 
 
+def stack(*, spare: bool = False, frozen: int = 0) -> nn.Sequential:
+    """Return blocks, the first of them frozen."""
+    model = nn.Sequential(*(Block(spare=spare) for _ in range(UNITS)))
+    for block in model[:frozen]:
+        block.requires_grad_(False)
+    return model
+
+
 def engine_of(folder: str, buffers: int, **more: Any) -> shoal.Engine:
     torch.manual_seed(0)
-    model = more.pop("model", None) or nn.Sequential(*(Block() for _ in range(UNITS)))
+    model = more.pop("model", None) or stack(**more.pop("blocks", {}))
     disk = {"device": "nvme", "nvme_path": folder}
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 0, "offload_param": {**disk, "buffer_count": buffers},
             "offload_optimizer": {**disk, "step_in_backward": more.pop("within", False)}, **more.pop("zero", {})}
@@ -51,8 +60,12 @@ def engine_of(folder: str, buffers: int, **more: Any) -> shoal.Engine:
 
 def pinned(unit: Unit) -> bool:
     """Whether anything of the unit's weights has to be in memory: in use, on its way, or kept."""
+    return any(chunk.pins for chunk in chunks_of(unit))
+
+
+def chunks_of(unit: Unit) -> list[_Chunk]:
     memory = unit._memory
-    return isinstance(memory, Beneath) and any(chunk.pins for chunk in memory._memory._chunks)
+    return memory._memory._chunks if isinstance(memory, Beneath) else []
 
 
 def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
@@ -77,12 +90,12 @@ def rest(engine: shoal.Engine) -> None:
 def step(engine: shoal.Engine) -> None:
     dtype = next(engine.module.parameters()).dtype
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(torch.randn(2, WIDTH, dtype=dtype)).square().mean())
+        engine.backward(engine(torch.randn(2, WIDTH, dtype=dtype, requires_grad=True)).square().mean())
         engine.step()
     rest(engine)
 
 
-def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple[float, int]:
+def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple[int, int]:
     """Return of how many units the third iteration reads the weights, and the most that are in memory at once.
 
     A step within backward keeps those that wait for it beside the window, so then only forward is looked at.
@@ -95,24 +108,41 @@ def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple
         step(engine)
     engine.destroy()
     events = [event for event in trace.events if event.lane == "read" and event.name.startswith("weights of unit")]
-    return sum(event.bytes or 0 for event in events) / BYTES, max(counts)
+    return len(events), max(counts)
 
 
 @pytest.mark.parametrize("buffers", [1, 3, 5])
 def test_weights_that_come_again_soon_are_not_read_again(buffers: int, tmp_path: Path) -> None:
     """Forward reads all; backward all but the last units, and a step after it, of masters that are the weights, all but
-    the first. A second microbatch begins its forward with what backward left.
+    the first. A second microbatch begins its forward with what backward left, whatever completes a unit, and so does the
+    next step where a step changes nothing. Copies of masters are not read for it.
     """
-    kept = min(buffers, UNITS)
+    frozen, kept = UNITS // 2, min(buffers, UNITS)
     expected = {"after": 3 * UNITS - 2 * kept, "within": 2 * UNITS - kept, "twice": 5 * UNITS - 4 * kept,
-                "bf16": 2 * UNITS - kept}
+                "bf16": 2 * UNITS - kept, "bf16 twice": 4 * UNITS - 3 * kept, "spare": 5 * UNITS - 4 * kept,
+                "frozen": UNITS - min(kept, frozen) + 3 * (UNITS - kept) + UNITS - max(kept, frozen)}
+    twice = {"gradient_accumulation_steps": 2}
+    bf16 = {"bf16": {"enabled": True}}
     ways: dict[str, tuple[bool, dict[str, Any]]] = {
-        "after": (False, {}), "within": (True, {}), "twice": (False, {"gradient_accumulation_steps": 2}),
-        "bf16": (False, {"bf16": {"enabled": True}})}
+        "after": (False, {}), "within": (True, {}), "twice": (False, twice), "bf16": (False, bf16),
+        "bf16 twice": (False, bf16 | twice), "spare": (False, {**twice, "blocks": {"spare": True}}),
+        "frozen": (False, {**twice, "blocks": {"frozen": frozen}})}
     for way, (within, more) in ways.items():
         found, most = run_ranks(1, read, str(tmp_path), buffers, within, more)[0]
-        assert found * (2 if way == "bf16" else 1) == expected[way], way
-        assert most == buffers, way
+        assert (found, most) == (expected[way], buffers), way
+
+
+def boundary(folder: str) -> list[bool]:
+    engine = engine_of(folder, 3, bf16={"enabled": True})
+    for _ in range(2):
+        step(engine)
+    engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).square().mean())
+    assert engine.sharded is not None
+    return [pinned(unit) for unit in engine.sharded.units]
+
+
+def test_copies_that_a_step_overwrites_do_not_wait_for_it(tmp_path: Path) -> None:
+    assert not any(run_ranks(1, boundary, str(tmp_path))[0])
 
 
 def alone(folder: str, stage: int, tiers: bool) -> tuple[int, float, float]:
@@ -154,6 +184,26 @@ def test_a_forward_that_no_backward_follows_leaves_nothing(stage: int, tiers: bo
     assert found[0][1:] == found[1][1:]
     if stage == 3:
         assert found[0][1] == found[0][2], "what was written without a modifier is dropped"
+
+
+def waiting(folder: str, stage: int) -> list[bool]:
+    """Return which chunks of a unit's weights are in memory while it waits for its step within backward."""
+    opening.CHUNK = WIDTH * WIDTH // 4
+    engine = engine_of(folder, 1, within=True, zero={"stage": stage})
+    step(engine)
+    assert engine.sharded is not None
+    unit = engine.sharded.unit_of(engine.module[1].linear.weight)
+    assert unit is not None
+    found: list[bool] = []
+    engine.module[0].look = lambda late: found.extend(chunk.pins > 0 for chunk in chunks_of(unit)) if late else None
+    step(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_waits_for_its_step_keeps_its_own_part_alone(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(2, waiting, str(tmp_path), stage) == [[True, True, False, False], [False, False, True, True]]
 
 
 def several(folder: str) -> int:

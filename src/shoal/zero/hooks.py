@@ -214,8 +214,17 @@ class Hooks:
                 continue
             if unit.gradient is not None:
                 unit.gradient.conclude()
-            unit.release()
+            self._done(unit)
         self.reducer.advance()
+
+    def _done(self, unit: Unit) -> None:
+        """Release a unit that this pass needs no more; of its weights the step or the next forward may begin with some."""
+        if not unit.is_released:
+            overwritten = self._boundary() and unit.state is not None and not unit.is_stepped_in_place
+            begins = self._window.begins("forward", unit) and not overwritten
+            if begins or (unit.gradient is not None and unit.gradient.stays and unit.is_stepped_in_place):
+                unit.keep(stepped=not begins)
+            unit.release()
 
     def _receives_more(self, unit: Unit) -> bool:
         """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
@@ -253,15 +262,15 @@ class Hooks:
         unit.check()
         if _collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
-            if (opens := self._window.begins("forward", unit)) or (unit.gradient.stays and unit.is_stepped_in_place):
-                unit.keep(stepped=not opens)
-            unit.release()
+            self._done(unit)
             self.reducer.completed(unit.gradient)
             self.reducer.advance()
 
     def _end_backward(self) -> None:
         self.reducer.finish()
         self._window.end()
+        for _, unit in self._entered:
+            self._done(unit)
         self._release_all()
         self._in_backward = self._scope.open = False
 

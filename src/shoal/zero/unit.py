@@ -153,7 +153,7 @@ class Unit:
     @property
     def is_stepped_in_place(self) -> bool:
         """Whether what rests of the weights is their master."""
-        return self.state is not None and self.state.rounded is None
+        return self.state is not None and self.state.weights is None
 
     @property
     def is_released(self) -> bool:
