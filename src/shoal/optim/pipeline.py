@@ -302,7 +302,8 @@ def _let_go(unit: Unit) -> None:
     """Give up what was there for the step alone."""
     if unit.gradient is not None and unit.state is not None:
         unit.gradient.spend()
-        unit.let_go()
+        if not unit.expected:
+            unit.stay.let_go()
 
 
 @torch.no_grad()
@@ -318,6 +319,6 @@ def _finish(unit: Unit) -> None:
 def _commit(piece: _Piece) -> Transfer:
     for view in piece.views:
         if view.unit.expected and view.unit.state is not None and piece.sweep.use.weights:
-            view.unit.state.retain(view.part)
+            view.unit.keep(view.part)
     return Together([view.unit.state.commit(view.part, piece.sweep.use)
                      for view in piece.views if view.unit.state is not None])

@@ -244,8 +244,8 @@ class ShardedOptimizer:
         """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
         self._stepping.settle()
         for unit in self._model.trainable:
-            if unit.state is not None:
-                unit.state.yield_retained()
+            if unit.expected:
+                unit.stay.let_go()
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -285,7 +285,7 @@ class ShardedOptimizer:
         whole = gradient.touched == (1 << len(unit.members)) - 1
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         if gradient.again or not whole or copied or (unit.travels and not unit.is_released):
-            unit.let_go()
+            unit.stay.let_go()
             return False
         beside = self.rules.native and is_native(self.optimizer, views)
         sweep = Sweep(step=self._step, factor=self._factor(None, self.scaler.value), options=self._options)

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shoal.embeddings import looked_up
@@ -29,7 +29,7 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.nested import tensors_within
 from shoal.zero.reducer import Reducer
-from shoal.zero.saved import Saved, Weight
+from shoal.zero.saved import Saving
 from shoal.zero.unit import Phase, Scope, Unit
 from shoal.zero.window import Window
 
@@ -58,10 +58,8 @@ class Hooks:
         self._begun = 0  # passes
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
-        self._running = list(units)[:1]  # whose forward has begun, outermost first; what runs in none counts as in the first
-        self._storages = {_storage(unit.full): (module, unit)
-                          for module, found in units.items() for unit in found if unit.travels or watched}
-        self._saving: saved_tensors_hooks | None = None
+        self._saving = Saving({module: [unit for unit in found if unit.travels or watched]
+                               for module, found in units.items()}, self._bring)
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""
 
@@ -71,7 +69,7 @@ class Hooks:
 
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
-        if self._storages:
+        if self._saving:
             self._handles.append(self._model.register_forward_hook(self._stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
             self._handles += [
@@ -114,19 +112,16 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         for unit in self._units.get(module, ()):
             unit.check()
-            if self._saving is not None and not torch.is_grad_enabled() and unit.gradient is not None:
+            if self._saving.begun and not torch.is_grad_enabled() and unit.gradient is not None:
                 unit.gradient.again = True  # a re-entrant pass will run this once more, and give it gradients
         if module is self._model and not self._recomputing():
             self._abandon()
-            del self._running[1:]
             self._in_forward = self._scope.open = True
             self._window.begin("forward")
             self._let_go_of_the_rest("forward")
-            if self._storages and torch.is_grad_enabled():
-                self._saving = saved_tensors_hooks(self._pack, self._unpack)
-                self._saving.__enter__()
-        if module in self._units:
-            self._running.append(module)
+            if torch.is_grad_enabled():
+                self._saving.begin()
+        self._saving.enter(module)
         for unit in self._units.get(module, ()):
             if unit.looks_up and (numbers := looked_up(module, args)) is not None:
                 unit.look_up(numbers)
@@ -134,8 +129,7 @@ class Hooks:
                 self._window.use(unit)
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if module in self._running[1:]:  # as are those within it that an exception has left
-            del self._running[self._running.index(module, 1):]
+        self._saving.leave(module)
         for unit in self._units.get(module, ()):
             if unit.phase is Phase.LOOKED_UP:
                 unit.release()
@@ -149,7 +143,7 @@ class Hooks:
                 warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
                           f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
             unit.awaited = torch.is_grad_enabled() and self._window.reused(unit)
-            if torch.is_grad_enabled() and self._window.closes(unit):
+            if torch.is_grad_enabled() and self._window.stays_for_backward(unit):
                 unit.keep()
             unit.release()
         if module is self._model:
@@ -159,30 +153,22 @@ class Hooks:
                 self._release_all()
 
     def _stop_saving(self, module: nn.Module, args: object, output: object) -> None:
-        saving, self._saving = (self._saving, None) if not self._recomputing() else (None, self._saving)
-        if saving is not None:
-            saving.__exit__()
+        if not self._recomputing():
+            self._saving.end()
 
     def lends(self, tensor: Tensor) -> bool:
         """Whether the memory of `tensor` is that of weights, which is given up between their uses."""
-        return _storage(tensor) in self._storages
+        return self._saving.lends(tensor)
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        found = self._storages.get(_storage(tensor))
-        if found is None:
-            return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._units[self._running[-1]][0])
-        return Weight(tensor=tensor, version=tensor._version, unit=found[1], module=found[0])
-
-    def _unpack(self, saved: Saved) -> Tensor:
-        if isinstance(saved, Weight):
-            saved.unit.check()
-            if saved.unit.phase is not Phase.GATHERED:
-                if self._recomputing():
-                    self._begin_backward()
-                    self._enter(saved.module, saved.unit)
-                else:  # somebody looks into the graph between passes
-                    saved.unit.gather()
-        return saved.unchanged()
+    def _bring(self, module: nn.Module, unit: Unit) -> None:
+        """Have the weights of the unit within `module` for whoever reads them in backward."""
+        unit.check()
+        if unit.phase is not Phase.GATHERED:
+            if self._recomputing():
+                self._begin_backward()
+                self._enter(module, unit)
+            else:  # somebody looks into the graph between passes
+                unit.gather()
 
     def _watch(self, module: nn.Module, output: object) -> bool:
         """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""
@@ -222,8 +208,9 @@ class Hooks:
         if not unit.is_released:
             overwritten = self._boundary() and unit.state is not None and not unit.is_stepped_in_place
             begins = self._window.begins("forward", unit) and not overwritten
-            if begins or (unit.gradient is not None and unit.gradient.stays and unit.is_stepped_in_place):
-                unit.keep(stepped=not begins)
+            waits = unit.gradient is not None and unit.gradient.stays and unit.is_stepped_in_place and unit.can_stay
+            if begins or waits:
+                unit.keep(None if begins else range(len(unit.master_span)))
             unit.release()
 
     def _receives_more(self, unit: Unit) -> bool:
@@ -239,7 +226,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
-        if self._storages and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
+        if self._saving and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
             raise UsageError("backward with create_graph=True through a model at stage 3 is not supported, nor through one "
                              "whose weights rest in another tier or are stepped in backward: a second derivative needs the "
                              "weights of the first pass; use zero_optimization.stage 0, 1 or 2 without offload_param and "
@@ -277,8 +264,8 @@ class Hooks:
     def _let_go_of_the_rest(self, name: str) -> None:
         """Of what passes have kept, of all roots, keep what the pass `name` of this one begins with: the room is one."""
         for unit in self._every:
-            if unit.kept is not None and unit.owed is None and not self._window.begins(name, unit):
-                unit.let_go()
+            if unit.stay and unit.owed is None and not self._window.begins(name, unit):
+                unit.stay.let_go()
 
     def _release_all(self) -> None:
         self._entered = []
@@ -329,8 +316,3 @@ def _drop(parameter: nn.Parameter) -> None:
 
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(), boundary=bool, sync=bool)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the identity of the storage, which it keeps while its memory comes and goes."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name

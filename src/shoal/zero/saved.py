@@ -7,9 +7,11 @@ weights, counts as a write, here as in plain training: `Unit.mark`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UsageError
 from shoal.zero.unit import Unit
@@ -50,3 +52,64 @@ class Weight(Saved):
         at = self.tensor.storage_offset()
         name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= at), self.unit.name)
         return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"
+
+
+class Saving:
+    """What autograd saves in the forward of the modules around `units`, the weights of which `bring` brings back."""
+
+    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None]):
+        self._weights = {_storage(unit.full): (module, unit) for module, found in units.items() for unit in found}
+        self._unit_of = {module: found[0] for module, found in units.items() if found}
+        self._bring = bring
+        self._running: list[nn.Module] = []  # whose forward has begun, outermost first
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a forward is under way of which anything is saved."""
+        return self._hooks is not None
+
+    def begin(self) -> None:
+        """Begin with a forward that autograd records, if it uses weights that come and go."""
+        self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
+        if self._weights:
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def end(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+
+    def enter(self, module: nn.Module) -> None:
+        """Take note that the forward of `module` begins."""
+        if module in self._unit_of:
+            self._running.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """Take note that it is over, as are those within it that an exception has ended."""
+        if module in self._running[1:]:
+            del self._running[self._running.index(module, 1):]
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the memory of weights that come and go."""
+        return _storage(tensor) in self._weights
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        found = self._weights.get(_storage(tensor))
+        if found is None:
+            return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
+        return Weight(tensor=tensor, version=tensor._version, unit=found[1], module=found[0])
+
+    def _unpack(self, saved: Saved) -> Tensor:
+        if isinstance(saved, Weight):
+            self._bring(saved.module, saved.unit)
+        return saved.unchanged()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of the storage, which it keeps while its memory comes and goes."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name

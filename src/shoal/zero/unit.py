@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
 from shoal.sparse_gradients import Rows
-from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
+from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -81,8 +81,6 @@ class Unit:
     """Used again soon: stays gathered until then."""
     written = False
     """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
-    kept: range | None = None
-    """The part of what rests that is in memory though nobody has it in use: until its next use, or its step."""
     expected = False
     """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
@@ -115,8 +113,8 @@ class Unit:
         self.weight = self.rest.tensor
         self.away = tiers.weight.granule is not None or tiers.weight.device != pool.device
         """Whether the weights rest in another tier than the compute device's memory."""
-        self.beneath = tiers.weight.granule is not None and tiers.weight.device == pool.device
-        """Whether they rest beneath the memory that they are used in: what is kept of them is not copied."""
+        self.stay = Stay(self.rest)
+        """What is in memory of weights that nobody has in use: until their next use, or their step."""
         self._arriving: Transfer = DONE
         self.copies: list[tuple[Tensor, Tensor]] = []
         """(What stands, as it was before somebody might write into it): put back when it is to be dropped."""
@@ -194,23 +192,18 @@ class Unit:
             assert self._memory is not None
             with torch.no_grad():
                 self._arriving = self._memory.grow()
-                self.let_go()
-                if self.state is not None:
-                    self.state.yield_retained()
+                self.stay.let_go()
             self.phase = Phase.ARRIVING
 
-    def keep(self, *, stepped: bool = False) -> None:
-        """Have what rests, and is in memory, stay there when the weights are released; or what is `stepped` of it."""
-        if self.beneath and self.kept is None:
-            start = self.master_span.start - self.resting.start
-            self.kept = range(start, start + len(self.master_span)) if stepped else range(len(self.resting))
-            self.rest.fetch(self.kept.start, self.kept.stop)
+    @property
+    def can_stay(self) -> bool:
+        """Whether what rests is in memory as long as it is used, and may stay there: nothing copies it then."""
+        return self._memory is not None and self._memory.within and not isinstance(self.rest, Kept)
 
-    def let_go(self) -> None:
-        """Keep it no longer."""
-        if self.kept is not None:
-            part, self.kept = self.kept, None
-            self.rest.commit(part.start, part.stop, changed=False)
+    def keep(self, stepped: range | None = None) -> None:
+        """Have what rests, and is in memory, stay there for its next use: all, or `stepped`, counted as the master's."""
+        start = self.master_span.start - self.resting.start
+        self.stay.keep(range(len(self.resting)) if stepped is None else range(start + stepped.start, start + stepped.stop))
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
@@ -362,8 +355,7 @@ class Unit:
     @property
     def rest_within(self) -> Tensor | None:
         """The sharded weights that rest, where they rest within the whole buffer: what is written there, stays."""
-        within = self.full[self.resting.start:self.resting.stop]
-        return self.weight if self.stage.weight is SHARD and self.weight.data_ptr() == within.data_ptr() else None
+        return self.weight if self._memory is not None and self._memory.within else None
 
     def _copy(self) -> None:
         """Have what is put back later be what stands now."""
