@@ -4,78 +4,145 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shoal
-from shoal.errors import UsageError
 from shoal.testing import run_ranks
-from shoal.tier.trace import Event
+from shoal.tier import opening
+from shoal.tier.elastic import Beneath
+from shoal.tier.swapped import _Chunk
+from shoal.zero.unit import Unit
 
 UNITS, WIDTH = 8, 64
-BYTES = 4 * WIDTH * WIDTH
-"""Of the weights of one unit."""
+
+
+class Block(nn.Module):
+    """Calls `look` while its weights are in use: in forward, and in backward."""
+
+    def __init__(self, *, spare: bool = False) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(16)) if spare else None  # in no graph
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.look: Callable[[bool], None] = lambda backward: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look(False)
+        x = torch.tanh(self.linear(x))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.look(True))
+        return x
+
+
+def stack(*, spare: bool = False, frozen: int = 0) -> nn.Sequential:
+    """Return blocks, the first of them frozen."""
+    model = nn.Sequential(*(Block(spare=spare) for _ in range(UNITS)))
+    for block in model[:frozen]:
+        block.requires_grad_(False)
+    return model
 
 
 def engine_of(folder: str, buffers: int, **more: Any) -> shoal.Engine:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(UNITS)))
+    model = more.pop("model", None) or stack(**more.pop("blocks", {}))
     disk = {"device": "nvme", "nvme_path": folder}
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 0, "offload_param": {**disk, "buffer_count": buffers},
-            "offload_optimizer": {**disk, "step_in_backward": more.pop("within", False)}}
+            "offload_optimizer": {**disk, "step_in_backward": more.pop("within", False)}, **more.pop("zero", {})}
     config = {"train_micro_batch_size_per_gpu": 2, "timeout": 20, "gradient_clipping": 0.0, "zero_optimization": zero,
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **more}
     return shoal.initialize(model=model, config=config)[0]
 
 
-def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple[float, int]:
-    """Return of how many units the third iteration reads the weights, and the most that are in memory at once."""
-    engine = engine_of(folder, buffers, within=within, **more)
+def pinned(unit: Unit) -> bool:
+    """Whether anything of the unit's weights has to be in memory: in use, on its way, or kept."""
+    return any(chunk.pins for chunk in chunks_of(unit))
+
+
+def chunks_of(unit: Unit) -> list[_Chunk]:
+    memory = unit._memory
+    return memory._memory._chunks if isinstance(memory, Beneath) else []
+
+
+def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
+    """Return a list that gets, whenever a block's weights are in use, of how many units weights are in memory."""
+    assert engine.sharded is not None
+    units, counts = engine.sharded.units, list[int]()
+    for module in engine.module.modules():
+        if isinstance(module, Block):
+            module.look = lambda late: counts.append(sum(map(pinned, units))) if backward or not late else None
+    return counts
+
+
+def rest(engine: shoal.Engine) -> None:
+    """Wait until all is on the disk: else forward finds what the step has left."""
     assert engine.sharded is not None and engine.optimizer is not None
-    units, most = engine.sharded.units, 0
+    engine.optimizer.settle()
+    swap = engine.sharded.residence.swaps[0]
+    with swap.lock:
+        assert swap.lock.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
 
-    def look(module: nn.Module, *_: object) -> None:
-        nonlocal most
-        most = max(most, sum(not unit.is_released for unit in units))
 
-    for module in engine.module.children():
-        module.register_forward_hook(look)
-        module.register_full_backward_pre_hook(look)
-    events: list[Event] = []
-    for step in range(3):
-        with engine.trace() as trace:
-            for _ in range(engine.gradient_accumulation_steps()):
-                engine.backward(engine(torch.randn(2, WIDTH, dtype=units[0].full.dtype)).square().mean())
-                engine.step()
-            engine.optimizer.settle()
-            while engine.sharded.residence.swaps[0].writing_bytes:  # else forward finds what the step has left
-                pass
-        if step == 0:
-            most = 0
-        events = [event for event in trace.events if event.lane == "read" and event.name.startswith("weights of unit")]
+def step(engine: shoal.Engine) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.randn(2, WIDTH, dtype=dtype, requires_grad=True)).square().mean())
+        engine.step()
+    rest(engine)
+
+
+def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple[int, int]:
+    """Return of how many units the third iteration reads the weights, and the most that are in memory at once.
+
+    A step within backward keeps those that wait for it beside the window, so then only forward is looked at.
+    """
+    engine = engine_of(folder, buffers, within=within, **more)
+    step(engine)
+    counts = count(engine, backward=not within)
+    step(engine)
+    with engine.trace() as trace:
+        step(engine)
     engine.destroy()
-    return sum(event.bytes or 0 for event in events) / BYTES, most
+    events = [event for event in trace.events if event.lane == "read" and event.name.startswith("weights of unit")]
+    return len(events), max(counts)
 
 
 @pytest.mark.parametrize("buffers", [1, 3, 5])
 def test_weights_that_come_again_soon_are_not_read_again(buffers: int, tmp_path: Path) -> None:
     """Forward reads all; backward all but the last units, and a step after it, of masters that are the weights, all but
-    the first. A second microbatch begins its forward with what backward left.
+    the first. A second microbatch begins its forward with what backward left, whatever completes a unit, and so does the
+    next step where a step changes nothing. Copies of masters are not read for it.
     """
-    kept = min(buffers, UNITS)
+    frozen, kept = UNITS // 2, min(buffers, UNITS)
     expected = {"after": 3 * UNITS - 2 * kept, "within": 2 * UNITS - kept, "twice": 5 * UNITS - 4 * kept,
-                "bf16": 2 * UNITS - kept}
+                "bf16": 2 * UNITS - kept, "bf16 twice": 4 * UNITS - 3 * kept, "spare": 5 * UNITS - 4 * kept,
+                "frozen": UNITS - min(kept, frozen) + 3 * (UNITS - kept) + UNITS - max(kept, frozen)}
+    twice = {"gradient_accumulation_steps": 2}
+    bf16 = {"bf16": {"enabled": True}}
     ways: dict[str, tuple[bool, dict[str, Any]]] = {
-        "after": (False, {}), "within": (True, {}), "twice": (False, {"gradient_accumulation_steps": 2}),
-        "bf16": (False, {"bf16": {"enabled": True}})}
+        "after": (False, {}), "within": (True, {}), "twice": (False, twice), "bf16": (False, bf16),
+        "bf16 twice": (False, bf16 | twice), "spare": (False, {**twice, "blocks": {"spare": True}}),
+        "frozen": (False, {**twice, "blocks": {"frozen": frozen}})}
     for way, (within, more) in ways.items():
         found, most = run_ranks(1, read, str(tmp_path), buffers, within, more)[0]
-        assert found * (2 if way == "bf16" else 1) == expected[way], way
-        assert most <= buffers, way
+        assert (found, most) == (expected[way], buffers), way
+
+
+def boundary(folder: str) -> list[bool]:
+    engine = engine_of(folder, 3, bf16={"enabled": True})
+    for _ in range(2):
+        step(engine)
+    engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).square().mean())
+    assert engine.sharded is not None
+    return [pinned(unit) for unit in engine.sharded.units]
+
+
+def test_copies_that_a_step_overwrites_do_not_wait_for_it(tmp_path: Path) -> None:
+    assert not any(run_ranks(1, boundary, str(tmp_path))[0])
 
 
 def alone(folder: str, stage: int, tiers: bool) -> tuple[int, float, float]:
@@ -119,16 +186,40 @@ def test_a_forward_that_no_backward_follows_leaves_nothing(stage: int, tiers: bo
         assert found[0][1] == found[0][2], "what was written without a modifier is dropped"
 
 
-def written_to(folder: str) -> None:
-    engine = engine_of(folder, 3)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    hidden = torch.tanh(x)
-    loss = engine(hidden).square().mean()
-    with torch.no_grad():
-        hidden.mul_(2)
-    with pytest.raises(UsageError, match=r"written to in place after forward"):
-        engine.backward(loss)
+def waiting(folder: str, stage: int) -> list[bool]:
+    """Return which chunks of a unit's weights are in memory while it waits for its step within backward."""
+    opening.CHUNK = WIDTH * WIDTH // 4
+    engine = engine_of(folder, 1, within=True, zero={"stage": stage})
+    step(engine)
+    assert engine.sharded is not None
+    unit = engine.sharded.unit_of(engine.module[1].linear.weight)
+    assert unit is not None
+    found: list[bool] = []
+    engine.module[0].look = lambda late: found.extend(chunk.pins > 0 for chunk in chunks_of(unit)) if late else None
+    step(engine)
+    engine.destroy()
+    return found
 
 
-def test_what_backward_needs_may_not_be_written_to_as_in_plain_torch(tmp_path: Path) -> None:
-    run_ranks(1, written_to, str(tmp_path))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_waits_for_its_step_keeps_its_own_part_alone(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(2, waiting, str(tmp_path), stage) == [[True, True, False, False], [False, False, True, True]]
+
+
+def several(folder: str) -> int:
+    """Return the most units whose weights are in memory at once on a rank of two stages."""
+    model = shoal.PipelineModule([shoal.LayerSpec(Block) for _ in range(4 * UNITS)], num_stages=2, stages_per_rank=2,
+                                 schedule="interleaved", loss_fn=lambda out, label: (out - label).square().mean())
+    engine = engine_of(folder, 3, model=model, gradient_accumulation_steps=4, zero={"stage": 0})
+    samples = [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))] * 4
+    counts: list[int] = []
+    for _ in range(3):
+        counts = count(engine)
+        engine.train_batch(iter(samples))
+        rest(engine)
+    engine.destroy()
+    return max(counts)
+
+
+def test_several_stages_of_a_rank_have_one_room(tmp_path: Path) -> None:
+    assert run_ranks(2, several, str(tmp_path)) == [3, 3]

@@ -143,6 +143,7 @@ class Pipeline:
             self._leaving.popleft().wait()
         for unit in units:
             unit.stepped = False
+            unit.stay.let_go()
 
     def expect(self, views: Iterable[View]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
@@ -317,8 +318,8 @@ def _let_go(unit: Unit, sweep: Sweep) -> None:
     """Give up what was there for `sweep` alone."""
     if unit.gradient is not None and unit.state is not None:
         unit.gradient.leave() if sweep.attempted else unit.gradient.spend()
-        if sweep.use.weights:
-            unit.let_go()
+        if sweep.use.weights and not unit.expected:
+            unit.stay.let_go()
 
 
 @torch.no_grad()
@@ -334,6 +335,6 @@ def _finish(unit: Unit) -> None:
 def _commit(piece: _Piece) -> Transfer:
     for view in piece.views:
         if view.unit.expected and view.unit.state is not None and piece.sweep.use.weights:
-            view.unit.state.retain(view.part)
+            view.unit.keep(view.part)
     return Together([view.unit.state.commit(view.part, piece.sweep.use)
                      for view in piece.views if view.unit.state is not None])

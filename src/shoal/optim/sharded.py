@@ -188,6 +188,8 @@ class ShardedOptimizer:
             self._stepping.measure(touched, views, layers.measure(factor, options),
                                    lambda: layers.agree(touched, views, options))
             sweep = layers.apply(factor, options)
+        for unit, mask in touched.items():
+            unit.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
         self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
 
     def within_backward(self) -> AbstractContextManager[None]:
@@ -223,8 +225,8 @@ class ShardedOptimizer:
         """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
         self._stepping.settle()
         for unit in self._model.trainable:
-            if unit.state is not None:
-                unit.state.yield_retained()
+            if unit.expected:
+                unit.stay.let_go()
 
     def close(self) -> None:
         """Take what is owed, and undo what backward has only attempted; no thread steps anything afterwards."""

@@ -106,7 +106,7 @@ class Within:
         beside = done and self._rules.native and is_native(self._optimizer, views)
         attempted = self._rules.decides_afterwards
         if not done or (attempted and not (beside and self._attempt.begin(unit, views))):
-            unit.let_go()
+            unit.stay.let_go()
             return False
         if self._rules.measures:
             gradient.norm()  # while it is in memory

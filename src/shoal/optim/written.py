@@ -16,22 +16,18 @@ class Written:
     """The units whose weights rest beside their masters, and the writes into them that autograd has counted."""
 
     def __init__(self, units: Iterable[Unit]):
-        self._versions = {unit: _version(unit) for unit in units
+        self._versions = {unit: unit.writes() for unit in units
                           if unit.state is not None and unit.state.weights is not None and not unit.travels}
 
     def check(self) -> None:
         """Warn of a unit that was written into since the last time, unless its masters have learned of it."""
         for unit, before in self._versions.items():
-            if (now := _version(unit)) != before:
+            if (now := unit.writes()) != before:
                 self._versions[unit] = now
                 if not _agrees(unit):
                     warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "
                               f"which are stepped, do not know of it: it is lost. Load weights before initialize, or write "
                               f"within shoal.gathered(model, modifier_rank=0)")
-
-
-def _version(unit: Unit) -> int:
-    return sum(member.parameter._version for member in unit.members)
 
 
 def _agrees(unit: Unit) -> bool:

@@ -34,6 +34,8 @@ class Elastic(Protocol):
     """The whole buffer; outside the part undefined until it is written after `grow`."""
     rest: Span
     """The part that rests."""
+    within: bool
+    """Whether that is a part of the buffer itself: what is written there, rests."""
 
     def grow(self) -> Transfer:
         """Make the whole buffer usable; once the transfer is over, its part holds what rests."""
@@ -54,6 +56,8 @@ class Elastic(Protocol):
 
 class Paged:
     """Host memory whose pages outside the part come and go."""
+
+    within = True
 
     def __init__(self, size: int, dtype: torch.dtype, part: range):
         self._pages = Pages(size, dtype)
@@ -78,6 +82,8 @@ class Paged:
 
 class Beneath:
     """Host memory above a disk."""
+
+    within = True
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, disk: Disk, name: str):
         self._memory = Swapped(disk.swap, size, dtype, name, part=part, chunk=disk.granule)
@@ -108,6 +114,8 @@ class Resized:
     What rests on the host comes in a stream of its own. What rests on the device itself was written by its computing, or is
     about to be: it is copied within that, in memory that nothing else was given.
     """
+
+    within = False
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, rest: Span):
         self.full = torch.zeros(size, dtype=dtype, device=device)

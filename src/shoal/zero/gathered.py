@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
+import torch
 from torch import nn
 
 from shoal.zero.guard import owner_of
-from shoal.zero.placement import REPLICATE
+from shoal.zero.placement import REPLICATE, SHARD
 from shoal.zero.unit import Unit
 
 Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter]
@@ -21,30 +22,59 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
 
     With `modifier_rank` None, what is written into sharded ones is dropped; with a rank, what that rank wrote is taken
     over everywhere, masters included. Every rank of the data axis enters with the same parameters. Works at every stage,
-    nests, and ignores parameters that no engine and no `zero.Init` holds. `fwd_module` is accepted for published scripts:
-    a parameter read in another module's forward is gathered in any case.
+    nests, each context with its own `modifier_rank`, and ignores parameters that no engine and no `zero.Init` holds.
+    `fwd_module` is accepted for published scripts: a parameter read in another module's forward is gathered in any case.
     """
     units = _units(parameters) if enabled else []
     for unit in units:
         unit.prefetch()
-    for unit in units:
-        unit.gather()
-        unit.pins += 1
-    kept = {unit: rest.clone() for unit in units if modifier_rank is None and (rest := unit.rest_within) is not None}
+    with ExitStack() as whole:
+        for unit in units:
+            whole.enter_context(_pinned(unit, modifier_rank))
+        yield
+
+
+@contextmanager
+def _pinned(unit: Unit, modifier_rank: int | None) -> Generator[None]:
+    """Hold one unit; an exception takes nothing over."""
+    unit.gather()
+    unit.pins += 1
+    try:
+        with _undone(unit) if modifier_rank is None and unit.stage.weight is SHARD else nullcontext():
+            yield
+        if modifier_rank is not None:
+            unit.scatter(modifier_rank)
+        elif unit.stage.weight is REPLICATE:
+            unit.written = unit.travels
+    finally:
+        unit.pins -= 1
+        unit.awaited = False
+        unit.release()
+
+
+@contextmanager
+def _undone(unit: Unit) -> Generator[None]:
+    """Drop what is written into sharded weights within the context, unless it is taken over within it.
+
+    Where they rest within the buffer, that is put back; all of it if somebody has it in use. Who came to use it within the
+    context finds what rests on every rank.
+    """
+    used = unit.pins > 1 or unit.held
+    now = unit.full if used else unit.rest_within
+    copies = [] if now is None else [(now, now.detach().clone())]
+    unit.copies += copies
     try:
         yield
-        for unit in units:
-            if modifier_rank is not None:
-                unit.scatter(modifier_rank)
-            else:
-                unit.written = unit.travels and unit.stage.weight is REPLICATE
+    except BaseException:
+        unit.held &= used  # its pass is over
+        raise
     finally:
-        for unit in units:
-            if unit in kept:
-                unit.restore(kept[unit])
-            unit.pins -= 1
-            unit.awaited = False  # else what was written would be seen again
-            unit.release()
+        for copy in copies:
+            unit.copies = [other for other in unit.copies if other is not copy]
+            with torch.no_grad():
+                copy[0].copy_(copy[1])
+    if not used and (unit.held or unit.pins > 1):
+        unit.renew()
 
 
 def _units(parameters: Gatherable) -> list[Unit]:

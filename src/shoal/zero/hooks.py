@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shoal.embeddings import looked_up
@@ -29,7 +29,7 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.nested import tensors_within
 from shoal.zero.reducer import Reducer
-from shoal.zero.saved import Saved, Weight
+from shoal.zero.saved import Saving
 from shoal.zero.unit import Phase, Scope, Unit
 from shoal.zero.window import Window
 
@@ -38,12 +38,13 @@ class Hooks:
     """The life of the units of one model, driven by its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool], late: Sequence[Unit] = (),
-                 watched: bool = False, announced: bool = False):
+                 scope: Scope, *, boundary: Callable[[], bool], sync: Callable[[], bool], every: Sequence[Unit] = (),
+                 late: Sequence[Unit] = (), watched: bool = False, announced: bool = False):
         self._model = model
         self._units = units
         self._window = window
         self.reducer = reducer
+        self._every = every
         self._late = frozenset(late)
         self._scope = scope
         self._boundary = boundary
@@ -57,9 +58,8 @@ class Hooks:
         self._begun = 0  # passes
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
-        self._storages = {_storage(unit.full): (module, unit)
-                          for module, found in units.items() for unit in found if unit.travels or watched}
-        self._saving: saved_tensors_hooks | None = None
+        self._saving = Saving({module: [unit for unit in found if unit.travels or watched]
+                               for module, found in units.items()}, self._bring)
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""
 
@@ -69,7 +69,7 @@ class Hooks:
 
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
-        if self._storages:
+        if self._saving:
             self._handles.append(self._model.register_forward_hook(self._stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
             self._handles += [
@@ -86,6 +86,7 @@ class Hooks:
 
     def open(self) -> None:
         """Start what the next forward uses first."""
+        self._let_go_of_the_rest("forward")
         self._window.open("forward")
 
     def as_pass(self, run: Callable[[], None]) -> None:
@@ -111,16 +112,16 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         for unit in self._units.get(module, ()):
             unit.check()
-            if self._saving is not None and not torch.is_grad_enabled() and unit.gradient is not None:
+            if self._saving.begun and not torch.is_grad_enabled() and unit.gradient is not None:
                 unit.gradient.again = True  # a re-entrant pass will run this once more, and give it gradients
         if module is self._model and not self._recomputing():
             self._abandon()
             self._in_forward = self._scope.open = True
             self._window.begin("forward")
-            self._keep_what_opens()
-            if self._storages and torch.is_grad_enabled():
-                self._saving = saved_tensors_hooks(self._pack, self._unpack)
-                self._saving.__enter__()
+            self._let_go_of_the_rest("forward")
+            if torch.is_grad_enabled():
+                self._saving.begin()
+        self._saving.enter(module)
         for unit in self._units.get(module, ()):
             if unit.looks_up and (numbers := looked_up(module, args)) is not None:
                 unit.look_up(numbers)
@@ -128,6 +129,7 @@ class Hooks:
                 self._window.use(unit)
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        self._saving.leave(module)
         for unit in self._units.get(module, ()):
             if unit.phase is Phase.LOOKED_UP:
                 unit.release()
@@ -141,7 +143,7 @@ class Hooks:
                 warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
                           f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
             unit.awaited = torch.is_grad_enabled() and self._window.reused(unit)
-            if torch.is_grad_enabled() and self._window.closes(unit):
+            if torch.is_grad_enabled() and self._window.stays_for_backward(unit):
                 unit.keep()
             unit.release()
         if module is self._model:
@@ -151,31 +153,22 @@ class Hooks:
                 self._release_all()
 
     def _stop_saving(self, module: nn.Module, args: object, output: object) -> None:
-        saving, self._saving = (self._saving, None) if not self._recomputing() else (None, self._saving)
-        if saving is not None:
-            saving.__exit__()
+        if not self._recomputing():
+            self._saving.end()
 
     def lends(self, tensor: Tensor) -> bool:
         """Whether the memory of `tensor` is that of weights, which is given up between their uses."""
-        return _storage(tensor) in self._storages
+        return self._saving.lends(tensor)
 
-    def _pack(self, tensor: Tensor) -> Saved | Weight:
-        found = self._storages.get(_storage(tensor))
-        if found is None:
-            return Saved(tensor=tensor.detach(), version=tensor._version)
-        return Weight(module=found[0], unit=found[1], tensor=tensor)
-
-    def _unpack(self, saved: Saved | Weight) -> Tensor:
-        if isinstance(saved, Saved):
-            return saved.unchanged()
-        saved.unit.check()
-        if saved.unit.phase is not Phase.GATHERED:
+    def _bring(self, module: nn.Module, unit: Unit) -> None:
+        """Have the weights of the unit within `module` for whoever reads them in backward."""
+        unit.check()
+        if unit.phase is not Phase.GATHERED:
             if self._recomputing():
                 self._begin_backward()
-                self._enter(saved.module, saved.unit)
+                self._enter(module, unit)
             else:  # somebody looks into the graph between passes
-                saved.unit.gather()
-        return saved.tensor
+                unit.gather()
 
     def _watch(self, module: nn.Module, output: object) -> bool:
         """Have `_before_backward` called when the gradient of an output arrives; say whether there is one."""
@@ -207,8 +200,18 @@ class Hooks:
                 continue
             if unit.gradient is not None:
                 unit.gradient.conclude()
-            unit.release()
+            self._done(unit)
         self.reducer.advance()
+
+    def _done(self, unit: Unit) -> None:
+        """Release a unit that this pass needs no more; of its weights the step or the next forward may begin with some."""
+        if not unit.is_released:
+            overwritten = self._boundary() and unit.state is not None and not unit.is_stepped_in_place
+            begins = self._window.begins("forward", unit) and not overwritten
+            waits = unit.gradient is not None and unit.gradient.stays and unit.is_stepped_in_place and unit.can_stay
+            if begins or waits:
+                unit.keep(None if begins else range(len(unit.master_span)))
+            unit.release()
 
     def _receives_more(self, unit: Unit) -> bool:
         """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
@@ -223,7 +226,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
-        if self._storages and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
+        if self._saving and torch.is_grad_enabled():  # what this pass saves would be released before its own backward
             raise UsageError("backward with create_graph=True through a model at stage 3 is not supported, nor through one "
                              "whose weights rest in another tier or are stepped in backward: a second derivative needs the "
                              "weights of the first pass; use zero_optimization.stage 0, 1 or 2 without offload_param and "
@@ -234,6 +237,7 @@ class Hooks:
         Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore  no annotation, no other way
         self.before_backward()
         self._window.begin("backward")
+        self._let_go_of_the_rest("backward")
         self.reducer.begin(boundary=self._boundary(), sync=self._sync())
 
     def _collecting(self, unit: Unit) -> Callable[[Unit, int, nn.Parameter], None]:
@@ -245,24 +249,23 @@ class Hooks:
         unit.check()
         if _collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
-            if (opens := self._window.opens(unit)) or (unit.gradient.stays and unit.is_stepped_in_place):
-                unit.keep(stepped=not opens)
-            unit.release()
+            self._done(unit)
             self.reducer.completed(unit.gradient)
             self.reducer.advance()
 
     def _end_backward(self) -> None:
         self.reducer.finish()
         self._window.end()
+        for _, unit in self._entered:
+            self._done(unit)
         self._release_all()
         self._in_backward = self._scope.open = False
 
-    def _keep_what_opens(self) -> None:
-        """Let go what was kept for a backward or a step that never came."""
-        for units in self._units.values():
-            for unit in units:
-                if unit.kept is not None and unit.owed is None and not self._window.opens(unit):
-                    unit.let_go()
+    def _let_go_of_the_rest(self, name: str) -> None:
+        """Of what passes have kept, of all roots, keep what the pass `name` of this one begins with: the room is one."""
+        for unit in self._every:
+            if unit.stay and unit.owed is None and not self._window.begins(name, unit):
+                unit.stay.let_go()
 
     def _release_all(self) -> None:
         self._entered = []
@@ -313,8 +316,3 @@ def _drop(parameter: nn.Parameter) -> None:
 
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(), boundary=bool, sync=bool)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the identity of the storage, which it keeps while its memory comes and goes."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name

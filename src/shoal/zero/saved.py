@@ -1,14 +1,17 @@
 """What autograd keeps of tensors between forward and backward, where it has to ask for them.
 
-Weights are named, and gathered when they are asked for. Of all others it no longer looks for later writes, as it does of
-tensors that it keeps by itself; so that is done here.
+Weights are named, and gathered when they are asked for. Of what it is handed back autograd no longer looks for later writes,
+as it does of tensors that it keeps by itself; so that is done here. A step, and whoever else puts other values in place of
+weights, counts as a write, here as in plain training: `Unit.mark`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UsageError
 from shoal.zero.unit import Unit
@@ -16,23 +19,97 @@ from shoal.zero.unit import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Saved:
-    """Another tensor, apart from its node: a node that held itself through its result would never be freed."""
+    """A tensor as it was when autograd saved it; apart from its node, for one that held itself would never be freed."""
 
     tensor: Tensor
     version: int
+    unit: Unit
+    """In whose module's forward that was."""
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        what = f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype}, saved in the forward around unit"
+        return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
 
     def unchanged(self) -> Tensor:
         """Return the tensor; raises `UsageError` if it was written to since."""
         if self.tensor._version != self.version:
-            raise UsageError(f"backward: it needs a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} that "
-                             f"was written to in place after forward had used it; write to a copy (clone()) instead")
+            what, instead = self._what
+            raise UsageError(f"rank {self.unit.communicator.rank}: backward needs {what} that was written to in place after "
+                             f"forward had used it; {instead}")
         return self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Weight:
-    """What autograd keeps of a tensor that lies in a unit's buffer."""
+class Weight(Saved):
+    """One that lies in the buffer of its unit."""
 
     module: nn.Module
-    unit: Unit
-    tensor: Tensor
+    """Around the unit."""
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        at = self.tensor.storage_offset()
+        name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= at), self.unit.name)
+        return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"
+
+
+class Saving:
+    """What autograd saves in the forward of the modules around `units`, the weights of which `bring` brings back."""
+
+    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None]):
+        self._weights = {_storage(unit.full): (module, unit) for module, found in units.items() for unit in found}
+        self._unit_of = {module: found[0] for module, found in units.items() if found}
+        self._bring = bring
+        self._running: list[nn.Module] = []  # whose forward has begun, outermost first
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a forward is under way of which anything is saved."""
+        return self._hooks is not None
+
+    def begin(self) -> None:
+        """Begin with a forward that autograd records, if it uses weights that come and go."""
+        self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
+        if self._weights:
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def end(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+
+    def enter(self, module: nn.Module) -> None:
+        """Take note that the forward of `module` begins."""
+        if module in self._unit_of:
+            self._running.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """Take note that it is over, as are those within it that an exception has ended."""
+        if module in self._running[1:]:
+            del self._running[self._running.index(module, 1):]
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the memory of weights that come and go."""
+        return _storage(tensor) in self._weights
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        found = self._weights.get(_storage(tensor))
+        if found is None:
+            return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
+        return Weight(tensor=tensor, version=tensor._version, unit=found[1], module=found[0])
+
+    def _unpack(self, saved: Saved) -> Tensor:
+        if isinstance(saved, Weight):
+            self._bring(saved.module, saved.unit)
+        return saved.unchanged()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of the storage, which it keeps while its memory comes and goes."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name

@@ -227,8 +227,8 @@ class ShardedModel:
         reduced = [unit for found in units.values() for unit in found if unit.gradient is not None and unit not in self.late]
         reducer = Reducer([unit.gradient for unit in reversed(reduced) if unit.gradient is not None], overlap=plan.overlap,
                           ranks=max((unit.communicator.ranks for unit in reduced), default=1))
-        hooks = Hooks(root, units, window, reducer, self.scope, boundary=boundary, sync=sync, late=self.late,
-                      watched=plan.in_backward, announced=announced)
+        hooks = Hooks(root, units, window, reducer, self.scope, boundary=boundary, sync=sync, every=self.units,
+                      late=self.late, watched=plan.in_backward, announced=announced)
         hooks.install()
         return hooks
 

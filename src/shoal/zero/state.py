@@ -52,7 +52,6 @@ class State:
         self._gradient = gradient
         self._held: list[range] = []
         self._expected: dict[range, list[Span]] = {}
-        self._retained: list[range] = []
 
     @property
     def rounded(self) -> Span | None:
@@ -86,22 +85,6 @@ class State:
         """End what `expect` began: the step has taken over, or does not come."""
         for span in self._expected.pop(part):
             span.commit(part.start, part.stop, changed=False)
-
-    def retain(self, part: range) -> None:
-        """Keep the weights of `part`, which are being stepped, in memory: they are used next."""
-        self._retained.append(part)
-        self._stepped.fetch(part.start, part.stop)
-
-    def yield_retained(self) -> None:
-        """Keep them no longer: whoever uses them does."""
-        while self._retained:
-            part = self._retained.pop()
-            self._stepped.commit(part.start, part.stop, changed=False)
-
-    @property
-    def _stepped(self) -> Span:
-        """The resting weights."""
-        return self.master if self.rounded is None else self.rounded
 
     def fetch(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
         """Bring what the step of `part` needs, or one pass of it."""

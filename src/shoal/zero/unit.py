@@ -10,17 +10,18 @@ between its uses if its weights are sharded, or rest in another tier than the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
 from shoal.sparse_gradients import Rows
-from shoal.tier import Elastic, Kept, Part, Span, Store, Tiers, Transfer, elastic, held, zeros
+from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -80,8 +81,6 @@ class Unit:
     """Used again soon: stays gathered until then."""
     written = False
     """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
-    kept: range | None = None
-    """The part of what rests that is in memory though nobody has it in use: until its next use, or its step."""
     expected = False
     """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
@@ -93,7 +92,7 @@ class Unit:
         self.stage = stage
         self.trainable = trainable
         self.members = members
-        self._version = 0
+        self._marks = [0 for _ in members]
         self.owed: Callable[[], None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet."""
         self.phase = Phase.GATHERED
@@ -104,6 +103,7 @@ class Unit:
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
+        self._gathered_as = self.writes()
         index = self.index = self.communicator.register()
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
@@ -113,9 +113,11 @@ class Unit:
         self.weight = self.rest.tensor
         self.away = tiers.weight.granule is not None or tiers.weight.device != pool.device
         """Whether the weights rest in another tier than the compute device's memory."""
-        self.beneath = tiers.weight.granule is not None and tiers.weight.device == pool.device
-        """Whether they rest beneath the memory that they are used in: what is kept of them is not copied."""
+        self.stay = Stay(self.rest)
+        """What is in memory of weights that nobody has in use: until their next use, or their step."""
         self._arriving: Transfer = DONE
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        """(What stands, as it was before somebody might write into it): put back when it is to be dropped."""
         self.state: State | None = None
         self.gradient: Gradient | None = None
         self._signs = Signs.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
@@ -149,7 +151,7 @@ class Unit:
     @property
     def is_stepped_in_place(self) -> bool:
         """Whether what rests of the weights is their master."""
-        return self.state is not None and self.state.rounded is None
+        return self.state is not None and self.state.weights is None
 
     @property
     def is_released(self) -> bool:
@@ -190,23 +192,18 @@ class Unit:
             assert self._memory is not None
             with torch.no_grad():
                 self._arriving = self._memory.grow()
-                self.let_go()
-                if self.state is not None:
-                    self.state.yield_retained()
+                self.stay.let_go()
             self.phase = Phase.ARRIVING
 
-    def keep(self, *, stepped: bool = False) -> None:
-        """Have what rests, and is in memory, stay there when the weights are released; or what is `stepped` of it."""
-        if self.beneath and self.kept is None:
-            start = self.master_span.start - self.resting.start
-            self.kept = range(start, start + len(self.master_span)) if stepped else range(len(self.resting))
-            self.rest.fetch(self.kept.start, self.kept.stop)
+    @property
+    def can_stay(self) -> bool:
+        """Whether what rests is in memory as long as it is used, and may stay there: nothing copies it then."""
+        return self._memory is not None and self._memory.within and not isinstance(self.rest, Kept)
 
-    def let_go(self) -> None:
-        """Keep it no longer."""
-        if self.kept is not None:
-            part, self.kept = self.kept, None
-            self.rest.commit(part.start, part.stop, changed=False)
+    def keep(self, stepped: range | None = None) -> None:
+        """Have what rests, and is in memory, stay there for its next use: all, or `stepped`, counted as the master's."""
+        start = self.master_span.start - self.resting.start
+        self.stay.keep(range(len(self.resting)) if stepped is None else range(start + stepped.start, start + stepped.stop))
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
@@ -238,7 +235,7 @@ class Unit:
         self.phase = Phase.GATHERED
         for parameter in self._parameters:
             unguard(parameter)
-        self._version = self._versions()
+        self._gathered_as = self.writes()
 
     @property
     def looks_up(self) -> bool:
@@ -267,7 +264,7 @@ class Unit:
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
-        if self.written or (self.stage.weight is not SHARD and self._versions() != self._version):
+        if self.written or (self.stage.weight is not SHARD and self.writes() != self._gathered_as):
             self._memory.keep()
             self.written = False
         self._shrink()
@@ -300,22 +297,29 @@ class Unit:
         """Bring what the step has written to where the weights rest. The next use waits for what travels."""
         if self.master is None:
             return
-        if self._memory is not None and self.phase is not Phase.RELEASED:  # pinned: what is gathered must be the new weights
-            self.gather()
-            self._memory.renew()
-        if self.stage.weight is SHARD:
-            if self.phase is not Phase.RELEASED:
-                self.communicator.all_gather(self.full, self._publish_label).wait()
-        elif self.stage.master is SHARD and self._memory is not None:
+        self.renew()
+        if self.stage.weight is SHARD or self.stage.master is not SHARD:
+            return
+        if self._memory is not None:
             self.gather()
             self._travel().wait()
             self._memory.keep()
             self.release()
-        elif self.stage.master is SHARD:
+        else:
             for parameter in self._parameters:
                 guard(parameter)
             self._handle = self._travel()
             self.phase = Phase.IN_FLIGHT
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Have what is gathered, and pinned, be what rests."""
+        if self._memory is not None and self.phase is not Phase.RELEASED:
+            self.gather()
+            self._memory.renew()
+            if self.stage.weight is SHARD:
+                self.communicator.all_gather(self.full, self._publish_label).wait()
+            self._copy()
 
     def _travel(self) -> Handle:
         """Start bringing the stepped weights of every rank to all ranks."""
@@ -323,27 +327,40 @@ class Unit:
             assert self._signs is not None
             return self._signs.publish(self.state.master.tensor, self.full, self._publish_label)
         if self.gradient is not None and self.gradient.rows is not None:
-            return self.gradient.rows.publish(self.full, written=self._versions() != self._version)
+            return self.gradient.rows.publish(self.full, written=self.writes() != self._gathered_as)
         return self.communicator.all_gather(self.full, self._publish_label)
 
     @torch.no_grad()
-    def scatter(self, source: int | None) -> None:
-        """Take over what somebody wrote into the gathered parameters on rank `source` (None: every rank the same)."""
+    def scatter(self, source: int) -> None:
+        """Take over what somebody wrote into the gathered parameters on rank `source`."""
         assert self.phase is Phase.GATHERED
-        if source is not None:
-            self.communicator.broadcast(self.full, source, f"unit '{self.name}'")
+        written = [now != before for now, before in zip(self.writes(), self._gathered_as, strict=True)]
+        said = torch.tensor(written, dtype=torch.uint8, device=self.full.device)
+        for flat in (said, self.full):
+            self.communicator.broadcast(flat, source, f"unit '{self.name}'")
+        self.mark([slot for slot, changed in enumerate(said.tolist()) if changed])
+        self._gathered_as = self.writes()
         self._keep(self.full)
+
+    def mark(self, slots: Iterable[int]) -> None:
+        """Let autograd know that `slots` hold other values than before, as it does of what it sees written in place."""
+        for slot in slots:
+            increment_version(self._parameters[slot])
+            self._marks[slot] += 1
+
+    def writes(self) -> list[int]:
+        """Return for each slot a number that grows with every write of somebody else's that autograd can see."""
+        return [parameter._version - own for parameter, own in zip(self._parameters, self._marks, strict=True)]
 
     @property
     def rest_within(self) -> Tensor | None:
         """The sharded weights that rest, where they rest within the whole buffer: what is written there, stays."""
-        within = self.full[self.resting.start:self.resting.stop]
-        return self.weight if self.stage.weight is SHARD and self.weight.data_ptr() == within.data_ptr() else None
+        return self.weight if self._memory is not None and self._memory.within else None
 
-    @torch.no_grad()
-    def restore(self, rest: Tensor) -> None:
-        """Undo what was written into the resting weights since they were `rest`."""
-        self.weight.copy_(rest)
+    def _copy(self) -> None:
+        """Have what is put back later be what stands now."""
+        for now, before in self.copies:
+            before.copy_(now)
 
     def check(self) -> None:
         """Raise `UsageError` while the weights are ahead of the others': nobody may read them."""
@@ -370,10 +387,6 @@ class Unit:
             what = f"'{operation}' read the data of parameter '{name}' {tuple(parameter.shape)}"
             raise released_error(what, self.communicator.rank, self.communicator.ranks)
 
-    def _versions(self) -> int:
-        """Return a number that grows with every write into a parameter that autograd can see."""
-        return sum(parameter._version for parameter in self._parameters)
-
     @property
     def _is_gathered_by_ranks(self) -> bool:
         """Whether gathering takes the other ranks; else what rests here is the whole."""
@@ -383,6 +396,7 @@ class Unit:
         """Let the gathered weights rest, and the master be `values` (size,), of any precision."""
         if self._memory is not None:
             self._memory.keep()
+        self._copy()
         if self.state is not None and self.state.weights is not None:
             span = self.master_span
             with held(self.state.master, changed=True) as master:

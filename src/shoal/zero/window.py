@@ -54,9 +54,9 @@ class Window:
         between = self._between(unit) if self._reuse else None
         return between is not None and sum(other.layout.size for other in between) <= self._reuse
 
-    def closes(self, unit: Unit) -> bool:
+    def stays_for_backward(self, unit: Unit) -> bool:
         """Whether backward uses `unit` before more units than are brought ahead, if it goes as the last one did."""
-        between = self._between(unit) if unit.beneath else None
+        between = self._between(unit) if unit.can_stay else None
         return between is not None and self._fit([unit, *between])
 
     def _between(self, unit: Unit) -> list[Unit] | None:
@@ -64,10 +64,10 @@ class Window:
         coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
         return coming[:coming.index(unit)] if unit in coming else None
 
-    def opens(self, unit: Unit) -> bool:
-        """Whether the next forward brings `unit` before it begins, if it is as the last one."""
-        order = self._orders.get("forward", [])
-        return unit.beneath and unit in order and self._fit(order[:order.index(unit) + 1])
+    def begins(self, name: str, unit: Unit) -> bool:
+        """Whether the pass `name`, if it goes as its last one did, uses `unit` before more units than are brought ahead."""
+        order = self._orders.get(name, [])
+        return unit.can_stay and unit in order and self._fit(order[:order.index(unit) + 1])
 
     def _fit(self, units: list[Unit]) -> bool:
         """Whether the weights of `units` may be in memory together."""

@@ -1,0 +1,159 @@
+"""Contexts that hold weights whole: nested, entered in vain, around weights that somebody else holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import TierError
+from shoal.testing import run_ranks
+
+WIDTH = 64
+
+
+class Borrowing(nn.Module):
+    """Its forward reads the weights of another block, writes what is to be dropped, and reads them again."""
+
+    def __init__(self, lender: nn.Linear):
+        super().__init__()
+        self.lender = [lender]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.lender[0].weight
+        x = x @ weight.T
+        with shoal.gathered(weight), torch.no_grad():
+            weight.add_(1 + dist.get_rank())
+        return x @ weight.T
+
+
+def engine_of(folder: str, way: str, *, borrowing: bool = False) -> shoal.Engine:
+    """Return an engine at stage 3, in one of the ways of `WAYS`."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
+    model = nn.Sequential(*blocks, *([Borrowing(blocks[0])] if borrowing else []))
+    disk = {"offload_param": {"device": "nvme", "nvme_path": folder}} if "disk" in way else {}
+    return shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "timeout": 20, "bf16": {"enabled": "bf16" in way},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3, **disk}})[0]
+
+
+WAYS = ("memory", "disk", "memory bf16", "disk bf16")
+
+
+def values(engine: shoal.Engine) -> list[Tensor]:
+    """Return what the ranks hold of each parameter, and of its master, together."""
+    with shoal.gathered(engine.module):
+        return [parameter.detach().float().clone() for parameter in engine.module.parameters()]
+
+
+def step(engine: shoal.Engine) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.ones(2, WIDTH, dtype=dtype)).square().mean())
+    engine.step()
+
+
+def inner_dropped(engine: shoal.Engine) -> None:
+    """A write that is dropped, within one that is kept."""
+    first, second = list(engine.module.parameters())[:2]
+    with shoal.gathered(engine.module, modifier_rank=0), torch.no_grad():
+        second.fill_(2)
+        with shoal.gathered([first, second]):
+            first.fill_(9 + dist.get_rank())
+            second.fill_(9 + dist.get_rank())
+        kept = first.float().clone()
+    assert torch.equal(values(engine)[0], kept)
+    assert (values(engine)[1] == 2).all()
+
+
+def inner_kept(engine: shoal.Engine) -> None:
+    """A write that is kept, within one that is dropped."""
+    first, second = list(engine.module.parameters())[:2]
+    before = values(engine)[1]
+    with shoal.gathered(engine.module), torch.no_grad():
+        with shoal.gathered(first, modifier_rank=1):
+            first.fill_(float(dist.get_rank() + 1))
+        second.fill_(5)
+        first.fill_(7)
+    assert (values(engine)[0] == 2).all()
+    assert torch.equal(values(engine)[1], before)
+
+
+def stepped(engine: shoal.Engine) -> None:
+    """A step within the context stays, what is written after it does not."""
+    before = values(engine)[0]
+    with shoal.gathered(engine.module), torch.no_grad():
+        with torch.enable_grad():
+            step(engine)
+        new = next(engine.module.parameters()).float().clone()
+        next(engine.module.parameters()).fill_(7)
+    assert not torch.equal(new, before)
+    assert torch.equal(values(engine)[0], new)
+
+
+def check(folder: str) -> None:
+    for way in WAYS:
+        for case in (inner_dropped, inner_kept, stepped):
+            engine = engine_of(folder, way)
+            case(engine)
+            found = values(engine)
+            step(engine)  # by masters, which know what was kept
+            moved = max(float((new - old).abs().max()) for new, old in zip(values(engine), found, strict=True))
+            assert moved < 0.5 or case is not inner_kept, (way, case)
+            said: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(said, [float(value.double().sum()) for value in values(engine)])
+            assert said[0] == said[1], (way, case)
+            engine.destroy()
+
+
+def test_contexts_nest_whatever_each_does_with_what_is_written(tmp_path: Path) -> None:
+    run_ranks(2, check, str(tmp_path))
+
+
+def borrow(folder: str, way: str) -> None:
+    engine = engine_of(folder, way, borrowing=True)
+    x = torch.ones(2, WIDTH)
+    weights = values(engine)
+    expected = x
+    for weight in (*weights, weights[0], weights[0]):
+        expected = expected @ weight.T
+    for _ in range(2):
+        assert torch.allclose(engine(x), expected, rtol=1e-4, atol=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_forward_that_holds_weights_finds_them_as_they_were(way: str, tmp_path: Path) -> None:
+    run_ranks(2, borrow, str(tmp_path), way)
+
+
+def enter_in_vain(folder: str, leaving: bool) -> None:
+    engine = engine_of(folder, "memory")
+    assert engine.sharded is not None
+    units = engine.sharded.units
+    unit = units[2]
+
+    def fail() -> None:
+        raise TierError("the disk is gone")
+
+    name = "release" if leaving else "gather"
+    with pytest.raises(TierError, match="the disk is gone"), shoal.gathered(engine.module):
+        setattr(unit, name, fail)
+        with shoal.gathered(engine.module):
+            assert leaving
+    delattr(unit, name)
+    engine.sharded.settle()
+    unit.release()
+    assert [(unit.name, unit.pins, unit.is_released) for unit in units] == [(unit.name, 0, True) for unit in units]
+    step(engine)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_a_context_that_fails_holds_nothing(leaving: bool, tmp_path: Path) -> None:
+    run_ranks(1, enter_in_vain, str(tmp_path), leaving)
