@@ -238,7 +238,7 @@ class ShardedOptimizer:
         """Let what was not sent of the gradients follow the loss scale, which has changed by `factor`."""
         for unit in self._model.trainable:
             if unit.gradient is not None:
-                unit.gradient.rescale(factor)
+                unit.gradient.addend.rescale(factor)
 
     def settle(self) -> None:
         """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
@@ -282,7 +282,7 @@ class ShardedOptimizer:
         """
         unit, views = self._taking[gradient]
         assert unit.state is not None
-        whole = gradient.touched == (1 << len(unit.members)) - 1
+        whole = gradient.addend.touched == (1 << len(unit.members)) - 1
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         if gradient.again or not whole or copied or (unit.travels and not unit.is_released):
             unit.stay.let_go()
