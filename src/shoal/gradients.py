@@ -42,7 +42,7 @@ def judge(units: list[Unit], census: Census, *, norm: bool, device: torch.device
     touched: dict[Unit, int] = {}
     for communicator in census.communicators:
         held = [unit for unit in units if communicator in (unit.communicator, unit.holders.replicas)]
-        masks = [touched.get(unit, unit.gradient.touched) for unit in held if unit.gradient is not None]
+        masks = [touched.get(unit, unit.gradient.addend.touched) for unit in held if unit.gradient is not None]
         words = [word for unit, mask in zip(held, masks, strict=True) for word in _to_words(mask, len(unit.members))]
         if communicator is census.everyone:
             words.append(_to_word(_squares(units) if norm else 0.0))

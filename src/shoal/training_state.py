@@ -105,8 +105,8 @@ def wire_to_save(model: ShardedModel) -> Iterator[Piece]:
     for unit in model.trainable:
         if unit.state is not None and unit.state.follows:
             yield from published(unit, model.cuts)
-        if unit.gradient is not None and unit.gradient.residual is not None:
-            yield from unsent(unit, unit.gradient.residual, unit.communicator.rank, model.cuts)
+        if unit.gradient is not None and unit.gradient.addend.residual is not None:
+            yield from unsent(unit, unit.gradient.addend.residual, unit.communicator.rank, model.cuts)
 
 
 def published(unit: Unit, cuts: Cuts) -> Iterator[Piece]:

@@ -219,7 +219,7 @@ class ShardedOptimizer:
         """Let what was not sent of the gradients follow the loss scale, which has changed by `factor`."""
         for unit in self._model.trainable:
             if unit.gradient is not None:
-                unit.gradient.rescale(factor)
+                unit.gradient.addend.rescale(factor)
 
     def settle(self) -> None:
         """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""

@@ -100,7 +100,7 @@ class Within:
         """
         unit, views = self._of[gradient]
         assert unit.state is not None
-        whole = gradient.touched == (1 << len(unit.members)) - 1
+        whole = gradient.addend.touched == (1 << len(unit.members)) - 1
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released))
         beside = done and self._rules.native and is_native(self._optimizer, views)

@@ -11,7 +11,7 @@ from shoal.tier.elastic import Elastic, elastic
 from shoal.tier.lanes import Lanes
 from shoal.tier.memory import pageable, trim, zeros
 from shoal.tier.pages import Pages
-from shoal.tier.part import Part, Together, held, on_disk
+from shoal.tier.part import InUse, Part, Together, held, on_disk
 from shoal.tier.residence import Residence, Tiers
 from shoal.tier.span import Kept, Span, Transfer
 from shoal.tier.stay import Stay
@@ -20,6 +20,6 @@ from shoal.tier.swap import Swap
 from shoal.tier.swapped import Swapped
 from shoal.tier.trace import Event, Trace
 
-__all__ = ["Copied", "Disk", "Elastic", "Event", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span", "Stay",
-           "Store", "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "elastic", "held", "on_disk",
-           "pageable", "trim", "zeros"]
+__all__ = ["Copied", "Disk", "Elastic", "Event", "InUse", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span",
+           "Stay", "Store", "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "elastic", "held",
+           "on_disk", "pageable", "trim", "zeros"]

@@ -1,4 +1,4 @@
-"""Spans in use: a part of one, several that travel together, one that is held for a while."""
+"""Spans in use: a part of one, several that travel together, one that is held for a while, or until its user leaves it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.tier.span import DONE, Span, Transfer
 from shoal.tier.swapped import Swapped
 
-__all__ = ["Part", "Together", "held", "on_disk"]
+__all__ = ["InUse", "Part", "Together", "held", "on_disk"]
 
 
 class Part:
@@ -48,6 +48,27 @@ class Together:
     def wait(self) -> None:
         for transfer in self._transfers:
             transfer.wait()
+
+
+class InUse:
+    """A span whose users bring it when they need it, however often, and leave it once."""
+
+    def __init__(self, span: Span):
+        self.here = False
+        """Whether it is in memory."""
+        self._span = span
+
+    def bring(self, *, fresh: bool = False) -> None:
+        """Have it in memory; if `fresh`, its values do not matter."""
+        if not self.here:
+            self.here = True
+            self._span.fetch(fresh=fresh).wait()
+
+    def leave(self, *, changed: bool = True) -> None:
+        """Let it rest, if it is in memory."""
+        if self.here:
+            self.here = False
+            self._span.commit(changed=changed)
 
 
 @contextmanager

@@ -1,13 +1,12 @@
-"""The gradient of one unit: collected slot by slot, reduced as a whole, resting where the stage says.
+"""The gradient of one unit: what the ranks have together, resting where the stage says.
 
-Collected gradients are copied into the *open* buffer, one addend of the whole unit. A reduction closes it and adds the sum
-over the ranks to what rests in `reduced`. Where the gradient rests PARTIAL the open buffer is the resting one, its own
-span receives the sum in place, and nothing else is held; where it rests SHARD the open buffer is borrowed and given back.
+A reduction closes this rank's addend (addend.py) and adds the sum over the ranks to what rests in `reduced`. Where the
+gradient rests PARTIAL the addend's own span receives the sum in place, and nothing else is held.
 
 What rests, rests in a tier: it is brought when something is to be added to it, and left when its pass or its sum is done.
 
-Where gradients may travel as signs (compressed.py) they rest PARTIAL, and what was not sent stays in the resting buffer as
-this rank's first addend of the next step. Division by the ranks then comes before the sum, so that it is one of a mean.
+Where gradients may travel as signs (compressed.py) they rest PARTIAL. Division by the ranks then comes before the sum, so
+that it is one of a mean.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from shoal.collectives import Communicator, Handle, Label
 from shoal.holders import Holders
 from shoal.precision.averaging import Averaging
 from shoal.reduction import Widened
-from shoal.row_tables import whole
 from shoal.sparse_gradients import Rows
-from shoal.tier import Kept, Store, Transfer, above
+from shoal.tier import InUse, Kept, Store, Transfer, above
+from shoal.zero.addend import Addend
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
 from shoal.zero.layout import Layout
@@ -50,17 +49,12 @@ class Gradient:
     """A backward pass ended without reducing this gradient."""
     launched = False
     """The present backward pass has reduced this gradient once."""
-    complete = False
-    """Every slot received its gradient in the present backward pass."""
     measured = True
     """Whether a step will ask for the norm."""
     signed = False
     """It travels as signs."""
     still = False
     """It stays where it is until a later step sends it."""
-    _owed = False  # the resting buffer holds what signs did not say, of the slots
-    _carried = 0
-    _collected = False  # a gradient has come since the last step
     _valid = False  # `reduced` holds a sum
 
     def __init__(self, layout: Layout, stage: Stage, holders: Holders, dtypes: GradientDtypes, pool: Pool,
@@ -68,48 +62,39 @@ class Gradient:
         self.layout = layout
         self.rows = rows  # what moves those of an embedding; None: the gradient is always whole
         self.stage = stage
-        self.touched = 0
-        """Bit i: slot i received a gradient on this rank since the last step."""
         self._communicator = communicator = holders.communicator
         self._replicas = holders.replicas
         self._dtypes, self._pool = dtypes, pool
         factors = dtypes.averaging.factors(holders.addends, accumulate=dtypes.accumulate, wire=dtypes.wire)
-        self._before, self._after = factors.before, factors.after
+        before, self._after = factors.before, factors.after
         if signs is not None:  # what was not sent is an addend of the mean
-            self._before, self._after = factors.before * factors.after, 1.0
+            before, self._after = factors.before * factors.after, 1.0
         self._signs = signs
         self._reduce_label = Label(kind="reduce", unit=unit, index=index)
         self._replicate_label = Label(kind="replicate", unit=unit, index=index)
-        self._slots = len(layout.slots)
-        self._open: Tensor | None = None
-        self._resting: Tensor | None = None
         self._flight: _Flight | None = None
         self._norm: Tensor | None = None
         partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
         self._span, self.rest = above(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,
                                       f"gradient of unit '{unit}'")
-        self._here = False  # whether the span is fetched
-        self._bring(fresh=True)
+        self._place = InUse(self._span)
+        self._place.bring(fresh=True)
         self._at = own.start if partial and stage.master is SHARD else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
         """This rank's span of the reduced gradient."""
         whole = stage.master is SHARD or len(own) == layout.size
         self.reduced = self.own if whole else self._span.tensor
         """The reduced gradient, where the master rests."""
-        if partial:
-            self._resting = self._span.tensor
-            self._resting_views = layout.views(self._resting)
+        self.addend = Addend(layout, dtypes.accumulate, pool, factor=before, rows=rows, signed=signs is not None,
+                             resting=self._span.tensor if partial else None, place=self._place,
+                             kept=isinstance(self._span, Kept))
+        """What this rank has collected."""
         self.reset()
 
     @property
     def reopened(self) -> bool:
         """Whether gradients arrived after the present pass had reduced this one (re-entrant recompute)."""
-        return self.launched and (self._open is not None or bool(self.rows and self.rows.collected))
-
-    @property
-    def missing(self) -> list[int]:
-        """The slots that the present backward pass has given nothing, since it last completed the gradient."""
-        return [slot for slot in range(self._slots) if not self._seen >> slot & 1]
+        return self.launched and (self.addend.is_open or bool(self.rows and self.rows.collected))
 
     @property
     def pending(self) -> bool:
@@ -124,8 +109,8 @@ class Gradient:
     def norm(self) -> Tensor:
         """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
         if (norm := self._norm) is None:
-            here = self._here
-            self._bring()
+            here = self._place.here
+            self._place.bring()
             norm = self._norm = _norm(self.own)
             if not here:
                 self.leave()
@@ -149,49 +134,8 @@ class Gradient:
 
     def begin(self, *, stays: bool) -> None:
         """Start a backward pass, whose sum `stays` for a step that may take it at once."""
-        self.stays = stays
-        self._seen = 0
-        self.launched = self.complete = False
-
-    def collect(self, slot: int, gradient: Tensor) -> bool:
-        """Add the gradient of one slot (its shape, any dtype) to the open buffer; return whether it was the last one.
-
-        A pass may complete a gradient more than once: re-entrant recompute runs a backward of its own for each call.
-        """
-        bit = 1 << slot
-        self._collected = True
-        if gradient.is_sparse and self.rows:
-            self.rows.collect(gradient, self._before)
-        else:
-            gradient = whole(gradient, self.layout.slots[slot].name, signed=self._signs is not None)
-            view = self._opened()[slot]
-            if self._filled & bit:
-                view.add_(gradient, alpha=self._before)
-            elif self._before == 1:
-                view.copy_(gradient)
-            elif gradient.dtype == view.dtype:
-                torch.mul(gradient, self._before, out=view)
-            else:
-                view.copy_(gradient).mul_(self._before)
-            self._filled |= bit
-        self.touched |= bit
-        self._seen |= bit
-        if self._seen.bit_count() < self._slots:
-            return False
-        self._seen, self.complete = 0, True
-        return True
-
-    def _opened(self) -> list[Tensor]:
-        if self._open is not None and self._open is self._resting:
-            self._bring(fresh=not self._filled)
-        if self._open is None:
-            self._open = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
-            self._views = self.layout.views(self._open)
-        return self._views
-
-    def conclude(self) -> None:
-        """Take the slots that the present backward pass gave nothing so far to receive nothing from it."""
-        self._seen, self.complete = 0, True
+        self.stays, self.launched = stays, False
+        self.addend.begin()
 
     def launch(self) -> None:
         """Start reducing the open buffer; slots that received nothing count as zero."""
@@ -200,69 +144,46 @@ class Gradient:
         if self.signed:
             self._launch_signs()
             return
-        by_rows = self.rows and self.rows.agree(dense=bool(self._filled))
+        by_rows = self.rows and self.rows.agree(dense=self.addend.dense)
         self._flight = self._launch_rows(self.rows) if self.rows and by_rows else self._launch_whole()
+        self.addend.sent()
         self._valid = self.launched = True
-        self.unsynced = self._owed = False
+        self.unsynced = False
 
     def _launch_whole(self) -> _Flight:
-        if self.rows and self.rows.collected:
-            self.rows.spill(self._opened()[0], onto=bool(self._filled))
-            self._filled = 1
-        self._bring(fresh=not (self._valid or (self._filled and self._resting is not None)))
-        source = self._close() if self._communicator.ranks == 1 else self._closed_on_wire()
+        resting = self.addend.resting
+        self.addend.spill()
+        self._place.bring(fresh=not (self._valid or (self.addend.dense and resting is not None)))
+        source = self.addend.close() if self._communicator.ranks == 1 else self._closed_on_wire()
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
                                                    scale=self._after, accumulate=self._valid)
-        return _Flight(handle=handle, borrowed=[staging] if source is self._resting else [staging, source])
+        return _Flight(handle=handle, borrowed=[staging] if source is resting else [staging, source])
 
     def _launch_rows(self, rows: Rows) -> _Flight:
-        self._bring(fresh=not self._valid)
+        self._place.bring(fresh=not self._valid)
         if not self._valid:
             self.reduced.zero_()
-        self._open, self._views = None, []
         return _Flight(handle=rows.reduce(self.own, scale=self._after, accumulate=self._valid), borrowed=[], rows=rows)
 
     def _launch_signs(self) -> None:
         """Start reducing the resting buffer by its signs, with what was collected elsewhere after a first sum was there."""
-        assert self._signs is not None and self._resting is not None
-        source = self._close()
+        assert self._signs is not None
+        source = self.addend.close()
         self._signs.keep(source, onto=self._valid)
-        if source is not self._resting:
-            self._resting.add_(source)
-            self._pool.give_back(source)
-        self._carried |= self.touched
-        self._flight = _Flight(handle=self._signs.reduce(self._resting, self._reduce_label), borrowed=[])
-        self._valid = self._owed = self.launched = True
+        self._flight = _Flight(handle=self._signs.reduce(self.addend.send_signs(source), self._reduce_label), borrowed=[])
+        self._valid = self.launched = True
         self.unsynced = False
 
     def keep(self) -> None:
         """Let all that was collected be what was not sent: a later step sends it."""
-        self._close()
-        self._owed, self._collected, self._carried = True, False, self.touched
+        self.addend.keep()
         self.reset()
-
-    def rescale(self, factor: float) -> None:
-        """Multiply what was not sent by `factor`: the loss scale has changed."""
-        if self._owed and factor != 1:
-            assert self._resting is not None
-            self._resting.mul_(factor)
-
-    @property
-    def residual(self) -> Tensor | None:
-        """What this rank has not sent yet of the whole unit, an addend of the mean; None if everything was, or if it cannot
-        be told from gradients that came since.
-        """
-        return self._resting if self._owed and not self._collected else None
 
     def owe(self, residual: Tensor | None) -> None:
-        """Take over `residual` (size,), as `residual` gave it, as what is still to be sent, in place of what was."""
-        self._owed = False
-        self.reset()
-        if residual is not None and self._resting is not None:
-            self._resting.copy_(residual)
-            self._owed = True
-            self._carried = sum(int(bool(view.any())) << slot for slot, view in enumerate(self._resting_views))
+        """Take over `residual` (size,), as the addend's `residual` gave it, as what is still to be sent."""
+        for owed in (None, residual):  # first, nothing is
+            self.addend.owe(owed)
             self.reset()
 
     def advance(self) -> None:
@@ -294,7 +215,7 @@ class Gradient:
         if self._replicas is None or not self._valid:
             return
         self.fold()
-        self._bring()
+        self._place.bring()
         self._norm = None
         size = self.own.numel() // self._replicas.ranks
         part = self.own[self._replicas.rank * size:][:size]
@@ -310,69 +231,32 @@ class Gradient:
     def leave(self) -> None:
         """Let what was collected or reduced rest in its tier."""
         kept = isinstance(self._span, Kept) or (self.stays and self._span is self.rest)
-        if kept or not self._here or self._flight is not None:
+        if kept or not self._place.here or self._flight is not None:
             return
         if self.measured and self._valid and self._norm is None:
             self._norm = _norm(self.own)
-        self._here = False
-        self._span.commit()
+        self._place.leave()
 
     def reset(self) -> None:
         """Forget the gradient: the step has consumed it."""
         self.fold()
-        if self._open is not None and self._open is not self._resting:
-            self._pool.give_back(self._open)
-        self._open = self._resting
-        self._views = [] if self._resting is None else self._resting_views
         self.spend()
-        if self.rows:
-            self.rows.forget()
-        self._norm = None
-        self._owed = self._owed and (self._valid or not self._collected)  # of a gradient that is dropped, all goes
-        if self._owed and self._valid:
+        if self.addend.reset(summed=self._valid) and self._valid:
             self.own.zero_()  # which was this rank's own to sum
-        elif not self._owed:
-            self._carried = 0
-        self._seen = 0  # the slots of the present backward pass, since it last was complete
-        self.touched = self._carried  # those of the step
-        self._filled = (1 << self._slots) - 1 if self._owed else 0  # those whose view of the open buffer holds a value
-        self._valid = self._collected = False
-        self.unsynced = self.launched = self.complete = self.stays = self.again = False
+        self._norm = None
+        self._valid = self.unsynced = self.launched = self.stays = self.again = False
 
     def spend(self) -> None:
         """Give up the sum, which a step has consumed, but not who received a gradient: the ranks may not have agreed yet."""
-        if self._here:
-            self._here = False
-            self._span.commit(changed=False)
+        self._place.leave(changed=False)
         self._span.discard()
-
-    def _bring(self, *, fresh: bool = False) -> None:
-        """Have what rests in memory; if `fresh`, its values do not matter."""
-        if not self._here:
-            self._here = True
-            self._span.fetch(fresh=fresh).wait()
-
-    def _close(self) -> Tensor:
-        """Return the open buffer, with zeros where nothing was collected."""
-        source = self._open
-        if source is None:
-            source = self._pool.borrow(self.layout.size, self._dtypes.accumulate)
-            source.zero_()
-        elif self._filled.bit_count() < self._slots:
-            for slot, view in enumerate(self._views):
-                if not self._filled >> slot & 1:
-                    view.zero_()
-        if source is not self._resting or not isinstance(self._span, Kept):
-            self.layout.clear_gaps(source)
-        self._open, self._views, self._filled = None, [], 0
-        return source
 
     def _closed_on_wire(self) -> Tensor:
         """Return the open buffer in the wire's dtype."""
-        source = self._close()
+        source = self.addend.close()
         wire = self._on_wire(source)
-        if wire is not source and source is not self._resting:
-            self._pool.give_back(source)
+        if wire is not source:
+            self.addend.give_back(source)
         return wire
 
     def _on_wire(self, source: Tensor) -> Tensor:

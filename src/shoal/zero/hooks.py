@@ -199,7 +199,7 @@ class Hooks:
                 self._entered.append((around, unit))
                 continue
             if unit.gradient is not None:
-                unit.gradient.conclude()
+                unit.gradient.addend.conclude()
             self._done(unit)
         self.reducer.advance()
 
@@ -215,13 +215,13 @@ class Hooks:
 
     def _receives_more(self, unit: Unit) -> bool:
         """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
-        gradient = unit.gradient
-        if gradient is None or gradient.complete:
+        addend = None if unit.gradient is None else unit.gradient.addend
+        if addend is None or addend.complete:
             return False
         if _task() != self._task:  # the graph of a re-entrant pass is not the whole
             return True
         return any(torch._C._will_engine_execute_node(get_gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
-                   for slot in gradient.missing if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
+                   for slot in addend.missing if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
 
     def _begin_backward(self) -> None:
         if self._in_backward:
@@ -301,9 +301,9 @@ def _collect(unit: Unit, slot: int, parameter: nn.Parameter, *, again: bool = Fa
     assert unit.gradient is not None
     unit.gradient.again |= again
     if not torch.is_grad_enabled():  # as in any pass but one with create_graph
-        return unit.gradient.collect(slot, gradient)
+        return unit.gradient.addend.collect(slot, gradient)
     with torch.no_grad():
-        return unit.gradient.collect(slot, gradient)
+        return unit.gradient.addend.collect(slot, gradient)
 
 
 def _collect_late(unit: Unit, slot: int, parameter: nn.Parameter) -> None:

@@ -43,9 +43,9 @@ class Reducer:
 
     def advance(self) -> None:
         """Launch what is complete, in order."""
-        while (self._overlap and self._next < len(self._due) and self._due[self._next].complete
-               and self._due[self._next].rows is None):
-            self._launch(self._due[self._next])
+        while (self._overlap and self._next < len(self._due) and (due := self._due[self._next]).addend.complete
+               and due.rows is None):
+            self._launch(due)
             self._next += 1
 
     def completed(self, gradient: Gradient) -> None:
