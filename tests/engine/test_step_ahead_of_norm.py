@@ -79,7 +79,7 @@ def moved(folder: str) -> tuple[float, float]:
     def count() -> tuple[int, int]:
         engine.optimizer.settle()
         with swap.lock:
-            assert swap.lock.wait_for(lambda: not swap.writing_bytes, 20)
+            assert swap.changed.wait_for(lambda: not swap.writing_bytes, 20)
         return swap.read_bytes, swap.written_bytes
 
     for _ in range(2):
@@ -158,6 +158,7 @@ def harmed(folder: str) -> str:
             assert engine.optimizer is not None
             engine.optimizer.settle()
         said.append(str(raised.value))
+    assert all("load a checkpoint" in text for text in said[1:])
     return said[0]
 
 
@@ -177,3 +178,51 @@ def test_both_places_of_what_is_attempted_are_asked_for_before_training(tmp_path
     """Weights and two moments twice, the gradient once: 28 bytes of each element."""
     said = run_ranks(1, needs, str(tmp_path))[0]
     assert f"{28 * LAYERS * WIDTH * WIDTH:,} bytes of state are to rest there" in said
+
+
+def looked_at(folder: str) -> tuple[str, float]:
+    """Return what is said to who looks at moments that an attempt may have changed, and the step count afterwards."""
+    engine = engine_of(folder)
+    backward(engine)
+    engine.step()
+    assert engine.optimizer is not None
+    state = engine.optimizer.state
+    backward(engine, size=1e9)
+    with pytest.raises(UsageError) as raised:
+        next(iter(state.values()))
+    engine.step()
+    found = next(iter(state.values()))["step"].item()
+    engine.destroy()
+    return str(raised.value), found
+
+
+def test_moments_of_an_attempt_are_not_shown(tmp_path: Path) -> None:
+    said, count = run_ranks(1, looked_at, str(tmp_path))[0]
+    assert "optimizer.state: backward has begun the next step already" in said and count == 2
+
+
+def changed(folder: str | None, when: str, *, size: float) -> list[Tensor]:
+    """Train with an option that native code does not take, from `when` on."""
+    engine = engine_of(folder) if folder else shoal.initialize(model=Stack(), config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1e6, "timeout": 20,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})[0]
+    assert engine.optimizer is not None
+    for number in range(4):
+        backward(engine, size=size if number == 2 else 1.0)
+        if (number, when) == (2, "between"):
+            engine.optimizer.param_groups[0]["maximize"] = True
+        engine.step()
+        if (number, when) == (2, "after"):
+            engine.optimizer.param_groups[0]["maximize"] = True
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("size", [1.0, 1e9])
+def test_an_option_that_changes_after_a_step_was_decided_on_is_none_of_it(size: float, tmp_path: Path) -> None:
+    """Between backward and step it is the next step's where backward may step, else this one's; after a step the next's."""
+    after, plain = (run_ranks(1, changed, folder, "after", size=size)[0] for folder in (str(tmp_path), None))
+    assert all(map(torch.equal, after, plain))
+    between = run_ranks(1, changed, str(tmp_path), "between", size=size)[0]
+    assert all(map(torch.equal, between, plain))

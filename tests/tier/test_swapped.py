@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from shoal.tier.pages import PAGE
 from shoal.tier.span import DONE, Kept, Span, Whole
 from shoal.tier.swap import Swap
 from shoal.tier.swapped import Swapped
+from shoal.tier.transfer import Job
 
 from .conftest import Gate
 
@@ -293,13 +295,13 @@ def test_writes_under_way_hold_back_further_commits(tmp_path: Path, monkeypatch:
     span = Swapped(swap, 5 * CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True).wait()
     queued: list[int] = []
-    admit = swap.admit
+    prepare = swap.prepare
 
-    def admitted(bytes: int) -> None:
-        admit(bytes)
-        queued.append(swap.writing_bytes)
+    def prepared(job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
+        queued.append(swap.writing_bytes + job.bytes)
+        return prepare(job)
 
-    monkeypatch.setattr(swap, "admit", admitted)
+    monkeypatch.setattr(swap, "prepare", prepared)
     span.commit().wait()
     assert gate.calls == 5 and max(queued) <= 2 * PAGE
     swap.close()

@@ -84,7 +84,7 @@ def rest(engine: shoal.Engine) -> None:
     engine.optimizer.settle()
     swap = engine.sharded.residence.swaps[0]
     with swap.lock:
-        assert swap.lock.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
+        assert swap.changed.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
 
 
 def step(engine: shoal.Engine) -> None:

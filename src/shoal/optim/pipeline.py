@@ -82,7 +82,8 @@ class Pipeline:
         self._thread: threading.Thread | None = None
         self._idle = True  # whether the thread has ended, or will without taking another piece
         self._owner = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # and not the condition: its entrance is no place for an interrupt
+        self._changed = threading.Condition(self._lock)
 
     def measure(self, touched: Mapping[Unit, int], views: Sequence[View], sweep: Sweep, agree: Callable[[], None]) -> None:
         """Take `sweep` over the `views` that `run` will step, and let the ranks `agree` on what it found.
@@ -162,20 +163,20 @@ class Pipeline:
             raise TierError(f"unit '{self._owed[0].name}' is stepped by process {self._owner}, from which this one was "
                             f"forked; read weights in the process that trains")
         while self._owed and (unit is None or unit.owed is not None):
-            with self._changed, self._lanes.during("wait", self._owed[0].name):
+            with self._lock, self._lanes.during("wait", self._owed[0].name):
                 self._changed.wait_for(lambda: self._stepped or self._failure is not None)
             if not self._stepped:
                 break
             _finish(self._owed[0])
             self._owed.popleft()
-            with self._changed:
+            with self._lock:
                 self._stepped -= 1
         if unit is None or unit.owed is not None:
             self.check()
 
     def close(self) -> None:
         """Take no more steps, and let the one that is being taken end."""
-        with self._changed:
+        with self._lock:
             self._queue.clear()
         self._join()
 
@@ -203,26 +204,30 @@ class Pipeline:
         """Wait until what `unit` holds in memory before its step is taken may be there too."""
         assert unit.gradient is not None and unit.state is not None
         size = unit.gradient.bytes * (2 if unit.state.rounded is None else 1) if _is_away(unit) else 0
-        with self._changed, self._lanes.during("wait", unit.name):
+        with self._lock, self._lanes.during("wait", unit.name):
             self._changed.wait_for(lambda: self.failed or not (held := sum(self._held.values()))
                                    or held + size <= self._waiting)
             self._held[unit] = size
         self.check()
 
     def _owe(self, units: list[Unit], pieces: Iterable[_Piece]) -> None:
-        """Let the thread step `units`."""
+        """Let the thread step `units`; whatever interrupts this leaves a step that was taken in part."""
         if not units:
             return
-        for unit in units:
-            unit.owed = partial(self.settle, unit)
-        with self._changed:
-            self._owed.extend(units)
-            self._queue.extend(pieces)
-            idle, self._idle = self._idle, False
-        if idle:
-            self._join()
-            self._thread = threading.Thread(target=self._serve, name="shoal-step")
-            self._thread.start()
+        try:
+            for unit in units:
+                unit.owed = partial(self.settle, unit)
+            with self._lock:
+                self._owed.extend(units)
+                self._queue.extend(pieces)
+                idle, self._idle = self._idle, False
+            if idle:
+                self._join()
+                self._thread = threading.Thread(target=self._serve, name="shoal-step")
+                self._thread.start()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def _join(self) -> None:
         """Wait until the thread has stepped all that it was given."""
@@ -234,18 +239,18 @@ class Pipeline:
         try:
             with torch.no_grad():
                 for unit in self._stream(self._next):
-                    with self._changed:
+                    with self._lock:
                         self._stepped += 1
                         self._held.pop(unit, None)
                         self._changed.notify_all()
         except BaseException as error:  # whoever waits raises it
-            with self._changed:
+            with self._lock:
                 self._failure = error
                 self._changed.notify_all()
 
     def _next(self, left: int) -> _Piece | None:
         """Return the thread's next piece; it ends if there is none, and none are `left` of those it has."""
-        with self._changed:
+        with self._lock:
             if self._queue:
                 return self._queue.popleft()
             self._foresight.bring(self._ahead + 1 - left)

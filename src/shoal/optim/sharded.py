@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.gradients import Verdict, judge
 from shoal.holders import Census
 from shoal.optim.brought import Brought
@@ -32,6 +32,7 @@ from shoal.optim.within import Within
 from shoal.optim.written import Written
 from shoal.precision.loss_scale import LossScale
 from shoal.zero.sharded import ShardedModel
+from shoal.zero.state import Use
 from shoal.zero.unit import Unit
 
 CLIP_EPSILON = 1e-6
@@ -74,9 +75,10 @@ class ShardedOptimizer:
             assert view.unit.gradient is not None and view.unit.state is not None
             view.unit.gradient.measured = rules.measures
             if optimizer.state.get(view.parameter):  # made when it was built
-                view.unit.state.fetch(view.part).wait()
+                moments = Use(gradient=False, weights=False)
+                view.unit.state.fetch(view.part, moments).wait()
                 settle(view, optimizer)
-                view.unit.state.commit(view.part).wait()
+                view.unit.state.commit(view.part, moments).wait()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ class ShardedOptimizer:
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """The inner optimizer's state; moments that rest on disk are read as they are looked at."""
-        return Brought(self.views, self.optimizer, self.settle)
+        return Brought(self.views, self.optimizer, self._show)
 
     @property
     def loss_scale(self) -> float:
@@ -116,8 +118,8 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> bool:
         """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
-        self._stepping.check()
         units = self._model.trainable
+        self._check()
         census = self._model.census
         if units and not self.pending:
             raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
@@ -125,12 +127,7 @@ class ShardedOptimizer:
         if not self._joined:
             return self._stand_still()
         options = self._within.options or options_of(self.optimizer)
-        self._model.settle()  # what no forward has used since the last step travels still, out of the masters
-        self._written.check()
-        self._model.flush()
-        if isinstance(self.optimizer, Compressing):
-            leave_out(self.optimizer, units, self.views.views, self._model.cuts)
-        verdict = judge(units, census, norm=self.rules.measures, device=self._model.residence.device)
+        verdict = self._judge(units)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._joined
@@ -147,6 +144,10 @@ class ShardedOptimizer:
                 self._count()
             elif isinstance(self.optimizer, Compressing):
                 self.optimizer.drop()
+        except BaseException as error:
+            if calm and self.begun:  # and concluded: what backward has stepped stands, and is not all
+                self._stepping.fail(error, units)
+            raise
         finally:
             if not self.failed:
                 self._within.conclude(calm=calm)
@@ -156,6 +157,20 @@ class ShardedOptimizer:
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
+
+    def _judge(self, units: list[Unit]) -> Verdict:
+        """Return what all ranks know of the gradients of `units`."""
+        self._model.settle()  # what no forward has used since the last step travels still, out of the masters
+        self._written.check()
+        self._model.flush()
+        if isinstance(self.optimizer, Compressing):
+            leave_out(self.optimizer, units, self.views.views, self._model.cuts)
+        return judge(units, self._model.census, norm=self.rules.measures, device=self._model.residence.device)
+
+    def _show(self) -> None:
+        """Have the state be that of the last step, for somebody to look at."""
+        self.refuse_begun("optimizer.state")
+        self.settle()
 
     def _stand_still(self) -> bool:
         """Let the gradients wait for a later step; count this one."""
@@ -190,7 +205,7 @@ class ShardedOptimizer:
             sweep = layers.apply(factor, options)
         for unit, mask in touched.items():
             unit.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
-        self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views))
+        self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views, options))
 
     def within_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that may step units whose gradient it has finished (within.py)."""
@@ -198,9 +213,18 @@ class ShardedOptimizer:
 
     def refuse_begun(self, call: str) -> None:
         """Raise `UsageError` from `call` while backward has begun a step that `step` has yet to finish."""
+        self._check()
         if self.begun:
             raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
                              f"engine.step() first, once after each backward that ends an accumulation")
+
+    def _check(self) -> None:
+        """Raise `TierError` once a step was taken in part, from then on whatever is called."""
+        try:
+            self._stepping.check()
+        except TierError as error:
+            self._stepping.fail(error, self._model.trainable)
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated, but for those of a step that is owed."""

@@ -57,10 +57,11 @@ _Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 
 def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
-    """Return the way by the optimizer itself, whose groups must hold the options of the step."""
+    """Return the way by the optimizer itself."""
     def stepping(some: Sequence[View], factor: float, options: Options) -> None:
         views.lend(some, factor)
-        optimizer.step()
+        with _set(optimizer, options):
+            optimizer.step()
         views.take_back(some)
         for view in some:
             settle(view, optimizer)
@@ -69,17 +70,37 @@ def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
     return stepping
 
 
+@contextmanager
+def _set(optimizer: Optimizer, options: Options) -> Generator[None]:
+    """Have the groups hold `options`, those of when the step was decided on, where somebody has changed them since."""
+    since = [{name: group[name] for name, value in then.items() if not _same(group[name], value)}
+             for group, then in zip(optimizer.param_groups, options, strict=False)]
+    for group, now, then in zip(optimizer.param_groups, since, options, strict=False):
+        group.update({name: then[name] for name in now})
+    try:
+        yield
+    finally:
+        for group, now in zip(optimizer.param_groups, since, strict=False):
+            group.update(now)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    return one == other
+
+
 def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
     """Return the native way where it can step a view as `optimizer` would, else the other.
 
-    Whether it can depends on the optimizer's options and hooks, which may change, and is asked at every step.
+    Whether it can depends on the options of the step, and on the optimizer's hooks, which may change: it is asked each time.
     """
     plan = _PLANS.get(type(optimizer))
     if plan is None or not available():
         return otherwise
 
     def stepping(some: Sequence[View], factor: float, options: Options) -> None:
-        native = [view for view in some if fits(view)] if is_plain(optimizer) else []
+        native = [view for view in some if fits(view)] if is_plain(optimizer, options) else []
         for view in native:
             _step(view, plan(options[view.group], optimizer.state[view.parameter], moments_of(view)), factor)
         if others := [view for view in some if view not in native]:
@@ -127,10 +148,10 @@ def _step_signed(optimizer: SignedAdam, view: View, group: dict[str, Any], facto
              addend=None if addends == 1 else addend)
 
 
-def is_native(optimizer: Optimizer, views: Sequence[View]) -> bool:
-    """Whether native code steps all `views` by itself, which any thread may do."""
+def is_native(optimizer: Optimizer, views: Sequence[View], options: Options) -> bool:
+    """Whether native code steps all `views` by itself with these `options`, which any thread may do."""
     known = type(optimizer) in _PLANS or type(optimizer) in SIGNED
-    suits = is_unhooked(optimizer) if type(optimizer) in LAYERWISE else known and is_plain(optimizer)
+    suits = is_unhooked(optimizer) if type(optimizer) in LAYERWISE else known and is_plain(optimizer, options)
     return suits and available() and all(fits(view) for view in views)
 
 
@@ -195,10 +216,10 @@ def fits(view: View) -> bool:
             and gradient is not None and gradient.rest.tensor.device.type == "cpu" and gradient.rest.tensor.dtype in DTYPES)
 
 
-def is_plain(optimizer: Optimizer) -> bool:
-    """Whether nothing asks for more than the rule: no option beyond it, no hook, no step that somebody put in its place."""
-    options = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
-    return is_unhooked(optimizer) and not any(group.get(option) for group in optimizer.param_groups for option in options)
+def is_plain(optimizer: Optimizer, options: Options) -> bool:
+    """Whether nothing asks for more than the rule: no option, no hook, no step that somebody put in its place."""
+    more = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
+    return is_unhooked(optimizer) and not any(group.get(option) for group in options for option in more)
 
 
 def is_unhooked(optimizer: Optimizer) -> bool:

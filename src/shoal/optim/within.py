@@ -103,7 +103,7 @@ class Within:
         whole = gradient.addend.touched == (1 << len(unit.members)) - 1
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released))
-        beside = done and self._rules.native and is_native(self._optimizer, views)
+        beside = done and self._rules.native and is_native(self._optimizer, views, self.options)
         attempted = self._rules.decides_afterwards
         if not done or (attempted and not (beside and self._attempt.begin(unit, views))):
             unit.stay.let_go()

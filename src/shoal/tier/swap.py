@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from weakref import finalize
 
@@ -41,8 +42,11 @@ class Swap:
         self.block_bytes = -(-block_bytes // ALIGNMENT) * ALIGNMENT
         self.read_bytes = 0
         self.written_bytes = 0
-        self.lock = threading.Condition()
-        """Guards the state of all chunks, which threads change when a job ends; notified when a write has ended."""
+        self.lock = threading.RLock()
+        """Guards the state of all chunks, which threads change when a job ends. No condition: an interrupt that fell into
+        the entrance of one would leave it locked."""
+        self.changed = threading.Condition(self.lock)
+        """Notified when a write has ended."""
         self.writing_bytes = 0
         """Bytes on their way to the disk, or about to be."""
         self.spare = Spare(spare)
@@ -99,17 +103,10 @@ class Swap:
         with self._allocating:
             self._extents.free(extent)
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Let `jobs` travel; those of a file that somebody deleted fail at once."""
-        jobs = list(jobs)
-        if not jobs:
-            return
-        refused = self._refused(jobs[0])
-        for job in jobs:
-            if refused is None:
-                self._threads.submit(job)
-            else:
-                job.fail(refused)
+    def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Return what lets `job` travel, in two calls; one of a file that somebody deleted fails at once."""
+        refused = self._refused(job)
+        return self._threads.prepare(job) if refused is None else (partial(job.fail, refused), bool)
 
     def _refused(self, job: Job) -> TierError | None:
         """Return why nothing travels any more."""
@@ -126,17 +123,15 @@ class Swap:
             raise TierError(f"{name} rests in {self.path}, which belongs to process {self._owner}; this is process "
                             f"{os.getpid()}, forked from it. Read the state where it is trained")
 
-    def admit(self, bytes: int) -> None:
-        """Block until `bytes` more may be on their way to the disk."""
-        with self.lock:
-            self.lock.wait_for(lambda: not self.writing_bytes or self.writing_bytes + bytes <= self._write_ahead)
-            self.writing_bytes += bytes
+    def has_room(self, bytes: int) -> bool:
+        """Whether `bytes` more may be on their way to the disk; the caller holds the lock."""
+        return not self.writing_bytes or self.writing_bytes + bytes <= self._write_ahead
 
     def count(self, job: Job) -> None:
         """Count a job that has ended; the caller holds the lock."""
         if job.lane == "write":
             self.writing_bytes -= job.bytes
-            self.lock.notify_all()
+            self.changed.notify_all()
         if job.error is None and job.lane == "read":
             self.read_bytes += job.bytes
         elif job.error is None:

@@ -94,23 +94,23 @@ class Swapped:
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self._swap.check_owner(self._name)
         wanted = self._wanted(start, stop)
-        reads: list[Job] = []
         arriving: list[Job] = []
         failed: list[TierError] = []
         for chunk in self._over(wanted):
             self._pin(chunk)
             with self._swap.lock:
                 if not chunk.present:
-                    chunk.present, chunk.error = True, None
+                    chunk.error = None
                     overwritten = fresh and self._is_within(chunk, wanted)
                     self._populate(chunk, zeros=not (chunk.copy.written or overwritten))
                     if chunk.copy.written and not overwritten:
-                        reads.append(self._job("read", chunk))
+                        self._send("read", chunk)
+                    else:
+                        chunk.present = True
                 if chunk.job is not None and (chunk.job.lane == "read" or self._attempting):
                     arriving.append(chunk.job)  # of an attempt, what is being written is what it may have to come back to
                 elif chunk.error is not None:
                     failed.append(chunk.error)
-        self._swap.submit(reads)
         return Pending(arriving, failed) if arriving or failed else DONE
 
     def _populate(self, chunk: _Chunk, *, zeros: bool) -> None:
@@ -151,6 +151,8 @@ class Swapped:
             assert chunk.pins > 0, f"{self._name}: committed without having been fetched"
             chunk.pins -= 1
             chunk.dirty |= changed and chunk.present
+            if chunk.dirty:
+                self._await_room(chunk)
             if chunk.pins or chunk.job is not None:  # the job drops the chunk when it ends
                 return chunk.job if chunk.job is not None and chunk.job.lane == "write" else None
             if not chunk.dirty:
@@ -160,16 +162,26 @@ class Swapped:
             if self._attempting and chunk.former is None:
                 assert chunk.spare is not None
                 chunk.former, chunk.copy, chunk.spare = chunk.copy, chunk.spare, None
-            job = self._job("write", chunk)  # from here on a fetch knows that it leaves
-        self._swap.admit(job.bytes)
-        self._swap.submit([job])
-        return job
+            return self._send("write", chunk)  # from here on a fetch knows that it leaves
 
-    def _job(self, lane: Lane, chunk: _Chunk) -> Job:
-        chunk.dirty = False
-        chunk.job = Job(lane, self._name, chunk.copy.stretch, chunk.copy.sums, partial(self._settle, chunk),
-                        block_bytes=self._swap.block_bytes)
-        return chunk.job
+    def _await_room(self, chunk: _Chunk) -> None:
+        """Wait until a chunk may be on its way to the disk, or somebody has it in use; the caller holds the lock."""
+        bytes = chunk.copy.stretch.stop - chunk.copy.stretch.start
+        self._swap.changed.wait_for(lambda: chunk.pins > 0 or chunk.job is not None or self._swap.has_room(bytes))
+
+    def _send(self, lane: Lane, chunk: _Chunk) -> Job:
+        """Let a chunk travel; the caller holds the lock. What others can wait for is carried, whatever interrupts this."""
+        job = Job(lane, self._name, chunk.copy.stretch, chunk.copy.sums, partial(self._settle, chunk),
+                  block_bytes=self._swap.block_bytes)
+        travels, wake = self._swap.prepare(job)
+        writing = job.bytes if lane == "write" else 0
+        try:
+            self._swap.writing_bytes += writing
+            chunk.dirty, chunk.job, chunk.present = False, job, True
+            travels()
+        finally:
+            wake()
+        return job
 
     def _settle(self, chunk: _Chunk, job: Job) -> None:
         """Note how a job of `chunk` ended, and drop what nobody needs; called in the thread that ended it."""
@@ -219,10 +231,9 @@ class Swapped:
     def _save(self, chunk: _Chunk) -> None:
         """Write what only memory holds, and somebody has in use."""
         with self._swap.lock:
-            job = self._job("write", chunk) if chunk.dirty else None
-        if job is not None:
-            self._swap.admit(job.bytes)
-            self._swap.submit([job])
+            self._swap.changed.wait_for(lambda: not chunk.dirty or self._swap.has_room(self._chunk_bytes))
+            if chunk.dirty:
+                self._send("write", chunk)
 
     def accept(self) -> None:
         """Let what was committed since `attempt` be what the span holds."""

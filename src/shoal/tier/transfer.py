@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
@@ -75,19 +77,19 @@ class Job:
         self._settle = settle
         self._left = len(self.blocks)
         self._counting = threading.Lock()
-        self._ended = threading.Event()
+        self.done = False
+        """Whether it has ended."""
+        self._under_way = threading.Lock()  # no event: an interrupt of one that waits could leave that locked
+        self._under_way.acquire()
 
     @property
     def bytes(self) -> int:
         return self.stretch.stop - self.stretch.start
 
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
     def wait(self) -> None:
         """Block until the job has ended, well or not."""
-        self._ended.wait()
+        with self._under_way:
+            pass
 
     def carry(self, index: int, file: SwapFile) -> None:
         """Let one block travel; what goes wrong is the job's `error`."""
@@ -120,7 +122,8 @@ class Job:
             try:
                 self._settle(self)
             finally:
-                self._ended.set()
+                self.done = True
+                self._under_way.release()
 
     def _read(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
         try:
@@ -200,13 +203,24 @@ class Threads:
 
     def submit(self, job: Job) -> None:
         """Let `job` travel."""
+        enqueue, wake = self.prepare(job)
+        try:
+            enqueue()
+        finally:
+            wake()
+
+    def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Return what puts the blocks of `job` into the queue, and what then wakes the threads.
+
+        Neither runs Python code, so that nothing interrupts the one, or falls between a statement and its call.
+        """
+        if self._stopped:
+            return partial(job.fail, self._closed(job)), bool
         if not self._threads:
             self._start()
-        self._queues[job.lane].extend((job, index) for index in job.blocks)
-        for _ in job.blocks:
-            self._tokens.put(True)
-        if self._stopped:
-            self._fail_queued()
+        blocks = [(job, index) for index in job.blocks]
+        tokens = map(self._tokens.put, repeat(True, len(blocks)))
+        return partial(self._queues[job.lane].extend, blocks), partial(deque, tokens, 0)
 
     def stop(self) -> bool:
         """Fail what is queued and let what is under way end, the threads too; returns whether they did."""
@@ -250,4 +264,7 @@ class Threads:
     def _fail_queued(self) -> None:
         while (block := self._next(("read", "write"))) is not None:
             job, _ = block
-            job.fail(self._file.error(job.lane, job.name, job.stretch.offset, "the file was closed meanwhile"), 1)
+            job.fail(self._closed(job), 1)
+
+    def _closed(self, job: Job) -> TierError:
+        return self._file.error(job.lane, job.name, job.stretch.offset, "the file was closed meanwhile")
