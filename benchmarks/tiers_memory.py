@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))  # glibc: what is freed leaves the process at once
 
 import torch
-from tiers import DISKS, on_disk
+from tiers import DISKS, PIECES, on_disk
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from workloads import _example
@@ -22,7 +22,7 @@ from shoal.tier.opening import WRITE_AHEAD
 from shoal.zero.working import working
 
 SETTLED = 50
-BUFFERS, PIECES = 3, 4
+BUFFERS = 3
 
 
 def main() -> None:
