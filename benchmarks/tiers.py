@@ -33,8 +33,8 @@ import shoal
 MEBI = 1 << 20
 LEAST = 4
 """Iterations of a turn at least: the last step of a turn on disk has no forward to hide behind."""
-DISKS = {"after backward": (False, 1.0), "in backward": (True, 0.0), "ahead of the norm": (True, 1.0)}
-"""The ways with everything on disk: whether backward steps, and `gradient_clipping`."""
+DISKS = {"after backward": (False, True), "in backward": (True, False), "ahead of the norm": (True, True)}
+"""The ways with everything on disk: whether backward steps, and whether gradients are clipped."""
 PIECES = 8
 """Pieces of state in memory at once: with the default of 4 steps in backward take some 7 % longer here."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
@@ -67,6 +67,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=640, help="its width (640)")
     parser.add_argument("--tokens", type=int, nargs="+", default=(64, 256, 1024),
                         help="tokens of an iteration (64 256 1024)")
+    parser.add_argument("--clipping", type=float, default=1.0,
+                        help="the largest norm (1); above it, attempts of the step ahead of the norm are undone")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute (1)")
     parser.add_argument("--steps", type=int, default=500, help="steps over which memory must be flat (500)")
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/tiers.json)")
@@ -79,11 +81,11 @@ def config(tier: dict[str, Any], clipping: float = 1.0) -> dict[str, Any]:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
 
 
-def on_disk(folder: str, way: str) -> dict[str, Any]:
-    """Return the configuration of an engine with everything on disk, in one of the ways."""
-    disk, (in_backward, clipping) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
+def on_disk(folder: str, way: str, clipping: float = 1.0) -> dict[str, Any]:
+    """Return the configuration of an engine with everything on disk, in one of the ways; clipped at `clipping` if it is."""
+    disk, (in_backward, clips) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
     return config({"offload_param": {**disk, "buffer_count": 3},
-                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}}, clipping)
+                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}}, clipping if clips else 0.0)
 
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -92,7 +94,7 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
     host = {"device": "cpu"}
     configs = {"none": config({}), "host": config({"offload_param": host, "offload_optimizer": host}),
-               **{way: on_disk(folder, way) for way in DISKS}}
+               **{way: on_disk(folder, way, options.clipping) for way in DISKS}}
     ways: dict[str, Callable[[], object]] = {}
     engines: dict[str, shoal.Engine] = {}
     for name, given in configs.items():
@@ -102,8 +104,8 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     sharded = engines["after backward"].sharded
     assert sharded is not None
     swap, units = sharded.residence.swaps[0], [unit.layout.size for unit in sharded.units]  # the file is that of all
-    replays = {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward, attempted=clipping > 0)
-               for way, (in_backward, clipping) in DISKS.items()}
+    replays = {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward, attempted=clips)
+               for way, (in_backward, clips) in DISKS.items()}
     ways |= {name: replay.iteration for name, replay in replays.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
@@ -188,7 +190,7 @@ def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]
-    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping 1.0 but 0 "
+    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping {options.clipping:g} but 0 "
             f"where stepped in backward, {options.threads} thread(s), {options.rounds} rounds of turns of about "
             f"{options.seconds:g} s.")
     Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, memory),

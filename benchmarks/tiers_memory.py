@@ -44,11 +44,11 @@ def main() -> None:
         large = model.Shape(layers=layers, dim=dim, heads=dim // 64).build()
     engine = shoal.initialize(model=large, config=given)[0]
     assert engine.sharded is not None
-    in_backward, clipping = DISKS[way]
+    in_backward, clips = DISKS[way]
     units = [unit.layout.size for unit in engine.sharded.units]
     expected = working(units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_away=True, state_away=True,
                        window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward,
-                       attempted=in_backward and clipping > 0)
+                       attempted=in_backward and clips)
     _clear_peak()
     _train(engine, x, SETTLED)
     settled = _resident()
