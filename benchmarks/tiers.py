@@ -85,7 +85,8 @@ def on_disk(folder: str, way: str, clipping: float = 1.0) -> dict[str, Any]:
     """Return the configuration of an engine with everything on disk, in one of the ways; clipped at `clipping` if it is."""
     disk, (in_backward, clips) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
     return config({"offload_param": {**disk, "buffer_count": 3},
-                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}}, clipping if clips else 0.0)
+                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}},
+                  clipping if clips else 0.0)
 
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -190,9 +191,9 @@ def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]
-    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping {options.clipping:g} but 0 "
-            f"where stepped in backward, {options.threads} thread(s), {options.rounds} rounds of turns of about "
-            f"{options.seconds:g} s.")
+    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping "
+            f"{options.clipping:g} but 0 where stepped in backward, {options.threads} thread(s), {options.rounds} rounds of "
+            f"turns of about {options.seconds:g} s.")
     Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, memory),
             targets=tuple(targets), raw=raw).publish(options.out)
 

@@ -151,6 +151,7 @@ class ShardedOptimizer:
         finally:
             if not self.failed:
                 self._within.conclude(calm=calm)
+                self._within.judged(calm=calm)
                 self.zero_grad()
                 self.rescale(self.scaler.value / loss_scale)
         self.route()

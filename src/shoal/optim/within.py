@@ -3,8 +3,9 @@
     certain     nothing is decided about all gradients together: what backward steps is stepped
     attempted   a step may yet be clipped, or skipped: it is taken as if it would not be, and undone if it is
 
-An attempt that is undone costs more than it would have saved. So one is made only after a step that was neither clipped nor
-skipped; and only of units that can be undone (attempt.py), by native code, which leaves the gradient as it is.
+An attempt that is undone costs more than it would have saved. So one is made only after a *calm* step, which was neither
+clipped nor skipped; after one that was undone, of more such steps in a row. Only units that can be undone are attempted
+(attempt.py), by native code, which leaves the gradient as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from shoal.zero.unit import Unit
 
 __all__ = ["Within"]
 
+LONGEST = 64
+"""Calm steps in a row that are waited for at most."""
+
 
 class Within:
     """Steps by `step` what the backward pass of a `context` has finished."""
@@ -41,7 +45,8 @@ class Within:
         self._step = step
         self._factor = 1.0
         self._attempt = Attempt(optimizer)
-        self._calm = False  # whether the last step was neither clipped nor skipped
+        self._calm = 0  # steps in a row that were neither clipped nor skipped
+        self._wanted = 1  # of them before an attempt: twice as many after one that was undone, half after one that stood
         self._of: dict[Gradient, tuple[Unit, list[View]]] = {}
         self._taken: list[Gradient] = []  # in the order of the last backward that stepped
 
@@ -58,7 +63,7 @@ class Within:
         was taken in part, if one had begun.
         """
         self.options, self._factor = options_of(self._optimizer), factor
-        if self._rules.decides_afterwards and not self._calm:
+        if self._rules.decides_afterwards and self._calm < self._wanted:
             yield
             return
         self._of = {unit.gradient: (unit, []) for unit in self._model.trainable if unit.gradient is not None}
@@ -78,12 +83,18 @@ class Within:
             self._model.offer(None)
             self._pipeline.expect(())
 
+    def judged(self, *, calm: bool) -> None:
+        """Take note of whether the step is to be taken as it was attempted, or would have been."""
+        self._calm = self._calm + 1 if calm else 0
+
     def conclude(self, *, calm: bool) -> None:
         """Let what was attempted stand if the step is `calm`, to be taken as it was, else undo it."""
-        self.options, self._calm = [], calm
+        self.options = []
         if self._attempt.begun and calm:
+            self._wanted = max(1, self._wanted // 2)
             self._attempt.accept()
         elif self._attempt.begun:
+            self._wanted = min(LONGEST, 2 * self._wanted)
             try:
                 self._pipeline.give_up(self._model.trainable)
                 self._attempt.undo()
