@@ -34,13 +34,13 @@ class Stack(nn.Sequential):
         return x
 
 
-def engine_of(folder: str, **more: Any) -> shoal.Engine:
+def engine_of(folder: str, *, model: nn.Module | None = None, **more: Any) -> shoal.Engine:
     zero = {"stage": 3, "offload_param": {**DISK, "nvme_path": folder},
             "offload_optimizer": {**DISK, "nvme_path": folder, "step_in_backward": True},
             "ignore_unused_parameters": more.pop("ignore_unused_parameters", True)}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1e6, "timeout": 20, "zero_optimization": zero,
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **more}
-    return shoal.initialize(model=Stack(), config=config)[0]
+    return shoal.initialize(model=model or Stack(), config=config)[0]
 
 
 def backward(engine: shoal.Engine, *, size: float = 1.0) -> list[bool]:
@@ -227,3 +227,44 @@ def test_an_option_that_changes_after_a_step_was_decided_on_is_none_of_it(size: 
     assert all(map(torch.equal, after, plain))
     between = run_ranks(1, changed, str(tmp_path), "between", size=size)[0]
     assert all(map(torch.equal, between, plain))
+
+
+class Interrupted(Stack):
+    """Raises in the middle of one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self):
+            x = torch.tanh(layer(x))
+            if number == 2 and self.raises:
+                x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise RuntimeError("the middle of backward")
+
+
+def goes_on(folder: str, raises: bool) -> list[Tensor]:
+    """Train; where a backward `raises` when it has attempted some steps, forget its gradients, and run it again."""
+    engine = engine_of(folder, model=Interrupted())
+    for number in range(4):
+        if raises and number == 2:
+            engine.module.raises = True
+            with pytest.raises(RuntimeError, match="the middle of backward"):
+                backward(engine)
+            engine.module.raises = False
+            engine.zero_grad()
+        backward(engine)
+        engine.step()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+def test_an_exception_in_backward_undoes_what_was_attempted_and_training_goes_on(tmp_path: Path) -> None:
+    plain, found = (run_ranks(1, goes_on, str(tmp_path), raises)[0] for raises in (False, True))
+    assert all(map(torch.equal, found, plain))
+    assert list(tmp_path.iterdir()) == []

@@ -59,8 +59,8 @@ class Within:
     def context(self, factor: float) -> Generator[None]:
         """Let the backward pass of the context step units whose gradient, times `factor`, it has finished.
 
-        The pass ends an accumulation, reduces, and is the only one before `step`. An exception within it leaves a step that
-        was taken in part, if one had begun.
+        The pass ends an accumulation, reduces, and is the only one before `step`. An exception within it undoes what was
+        attempted; a certain step that had begun is one that was taken in part.
         """
         self.options, self._factor = options_of(self._optimizer), factor
         if self._rules.decides_afterwards and self._calm < self._wanted:
@@ -76,7 +76,10 @@ class Within:
         try:
             yield
         except BaseException as error:
-            if self.begun:
+            self._pipeline.expect(())
+            if self._attempt.begun:
+                self.conclude(calm=False)
+            elif self.begun:
                 self._pipeline.fail(error, self._model.trainable)
             raise
         finally:

@@ -57,6 +57,7 @@ class Swap:
         self._file = SwapFile(path=made.path, descriptor=made.descriptor, rank=rank, direct=made.direct, checksums=checksums)
         self._threads = Threads(self._file, min(requests, _MOST_THREADS))
         self._owner = os.getpid()
+        self._closing = False
         self._end = finalize(self, _end, made, self._threads, self._owner)
 
     @property
@@ -76,7 +77,7 @@ class Swap:
     @property
     def closed(self) -> bool:
         """Whether the file is gone."""
-        return not self._end.alive
+        return self._closing or not self._end.alive
 
     def allocate(self, bytes: int, name: str) -> Extent:
         """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full, or
@@ -104,9 +105,12 @@ class Swap:
             self._extents.free(extent)
 
     def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Return what lets `job` travel, in two calls; one of a file that somebody deleted fails at once."""
+        """Return what lets `job` travel, and what then tells the threads; the caller has the lock until it has called both.
+
+        One of a file that is closed, or that somebody deleted, fails at once.
+        """
         refused = self._refused(job)
-        return self._threads.prepare(job) if refused is None else (partial(job.fail, refused), bool)
+        return self._threads.prepare(job) if refused is None else (partial(job.fail, refused), _nothing)
 
     def _refused(self, job: Job) -> TierError | None:
         """Return why nothing travels any more."""
@@ -139,7 +143,13 @@ class Swap:
 
     def close(self) -> None:
         """Remove the file; what is under way ends, what is queued fails."""
+        with self.lock:  # nobody is about to put anything into the queue
+            self._closing = True
         self._end()
+
+
+def _nothing() -> None:
+    """Wake nobody."""
 
 
 def _end(made: Claim, threads: Threads, owner: int) -> None:

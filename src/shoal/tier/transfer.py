@@ -199,7 +199,6 @@ class Threads:
         self._queues: dict[Lane, deque[tuple[Job, int]]] = {"read": deque(), "write": deque()}
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # one for each block in a queue, or False: the end
         self._threads: list[threading.Thread] = []
-        self._stopped = False
 
     def submit(self, job: Job) -> None:
         """Let `job` travel."""
@@ -210,12 +209,10 @@ class Threads:
             wake()
 
     def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Return what puts the blocks of `job` into the queue, and what then wakes the threads.
+        """Return what puts the blocks of `job` into the queue, and what then wakes the threads; no `stop` may fall between.
 
-        Neither runs Python code, so that nothing interrupts the one, or falls between a statement and its call.
+        Neither runs Python code: no interrupt falls into the one, or between what stands before it and its call.
         """
-        if self._stopped:
-            return partial(job.fail, self._closed(job)), bool
         if not self._threads:
             self._start()
         blocks = [(job, index) for index in job.blocks]
@@ -223,8 +220,7 @@ class Threads:
         return partial(self._queues[job.lane].extend, blocks), partial(deque, tokens, 0)
 
     def stop(self) -> bool:
-        """Fail what is queued and let what is under way end, the threads too; returns whether they did."""
-        self._stopped = True
+        """Take no more: fail what is queued and let what is under way end, the threads too; returns whether they did."""
         self._fail_queued()
         for _ in self._threads:
             self._tokens.put(False)
@@ -264,7 +260,4 @@ class Threads:
     def _fail_queued(self) -> None:
         while (block := self._next(("read", "write"))) is not None:
             job, _ = block
-            job.fail(self._closed(job), 1)
-
-    def _closed(self, job: Job) -> TierError:
-        return self._file.error(job.lane, job.name, job.stretch.offset, "the file was closed meanwhile")
+            job.fail(self._file.error(job.lane, job.name, job.stretch.offset, "the file was closed meanwhile"), 1)
