@@ -218,7 +218,7 @@ class Saving(Surface):
                 unit.round()
         snapshot.fill([piece for unit in following for piece in published(unit, self.sharded.cuts)])
         for unit in self.sharded.units:
-            unit.mark(range(len(unit.members)))
+            unit.writes.mark(range(len(unit.members)))
             unit.publish()
         self._load_residuals(snapshot if moments else None)
 

@@ -205,7 +205,7 @@ class ShardedOptimizer:
                                    lambda: layers.agree(touched, views, options))
             sweep = layers.apply(factor, options)
         for unit, mask in touched.items():
-            unit.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
+            unit.writes.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
         self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views, options))
 
     def within_backward(self) -> AbstractContextManager[None]:

@@ -16,13 +16,13 @@ class Written:
     """The units whose weights rest beside their masters, and the writes into them that autograd has counted."""
 
     def __init__(self, units: Iterable[Unit]):
-        self._versions = {unit: unit.writes() for unit in units
+        self._versions = {unit: unit.writes.count() for unit in units
                           if unit.state is not None and unit.state.weights is not None and not unit.travels}
 
     def check(self) -> None:
         """Warn of a unit that was written into since the last time, unless its masters have learned of it."""
         for unit, before in self._versions.items():
-            if (now := unit.writes()) != before:
+            if (now := unit.writes.count()) != before:
                 self._versions[unit] = now
                 if not _agrees(unit):
                     warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "

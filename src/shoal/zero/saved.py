@@ -2,7 +2,7 @@
 
 Weights are named, and gathered when they are asked for. Of what it is handed back autograd no longer looks for later writes,
 as it does of tensors that it keeps by itself; so that is done here. A step, and whoever else puts other values in place of
-weights, counts as a write, here as in plain training: `Unit.mark`.
+weights, counts as a write, here as in plain training: `Writes.mark`.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ between its uses if its weights are sharded, or rest in another tier than the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
@@ -30,6 +29,7 @@ from shoal.zero.guard import claim, guard, released_error, stepped_error, unguar
 from shoal.zero.layout import Layout
 from shoal.zero.placement import SHARD, Stage, master_dtype
 from shoal.zero.state import State
+from shoal.zero.writes import Writes
 
 
 class Phase(Enum):
@@ -92,7 +92,6 @@ class Unit:
         self.stage = stage
         self.trainable = trainable
         self.members = members
-        self._marks = [0 for _ in members]
         self.owed: Callable[[], None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet."""
         self.phase = Phase.GATHERED
@@ -103,7 +102,7 @@ class Unit:
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
-        self._gathered_as = self.writes()
+        self.writes = Writes(self._parameters)
         index = self.index = self.communicator.register()
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
@@ -235,7 +234,7 @@ class Unit:
         self.phase = Phase.GATHERED
         for parameter in self._parameters:
             unguard(parameter)
-        self._gathered_as = self.writes()
+        self.writes.see()
 
     @property
     def looks_up(self) -> bool:
@@ -264,7 +263,7 @@ class Unit:
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
         self.gather()
-        if self.written or (self.stage.weight is not SHARD and self.writes() != self._gathered_as):
+        if self.written or (self.stage.weight is not SHARD and any(self.writes.since)):
             self._memory.keep()
             self.written = False
         self._shrink()
@@ -327,30 +326,19 @@ class Unit:
             assert self._signs is not None
             return self._signs.publish(self.state.master.tensor, self.full, self._publish_label)
         if self.gradient is not None and self.gradient.rows is not None:
-            return self.gradient.rows.publish(self.full, written=self.writes() != self._gathered_as)
+            return self.gradient.rows.publish(self.full, written=any(self.writes.since))
         return self.communicator.all_gather(self.full, self._publish_label)
 
     @torch.no_grad()
     def scatter(self, source: int) -> None:
         """Take over what somebody wrote into the gathered parameters on rank `source`."""
         assert self.phase is Phase.GATHERED
-        written = [now != before for now, before in zip(self.writes(), self._gathered_as, strict=True)]
-        said = torch.tensor(written, dtype=torch.uint8, device=self.full.device)
+        said = torch.tensor(self.writes.since, dtype=torch.uint8, device=self.full.device)
         for flat in (said, self.full):
             self.communicator.broadcast(flat, source, f"unit '{self.name}'")
-        self.mark([slot for slot, changed in enumerate(said.tolist()) if changed])
-        self._gathered_as = self.writes()
+        self.writes.mark([slot for slot, changed in enumerate(said.tolist()) if changed])
+        self.writes.see()
         self._keep(self.full)
-
-    def mark(self, slots: Iterable[int]) -> None:
-        """Let autograd know that `slots` hold other values than before, as it does of what it sees written in place."""
-        for slot in slots:
-            increment_version(self._parameters[slot])
-            self._marks[slot] += 1
-
-    def writes(self) -> list[int]:
-        """Return for each slot a number that grows with every write of somebody else's that autograd can see."""
-        return [parameter._version - own for parameter, own in zip(self._parameters, self._marks, strict=True)]
 
     @property
     def rest_within(self) -> Tensor | None:
