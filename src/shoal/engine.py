@@ -24,6 +24,7 @@ from shoal.errors import RanksDisagree, TierError, UsageError
 from shoal.fingerprint import fingerprint_of
 from shoal.frozen import Frozen
 from shoal.holders import Census
+from shoal.interrupts import unbroken, watched
 from shoal.log import logger, warn_once
 from shoal.lost import lose, missing, named
 from shoal.mesh import Mesh
@@ -51,8 +52,7 @@ class Engine(Controls):
     announces: ClassVar[bool] = False
     """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
 
-    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, board: Board,
-                 device: torch.device):
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: Census, board: Board, device: torch.device):
         super().__init__()
         self.module = model
         self.settings = config
@@ -93,7 +93,7 @@ class Engine(Controls):
             self._batches_compared = True
         if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
             args, kwargs = half(args), half(kwargs)
-        with self.during("forward"):
+        with watched(), self.during("forward"):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
@@ -119,7 +119,7 @@ class Engine(Controls):
         sync, self._sync = self._sync, self._sync and allreduce_gradients
         outer, Engine.under_way.factor = Engine.under_way.factor, factor
         try:
-            with self.during("backward"), self._steps_within(retain_graph):
+            with watched(), self.during("backward"), self._steps_within(retain_graph):
                 _times(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
             if self.sharded is not None:
@@ -144,13 +144,14 @@ class Engine(Controls):
         self._scaled = True
         return _times(loss, (self.optimizer.loss_scale if self.optimizer else 1.0) / self.gradient_accumulation_steps())
 
+    @unbroken
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch.
 
         `lr_kwargs` go to the schedule's `step`. A `ReduceLROnPlateau` advances only with them
         (`{"metrics": loss}`), or when the script calls its `step` itself, after validation.
         Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
-        smallest loss scale.
+        smallest loss scale. An interrupt (Ctrl-C) waits for the end of the step; a second one does not, and loses it.
         """
         self.refuse_destroyed("step")
         self._applied = False
@@ -246,6 +247,7 @@ class Engine(Controls):
         """Whether backward passes communicate at present."""
         return self._sync and self.enable_backward_allreduce
 
+    @unbroken
     def _detach(self) -> None:
         """Let go of the model, and of what of it is lost."""
         self.restore_forwards()

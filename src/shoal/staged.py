@@ -19,6 +19,7 @@ from shoal.arrange import aliases_of
 from shoal.data import RepeatingLoader
 from shoal.engine import Engine, half
 from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
+from shoal.interrupts import uninterrupted
 from shoal.nested import mapped
 from shoal.pipeline.connector import Connector
 from shoal.pipeline.drawing import Drawn, compare, digest, draw
@@ -85,7 +86,7 @@ class PipelineEngine(Engine):
         batches = self._agreed(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self._applied = False
-        with self._executor.together(f"the end of step {self.global_steps + 1}"):
+        with uninterrupted(), self._executor.together(f"the end of step {self.global_steps + 1}"):
             self._take_step({})
             self.micro_steps += count
             self.agg_train_loss = self._mean(losses)

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from shoal.errors import TierError
+from shoal.interrupts import unbroken
 from shoal.optim.foresight import Foresight
 from shoal.optim.stepping import Sweep
 from shoal.optim.views import View
@@ -146,6 +147,7 @@ class Pipeline:
             unit.stepped = False
             unit.stay.let_go()
 
+    @unbroken
     def expect(self, views: Iterable[View]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
         self._foresight.expect(view for view in views if _is_away(view.unit))
@@ -183,8 +185,9 @@ class Pipeline:
     def check(self) -> None:
         """Raise `TierError` once a step was taken in part."""
         if self._failure is not None:
+            said = str(self._failure) or type(self._failure).__name__
             raise TierError(f"a step was taken in part, and its weights are of no use: load a checkpoint into a new engine. "
-                            f"What went wrong: {self._failure}") from self._failure
+                            f"What went wrong: {said}") from self._failure
 
     @property
     def failed(self) -> bool:

@@ -230,9 +230,12 @@ class ShardedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated, but for those of a step that is owed."""
         self.refuse_begun("zero_grad")
-        for unit in self._model.trainable:
-            if unit.gradient is not None and unit.owed is None:
-                unit.gradient.reset()
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would bring weights
+            for unit in self._model.trainable:
+                if unit.gradient is not None and unit.owed is None:
+                    unit.gradient.reset()
+                for member in unit.members:  # of a pass that was interrupted
+                    member.parameter.grad = None
 
     def route(self) -> None:
         """Let the next step travel as the optimizer says."""

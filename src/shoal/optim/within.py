@@ -11,10 +11,11 @@ clipped nor skipped; after one that was undone, of more such steps in a row. Onl
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch.optim import Optimizer
 
+from shoal.interrupts import unbroken, uninterrupted
 from shoal.optim.attempt import Attempt
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
@@ -63,9 +64,16 @@ class Within:
         attempted; a certain step that had begun is one that was taken in part.
         """
         self.options, self._factor = options_of(self._optimizer), factor
-        if self._rules.decides_afterwards and self._calm < self._wanted:
+        attempted = self._rules.decides_afterwards
+        if attempted and self._calm < self._wanted:
             yield
             return
+        with nullcontext() if attempted else uninterrupted(), self._offered():  # what was attempted is undone
+            yield
+
+    @contextmanager
+    def _offered(self) -> Generator[None]:
+        """Step what backward has finished; after an exception there is no such step."""
         self._of = {unit.gradient: (unit, []) for unit in self._model.trainable if unit.gradient is not None}
         for view in self._views.views:
             assert view.unit.gradient is not None
@@ -90,6 +98,7 @@ class Within:
         """Take note of whether the step is to be taken as it was attempted, or would have been."""
         self._calm = self._calm + 1 if calm else 0
 
+    @unbroken
     def conclude(self, *, calm: bool) -> None:
         """Let what was attempted stand if the step is `calm`, to be taken as it was, else undo it."""
         self.options = []

@@ -26,8 +26,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.embeddings import looked_up
 from shoal.errors import UsageError
+from shoal.interrupts import unbroken
 from shoal.log import warn_once
 from shoal.nested import tensors_within
+from shoal.zero.collected import collect, collect_late, drop
 from shoal.zero.reducer import Reducer
 from shoal.zero.saved import Saving
 from shoal.zero.unit import Phase, Scope, Unit
@@ -81,7 +83,7 @@ class Hooks:
             for unit in units:
                 for slot, member in enumerate(unit.members if training else ()):
                     if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
-                        collect = partial(self._collecting(unit), unit, slot) if unit.trainable else _drop
+                        collect = partial(self._collecting(unit), unit, slot) if unit.trainable else drop
                         self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
 
     def open(self) -> None:
@@ -109,6 +111,7 @@ class Hooks:
         """Take note that an exception has ended the present backward pass, whose end autograd will not announce."""
         self._in_backward = self._scope.open = False
 
+    @unbroken
     def _before_forward(self, module: nn.Module, args: object) -> None:
         for unit in self._units.get(module, ()):
             unit.check()
@@ -128,6 +131,7 @@ class Hooks:
             else:
                 self._window.use(unit)
 
+    @unbroken
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         self._saving.leave(module)
         for unit in self._units.get(module, ()):
@@ -160,6 +164,7 @@ class Hooks:
         """Whether the memory of `tensor` is that of weights, which is given up between their uses."""
         return self._saving.lends(tensor)
 
+    @unbroken
     def _bring(self, module: nn.Module, unit: Unit) -> None:
         """Have the weights of the unit within `module` for whoever reads them in backward."""
         unit.check()
@@ -179,6 +184,7 @@ class Hooks:
             tensor.register_hook(partial(self._before_backward, module))
         return bool(watched)
 
+    @unbroken
     def _before_backward(self, module: nn.Module, gradient: Tensor) -> None:
         self._begin_backward()
         self._leave(module)
@@ -242,17 +248,19 @@ class Hooks:
 
     def _collecting(self, unit: Unit) -> Callable[[Unit, int, nn.Parameter], None]:
         """Return what takes a gradient of `unit`; of one that several stages hold it is no matter of this pass."""
-        return _collect_late if unit in self._late else self._collect
+        return collect_late if unit in self._late else self._collect
 
+    @unbroken
     def _collect(self, unit: Unit, slot: int, parameter: nn.Parameter) -> None:
         self._begin_backward()
         unit.check()
-        if _collect(unit, slot, parameter, again=_task() != self._task):
+        if collect(unit, slot, parameter, again=_task() != self._task):
             assert unit.gradient is not None
             self._done(unit)
             self.reducer.completed(unit.gradient)
             self.reducer.advance()
 
+    @unbroken
     def _end_backward(self) -> None:
         self.reducer.finish()
         self._window.end()
@@ -287,31 +295,6 @@ class Hooks:
 def _task() -> int:
     """Return autograd's number of the backward pass under way on this thread, -1 for none."""
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
-
-
-def _collect(unit: Unit, slot: int, parameter: nn.Parameter, *, again: bool = False) -> bool:
-    """Take the gradient of one slot, of a pass within the pass or not; return whether it was the last of the pass."""
-    if type(parameter) is nn.Parameter:
-        gradient, parameter.grad = parameter.grad, None
-    else:  # released, or of the script's own class
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            gradient, parameter.grad = parameter.grad, None
-    if gradient is None:  # a node that leaves the weight's gradient for later leads here all the same
-        return False
-    assert unit.gradient is not None
-    unit.gradient.again |= again
-    if not torch.is_grad_enabled():  # as in any pass but one with create_graph
-        return unit.gradient.addend.collect(slot, gradient)
-    with torch.no_grad():
-        return unit.gradient.addend.collect(slot, gradient)
-
-
-def _collect_late(unit: Unit, slot: int, parameter: nn.Parameter) -> None:
-    _collect(unit, slot, parameter)
-
-
-def _drop(parameter: nn.Parameter) -> None:
-    parameter.grad = None
 
 
 def _without_model() -> Hooks:

@@ -1,0 +1,186 @@
+"""Ctrl-C at any moment: whoever catches it can go on, and trains what they would have trained without it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.interrupts import unbroken, uninterrupted, watched
+from shoal.testing import run_ranks
+
+WIDTH, STEPS = 96, 60
+DISK: dict[str, Any] = {"offload_param": {"device": "nvme", "buffer_count": 2},
+                        "offload_optimizer": {"device": "nvme", "buffer_count": 2}}
+WAYS: dict[str, dict[str, Any]] = {
+    "memory": {}, "after backward": DISK,
+    "in backward": {**DISK, "offload_optimizer": {**DISK["offload_optimizer"], "step_in_backward": True}},
+    "ahead of the norm": {**DISK, "offload_optimizer": {**DISK["offload_optimizer"], "step_in_backward": True}},
+}
+
+
+def engine_of(folder: str, way: str) -> shoal.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)))
+    tiers = {key: {**block, "nvme_path": folder} for key, block in WAYS[way].items()}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0 if way == "in backward" else 1e6, "timeout": 20,
+              "zero_optimization": {"stage": 3, **tiers}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    return shoal.initialize(model=model, config=config)[0]
+
+
+def step(engine: shoal.Engine) -> float:
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(engine.global_steps))
+    loss = engine(x).pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def weights(engine: shoal.Engine) -> list[Tensor]:
+    return [value.clone() for value in (engine.consolidated_state_dict() or {}).values()]
+
+
+def interrupts(seconds: float, call: Callable[[], object]) -> bool:
+    """Call `call`, and interrupt it once `seconds` are over; return whether it took so long."""
+    signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        call()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def trained(folder: str, way: str, seed: int | None) -> tuple[int, list[Tensor]]:
+    """Train for `STEPS` steps, interrupted at random if there is a seed; return how often, and the weights."""
+    engine, chance, count = engine_of(folder, way), random.Random(seed), 0
+    begin = time.perf_counter()
+    for _ in range(3):
+        step(engine)
+    longest = (time.perf_counter() - begin) / 2
+    while engine.global_steps < STEPS:
+        if seed is None:
+            step(engine)
+            continue
+        if interrupts(chance.uniform(1e-4, longest), partial(step, engine)):
+            count += 1
+            torch.set_grad_enabled(True)  # torch's own contexts may be cut short
+            assert engine.optimizer is not None
+            engine.step() if engine.optimizer.begun else engine.zero_grad()
+    found = weights(engine)
+    engine.destroy()
+    return count, found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_that_is_interrupted_at_random_goes_on_to_the_same_weights(way: str, tmp_path: Path) -> None:
+    [(_, straight)] = run_ranks(1, trained, str(tmp_path), way, None)
+    for seed in (1, 2):
+        [(count, found)] = run_ranks(1, trained, str(tmp_path), way, seed)
+        assert count > 5, "next to nothing was interrupted"
+        assert all(torch.equal(one, other) for one, other in zip(straight, found, strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def within_a_step() -> None:
+    engine = engine_of("", "memory")
+    assert engine.optimizer is not None
+    take = engine.optimizer.step
+
+    def interrupted() -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return take()
+
+    engine.optimizer.step = interrupted  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(KeyboardInterrupt):
+        step(engine)
+    assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 1, True)
+
+
+def test_an_interrupt_within_a_step_waits_for_its_end() -> None:
+    run_ranks(1, within_a_step)
+
+
+# By themselves
+
+
+def interrupting(times: int, after: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        after()
+
+    return run
+
+
+def test_an_interrupt_waits_for_the_outermost_unbroken_part() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), watched():
+        unbroken(lambda: [unbroken(interrupting(1, lambda: done.append("inner")))(), done.append("outer")])()
+        done.append("never")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        unbroken(interrupting(2, lambda: done.append("never")))()
+    with pytest.raises(KeyboardInterrupt):
+        unbroken(interrupting(1, lambda: done.append("again")))()
+    assert done == ["again"], "what was interrupted twice has left something behind"
+
+
+def test_between_unbroken_parts_an_interrupt_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), watched():
+        unbroken(lambda: None)()
+        interrupting(1, lambda: pytest.fail("it waited"))()
+
+
+def test_an_exception_and_an_interrupt_are_both_told() -> None:
+    def fail() -> None:
+        raise ValueError("what went wrong")
+
+    with pytest.raises(KeyboardInterrupt) as found, uninterrupted():
+        interrupting(1, fail)()
+    assert isinstance(found.value.__context__, ValueError)
+
+
+def test_who_ignores_interrupts_or_handles_them_still_does() -> None:
+    seen: list[int] = []
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        unbroken(interrupting(2, lambda: seen.append(0)))()
+        assert (seen, signal.getsignal(signal.SIGINT)) == ([0], signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+        unbroken(interrupting(1, lambda: seen.append(1)))()
+        assert seen == [0, 1, signal.SIGINT]
+
+        def mine(number: int, frame: object) -> None:
+            seen.append(-number)
+
+        with watched():
+            signal.signal(signal.SIGINT, mine)
+        assert signal.getsignal(signal.SIGINT) is mine, "a handler that was set meanwhile was taken back"
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def test_other_threads_take_no_part() -> None:
+    found: list[object] = []
+    with watched():
+        thread = threading.Thread(target=lambda: found.append(unbroken(lambda: 7)()))
+        thread.start()
+        thread.join()
+    assert found == [7]
