@@ -56,6 +56,12 @@ class Replay:
             self._step(self._units, held=first, kept=last)
         self._begun = True
 
+    def settle(self) -> None:
+        """Wait for what is still being written."""
+        while self._leaving:
+            for transfer in self._leaving.popleft():
+                transfer.wait()
+
     def close(self) -> None:
         """Remove the file."""
         self._swap.close()

@@ -31,8 +31,9 @@ from workloads import _example
 import shoal
 
 MEBI = 1 << 20
-LEAST = 4
-"""Iterations of a turn at least: the last step of a turn on disk has no forward to hide behind."""
+LEAST = 3
+"""Iterations of a turn at least, beside the one before them, which is not counted: it leaves the first its step to take, as
+any iteration of a training does, and as the last leaves its own."""
 DISKS = {"after backward": (False, True), "in backward": (True, False), "ahead of the norm": (True, True)}
 """The ways with everything on disk: whether backward steps, and whether gradients are clipped."""
 PIECES = 8
@@ -62,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path("out/benchmarks/disk"), help="a folder of the disk")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (5)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn, of four iterations at least (8)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn, of three iterations at least (8)")
     parser.add_argument("--layers", type=int, default=12, help="blocks of the GPT (12)")
     parser.add_argument("--dim", type=int, default=640, help="its width (640)")
     parser.add_argument("--tokens", type=int, nargs="+", default=(64, 256, 1024),
@@ -91,46 +92,54 @@ def on_disk(folder: str, way: str, clipping: float = 1.0) -> dict[str, Any]:
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
     """Return the seconds of each way's iterations, and the bytes of one on disk."""
-    model = _example("gpt/model.py")
-    shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
-    host = {"device": "cpu"}
-    configs = {"none": config({}), "host": config({"offload_param": host, "offload_optimizer": host}),
-               **{way: on_disk(folder, way, options.clipping) for way in DISKS}}
-    ways: dict[str, Callable[[], object]] = {}
-    engines: dict[str, shoal.Engine] = {}
-    for name, given in configs.items():
-        torch.manual_seed(0)
-        engines[name] = shoal.initialize(model=shape.build(), config=given)[0]
-        ways[name] = _iteration(engines[name], tokens)
+    engines, replays = _built(options, folder)
     sharded = engines["after backward"].sharded
     assert sharded is not None
-    swap, units = sharded.residence.swaps[0], [unit.layout.size for unit in sharded.units]  # the file is that of all
-    replays = {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward, attempted=clips)
-               for way, (in_backward, clips) in DISKS.items()}
-    ways |= {name: replay.iteration for name, replay in replays.items()}
+    swap = sharded.residence.swaps[0]  # the file is that of all
+    order = [name for way in engines for name in (way, f"{way} apart") if name in {*engines, *replays}]  # neighbours in time
+    ways = {name: replays[name].iteration if name in replays else _iteration(engines[name], tokens) for name in order}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
     count, longest = LEAST, 0.0
     for number in range(options.rounds + 1):
-        for name, way in ways.items():
+        for name in order if number % 2 == 0 else order[::-1]:
             tell(f"{tokens} tokens, round {number} of {options.rounds}: {name}")
+            ways[name]()
             before, start = (swap.read_bytes, swap.written_bytes), time.perf_counter()
             for _ in range(count):
-                way()
-            for engine in engines.values():  # what a step still owes belongs to this turn
-                settle(engine)
+                ways[name]()
+            taken, after = (time.perf_counter() - start) / count, (swap.read_bytes, swap.written_bytes)
+            for each in (*engines.values(), *replays.values()):  # nothing of this turn falls into the next
+                each.settle() if isinstance(each, Replay) else settle(each)
+            longest = max(longest, taken)
             if number:  # the first turn makes the moments, and finds cold pages
-                found[name].append((time.perf_counter() - start) / count)
+                found[name].append(taken)
                 if name in DISKS:
-                    found[f"{name} read"].append((swap.read_bytes - before[0]) / count)
-                    found[f"{name} written"].append((swap.written_bytes - before[1]) / count)
-            else:
-                longest = max(longest, (time.perf_counter() - start) / count)
+                    found[f"{name} read"].append((after[0] - before[0]) / count)
+                    found[f"{name} written"].append((after[1] - before[1]) / count)
         if not number:
             count = max(LEAST, round(options.seconds / longest))
     for each in (*replays.values(), *engines.values()):
         each.close() if isinstance(each, Replay) else each.destroy()
     return found
+
+
+def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.Engine], dict[str, Replay]]:
+    """Return the engines, one a way, and for those on disk what moves their bytes alone."""
+    model = _example("gpt/model.py")
+    shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
+    host = {"device": "cpu"}
+    configs = {"none": config({}), "host": config({"offload_param": host, "offload_optimizer": host}),
+               **{way: on_disk(folder, way, options.clipping) for way in DISKS}}
+    engines: dict[str, shoal.Engine] = {}
+    for name, given in configs.items():
+        torch.manual_seed(0)
+        engines[name] = shoal.initialize(model=shape.build(), config=given)[0]
+    sharded = engines["after backward"].sharded
+    assert sharded is not None
+    units = [unit.layout.size for unit in sharded.units]
+    return engines, {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward, attempted=clips)
+                     for way, (in_backward, clips) in DISKS.items()}
 
 
 def settle(engine: shoal.Engine) -> None:
