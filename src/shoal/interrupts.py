@@ -26,25 +26,23 @@ class _Watch:
     """Who is to be told of interrupts, and whether they may be now; only the main thread sees any."""
 
     def __init__(self) -> None:
+        self.on = False
         self._busy = 0
         """How many unbroken parts are under way, one within the other."""
         self._handler: Callable[[int, FrameType | None], Any] | None = None
+        """None where the system handles interrupts, or nobody does."""
         self._caught: list[FrameType | None] = []
-
-    @property
-    def on(self) -> bool:
-        return self._handler is not None
 
     def begin(self) -> None:
         """Take over interrupts from whoever handles them, if it is Python code."""
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            self._caught, self._handler = [], handler
+        self.on, self._caught, self._handler = True, [], handler if callable(handler) else None
+        if self._handler is not None:
             signal.signal(signal.SIGINT, self._catch)
 
     def end(self) -> None:
         """Give them back, unless somebody else has taken them over meanwhile."""
-        handler, self._handler = self._handler, None  # one that falls here is caught, and handed on below
+        self.on, handler, self._handler = False, self._handler, None  # what falls here is caught, and handed on below
         if signal.getsignal(signal.SIGINT) == self._catch:
             signal.signal(signal.SIGINT, handler)
         if self._caught and handler is not None:

@@ -177,6 +177,18 @@ def test_who_ignores_interrupts_or_handles_them_still_does() -> None:
         signal.signal(signal.SIGINT, former)
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler])
+def test_within_a_watch_an_unbroken_part_asks_the_system_for_nothing(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    former = signal.signal(signal.SIGINT, handler)
+    try:
+        with watched(), monkeypatch.context() as patched:
+            patched.setattr(signal, "signal", None)
+            patched.setattr(signal, "getsignal", None)
+            assert unbroken(lambda: 7)() == 7
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 def test_other_threads_take_no_part() -> None:
     found: list[object] = []
     with watched():

@@ -83,8 +83,8 @@ class Hooks:
             for unit in units:
                 for slot, member in enumerate(unit.members if training else ()):
                     if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
-                        collect = partial(self._collecting(unit), unit, slot) if unit.trainable else drop
-                        self._handles.append(member.parameter.register_post_accumulate_grad_hook(collect))
+                        take = partial(self._collecting(unit), unit, slot) if unit.trainable else drop
+                        self._handles.append(member.parameter.register_post_accumulate_grad_hook(take))
 
     def open(self) -> None:
         """Start what the next forward uses first."""
