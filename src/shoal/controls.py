@@ -28,6 +28,18 @@ class Controls(Saving):
     enable_backward_allreduce: bool = True
     """Whether backward passes communicate; otherwise `allreduce_gradients` or `step` reduces what they left."""
     _compiled: tuple[nn.Module, ...] = ()
+    _sync: bool = True
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Accumulate without communication; what is owed is reduced by the next synchronised backward or by `step`."""
+        if not self._sync:
+            raise UsageError("no_sync: nested in another no_sync of this engine; leave the outer one first")
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
 
     def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
                           exclude_frozen_parameters: bool = False) -> dict[str, Any]:

@@ -6,8 +6,8 @@ rests where, and when it travels, is decided in `zero`; how a step is taken in `
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -78,7 +78,7 @@ class Engine(Controls):
         self.skipped_steps = 0
         self._applied = False
         self._boundary: bool | None = None
-        self._sync = True
+        self._unstepped = False  # a backward pass has begun since the last call of `step`
         self._scaled = False
         self._batches_compared = False
 
@@ -154,7 +154,7 @@ class Engine(Controls):
         smallest loss scale. An interrupt (Ctrl-C) waits for the end of the step; a second one does not, and loses it.
         """
         self.refuse_destroyed("step")
-        self._applied = False
+        self._applied = self._unstepped = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs or {})
         elif self.optimizer is not None:
@@ -172,21 +172,13 @@ class Engine(Controls):
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget accumulated gradients; within an accumulation they are kept, for `step` consumes them."""
-        first = self._boundary is None and self.micro_steps % self.gradient_accumulation_steps() == 0
-        if self.optimizer is not None and first:
+        """Forget accumulated gradients. Within an accumulation they are kept, for `step` consumes them; after a backward
+        that no call of `step` has followed, as it failed or was interrupted, the accumulation begins anew.
+        """
+        since = self.micro_steps % self.gradient_accumulation_steps() if self._boundary is None else 0
+        if self.optimizer is not None and (self._unstepped or (self._boundary is None and not since)):
             self.optimizer.zero_grad()
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Accumulate without communication; what is owed is reduced by the next synchronised backward or by `step`."""
-        if not self._sync:
-            raise UsageError("no_sync: nested in another no_sync of this engine; leave the outer one first")
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = True
+            self._unstepped, self.micro_steps = False, self.micro_steps - since
 
     def was_step_applied(self) -> bool:
         """Whether the last call of `step` changed the weights."""
@@ -223,6 +215,7 @@ class Engine(Controls):
     def before_backward(self) -> None:
         """Check that a backward pass was scaled as this engine needs it."""
         assert self.optimizer is not None
+        self._unstepped = True
         self.optimizer.refuse_begun("backward")
         self.frozen.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use

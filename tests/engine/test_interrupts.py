@@ -29,21 +29,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(folder: str, way: str) -> shoal.Engine:
+def engine_of(folder: str, way: str, accumulation: int = 1) -> shoal.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)))
     tiers = {key: {**block, "nvme_path": folder} for key, block in WAYS[way].items()}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0 if way == "in backward" else 1e6, "timeout": 20,
-              "zero_optimization": {"stage": 3, **tiers}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, "timeout": 20,
+              "gradient_clipping": 0.0 if way == "in backward" else 1e6, "zero_optimization": {"stage": 3, **tiers},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     return shoal.initialize(model=model, config=config)[0]
 
 
-def step(engine: shoal.Engine) -> float:
-    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(engine.global_steps))
-    loss = engine(x).pow(2).mean()
-    engine.backward(loss)
+def step(engine: shoal.Engine) -> None:
+    """Train on the next microbatch."""
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(engine.micro_steps))
+    engine.backward(engine(x).pow(2).mean())
     engine.step()
-    return loss.item()
 
 
 def weights(engine: shoal.Engine) -> list[Tensor]:
@@ -62,14 +62,14 @@ def interrupts(seconds: float, call: Callable[[], object]) -> bool:
     return False
 
 
-def trained(folder: str, way: str, seed: int | None) -> tuple[int, list[Tensor]]:
-    """Train for `STEPS` steps, interrupted at random if there is a seed; return how often, and the weights."""
-    engine, chance, count = engine_of(folder, way), random.Random(seed), 0
+def trained(folder: str, way: str, accumulation: int, seed: int | None) -> tuple[int, list[Tensor]]:
+    """Train on `STEPS` microbatches, interrupted at random if there is a seed; return how often, and the weights."""
+    engine, chance, count = engine_of(folder, way, accumulation), random.Random(seed), 0
     begin = time.perf_counter()
     for _ in range(3):
         step(engine)
     longest = (time.perf_counter() - begin) / 2
-    while engine.global_steps < STEPS:
+    while engine.micro_steps < STEPS:
         if seed is None:
             step(engine)
             continue
@@ -83,11 +83,13 @@ def trained(folder: str, way: str, seed: int | None) -> tuple[int, list[Tensor]]
     return count, found
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_that_is_interrupted_at_random_goes_on_to_the_same_weights(way: str, tmp_path: Path) -> None:
-    [(_, straight)] = run_ranks(1, trained, str(tmp_path), way, None)
+def test_a_training_that_is_interrupted_at_random_goes_on_to_the_same_weights(
+        way: str, accumulation: int, tmp_path: Path) -> None:
+    [(_, straight)] = run_ranks(1, trained, str(tmp_path), way, accumulation, None)
     for seed in (1, 2):
-        [(count, found)] = run_ranks(1, trained, str(tmp_path), way, seed)
+        [(count, found)] = run_ranks(1, trained, str(tmp_path), way, accumulation, seed)
         assert count > 5, "next to nothing was interrupted"
         assert all(torch.equal(one, other) for one, other in zip(straight, found, strict=True))
     assert list(tmp_path.iterdir()) == []
