@@ -93,8 +93,13 @@ class Engine(Controls):
             self._batches_compared = True
         if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
             args, kwargs = half(args), half(kwargs)
-        with watched(), self.during("forward"):
-            return self.module(*args, **kwargs)
+        try:
+            with watched(), self.during("forward"):
+                return self.module(*args, **kwargs)
+        except BaseException:
+            if self.sharded is not None:
+                self.sharded.interrupt()
+            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
                  allreduce_gradients: bool = True, release_loss: bool = False) -> Tensor:

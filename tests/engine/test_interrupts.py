@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -80,7 +82,14 @@ def trained(folder: str, way: str, accumulation: int, seed: int | None) -> tuple
             engine.step() if engine.optimizer.begun else engine.zero_grad()
     found = weights(engine)
     engine.destroy()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert saving() is None, "somebody still looks at what autograd saves"
     return count, found
+
+
+def saving() -> object:
+    """Return what autograd asks about the tensors that it saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -112,6 +121,24 @@ def within_a_step() -> None:
 
 def test_an_interrupt_within_a_step_waits_for_its_end() -> None:
     run_ranks(1, within_a_step)
+
+
+def within_a_forward(how: str) -> None:
+    engine = engine_of("", "memory")
+    handle = engine.module[2].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))  # pyright: ignore
+    with pytest.raises(KeyboardInterrupt):
+        step(engine) if how == "engine" else engine.module(torch.randn(2, WIDTH))
+    handle.remove()
+    if how == "engine":
+        assert saving() is None
+    step(engine)
+    assert saving() is None, "torch does not call a forward's last hooks after an interrupt"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["engine", "module"])
+def test_a_forward_that_was_interrupted_looks_at_nothing_that_autograd_saves(how: str) -> None:
+    run_ranks(1, within_a_forward, how)
 
 
 # By themselves
@@ -189,6 +216,63 @@ def test_within_a_watch_an_unbroken_part_asks_the_system_for_nothing(handler: An
             assert unbroken(lambda: 7)() == 7
     finally:
         signal.signal(signal.SIGINT, former)
+
+
+def test_a_handler_that_calls_the_one_before_it_finds_it_within_a_watch_and_after() -> None:
+    former = signal.getsignal(signal.SIGINT)
+    seen: list[int] = []
+    try:
+        with watched():
+            before: Any = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, lambda number, frame: [seen.append(number), before(number, frame)])
+        for context in (watched, uninterrupted):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt), context():
+                signal.raise_signal(signal.SIGINT)
+        assert seen == 4 * [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def test_wherever_an_interrupt_falls_the_watch_ends_and_the_interrupt_is_told() -> None:
+    source = watched.__enter__.__code__.co_filename
+
+    def parts() -> None:
+        with watched():
+            unbroken(lambda: None)()
+            with uninterrupted():
+                pass
+        unbroken(lambda: None)()
+
+    kept: list[BaseException] = []  # with their frames, and whatever these hold
+    for number in range(2000):
+        left = number
+
+        def falls(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = frame.f_code.co_filename in (source, signal.__file__)
+            if event == "opcode":
+                left -= 1
+                if left == -1:
+                    signal.raise_signal(signal.SIGINT)
+            return falls
+
+        told = False
+        sys.settrace(falls)
+        try:
+            parts()
+        except KeyboardInterrupt as error:
+            told, _ = True, kept.append(error)
+        finally:
+            sys.settrace(None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, f"opcode {number}"
+        if left >= 0:
+            break
+        assert told, f"opcode {number}: the interrupt was swallowed"
+        with pytest.raises(KeyboardInterrupt), watched():  # the next watch is one
+            unbroken(interrupting(1, lambda: None))()
+    assert 100 < len(kept) == number
 
 
 def test_other_threads_take_no_part() -> None:

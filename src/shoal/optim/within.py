@@ -11,7 +11,7 @@ clipped nor skipped; after one that was undone, of more such steps in a row. Onl
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
@@ -64,11 +64,10 @@ class Within:
         attempted; a certain step that had begun is one that was taken in part.
         """
         self.options, self._factor = options_of(self._optimizer), factor
-        attempted = self._rules.decides_afterwards
-        if attempted and self._calm < self._wanted:
+        if self._rules.decides_afterwards and self._calm < self._wanted:
             yield
             return
-        with nullcontext() if attempted else uninterrupted(), self._offered():  # what was attempted is undone
+        with uninterrupted(), self._offered():
             yield
 
     @contextmanager

@@ -102,14 +102,17 @@ class Hooks:
 
     def remove(self) -> None:
         """Detach from everything, the engine included: it goes with its last reference."""
+        self._saving.end()
         while self._handles:
             self._handles.pop().remove()
         self._boundary = self._sync = bool
         self.before_backward = lambda: None
 
+    @unbroken
     def interrupt(self) -> None:
-        """Take note that an exception has ended the present backward pass, whose end autograd will not announce."""
+        """Take note that an exception has ended the present pass, whose end torch may not announce."""
         self._in_backward = self._scope.open = False
+        self._saving.end()
 
     @unbroken
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -156,6 +159,7 @@ class Hooks:
             if not torch.is_grad_enabled():
                 self._release_all()
 
+    @unbroken
     def _stop_saving(self, module: nn.Module, args: object, output: object) -> None:
         if not self._recomputing():
             self._saving.end()

@@ -74,6 +74,7 @@ class Saving:
 
     def begin(self) -> None:
         """Begin with a forward that autograd records, if it uses weights that come and go."""
+        self.end()  # of a forward that was interrupted: torch may not have said so
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
         if self._weights:
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
