@@ -177,11 +177,12 @@ class Engine(Controls):
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget accumulated gradients. Within an accumulation they are kept, for `step` consumes them; after a backward
-        that no call of `step` has followed, as it failed or was interrupted, the accumulation begins anew.
+        """Forget accumulated gradients. Within an accumulation they are kept, for `step` consumes them. But after a backward
+        that no call of `step` has followed, as it failed or was interrupted, the accumulation begins anew; where boundaries
+        are set by hand, `engine.optimizer.zero_grad()` forgets it.
         """
-        since = self.micro_steps % self.gradient_accumulation_steps() if self._boundary is None else 0
-        if self.optimizer is not None and (self._unstepped or (self._boundary is None and not since)):
+        since = self.micro_steps % self.gradient_accumulation_steps()
+        if self.optimizer is not None and self._boundary is None and (self._unstepped or not since):
             self.optimizer.zero_grad()
             self._unstepped, self.micro_steps = False, self.micro_steps - since
 
