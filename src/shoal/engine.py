@@ -96,10 +96,9 @@ class Engine(Controls):
         try:
             with watched(), self.during("forward"):
                 return self.module(*args, **kwargs)
-        except BaseException:
-            if self.sharded is not None:
-                self.sharded.interrupt()
-            raise
+        finally:
+            for each in () if self.sharded is None else self.sharded.passes:
+                each.stop_saving()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
                  allreduce_gradients: bool = True, release_loss: bool = False) -> Tensor:

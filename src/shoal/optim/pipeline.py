@@ -27,7 +27,6 @@ from functools import partial
 import torch
 
 from shoal.errors import TierError
-from shoal.interrupts import unbroken
 from shoal.optim.foresight import Foresight
 from shoal.optim.stepping import Sweep
 from shoal.optim.views import View
@@ -147,7 +146,6 @@ class Pipeline:
             unit.stepped = False
             unit.stay.let_go()
 
-    @unbroken
     def expect(self, views: Iterable[View]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
         self._foresight.expect(view for view in views if _is_away(view.unit))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from shoal.interrupts import unbroken, uninterrupted
+from shoal.interrupts import uninterrupted
 from shoal.optim.attempt import Attempt
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
@@ -97,7 +97,6 @@ class Within:
         """Take note of whether the step is to be taken as it was attempted, or would have been."""
         self._calm = self._calm + 1 if calm else 0
 
-    @unbroken
     def conclude(self, *, calm: bool) -> None:
         """Let what was attempted stand if the step is `calm`, to be taken as it was, else undo it."""
         self.options = []

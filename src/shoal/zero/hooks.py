@@ -72,7 +72,7 @@ class Hooks:
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
         if self._saving:
-            self._handles.append(self._model.register_forward_hook(self._stop_saving, always_call=True))
+            self._handles.append(self._model.register_forward_hook(self.stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
@@ -108,11 +108,9 @@ class Hooks:
         self._boundary = self._sync = bool
         self.before_backward = lambda: None
 
-    @unbroken
     def interrupt(self) -> None:
-        """Take note that an exception has ended the present pass, whose end torch may not announce."""
+        """Take note that an exception has ended the present backward pass, whose end autograd will not announce."""
         self._in_backward = self._scope.open = False
-        self._saving.end()
 
     @unbroken
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -160,7 +158,8 @@ class Hooks:
                 self._release_all()
 
     @unbroken
-    def _stop_saving(self, module: nn.Module, args: object, output: object) -> None:
+    def stop_saving(self, *hooked: object) -> None:
+        """Look no more at what autograd saves: the forward is over. Torch calls no hook after an interrupt."""
         if not self._recomputing():
             self._saving.end()
 

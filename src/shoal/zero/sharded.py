@@ -151,7 +151,7 @@ class ShardedModel:
         self.passes[0].open()
 
     def interrupt(self) -> None:
-        """Take note that an exception has ended a pass."""
+        """Take note that an exception has ended a backward pass."""
         for each in self.passes:
             each.interrupt()
 
