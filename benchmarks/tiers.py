@@ -3,10 +3,10 @@
     python benchmarks/tiers.py [--path FOLDER] [--rounds 5] [--layers 12] [--dim 640] [--threads 1]
 
 One process, five engines and three replays take turns: no tier, offload to the host, everything on disk, and the bytes of
-an iteration on disk without its arithmetic. A disk's step is taken after backward, clipped; in backward
-(`step_in_backward`), unclipped; or attempted there, ahead of the norm that may clip it. Each batch size is a row: small
-ones are bound by the disk, large ones by arithmetic. Before that processes by themselves train for a while, and their
-memory is held against the estimate.
+an iteration on disk without its arithmetic. A disk's step is attempted in backward, ahead of a norm that then clips none
+(the default); taken there for good (`step_in_backward` true, unclipped); or taken after backward, as it is by default where
+the norm clips it. Each batch size is a row: small ones are bound by the disk, large ones by arithmetic. Before that
+processes by themselves train for a while, and their memory is held against the estimate.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MEBI = 1 << 20
 LEAST = 3
 """Iterations of a turn at least, beside the one before them, which is not counted: it leaves the first its step to take, as
 any iteration of a training does, and as the last leaves its own."""
-DISKS = {"after backward": (False, True), "in backward": (True, False), "ahead of the norm": (True, True)}
-"""The ways with everything on disk: whether backward steps, and whether gradients are clipped."""
+DISKS = {"ahead of the norm": (None, 1e6), "in backward": (True, 0.0), "after backward": (False, 1.0)}
+"""The ways with everything on disk: `step_in_backward`, and the largest norm."""
 PIECES = 8
 """Pieces of state in memory at once: with the default of 4 steps in backward take some 7 % longer here."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
@@ -48,7 +48,7 @@ def main() -> None:
     shoal.init_distributed()
     with progress() as tell, tempfile.TemporaryDirectory(dir=options.path) as folder:
         held = {way: _memory(folder, way, 60, options.dim, options.layers, tell) for way in DISKS}
-        growth = _memory(folder, "after backward", options.steps, 256, 8, tell)
+        growth = _memory(folder, "ahead of the norm", options.steps, 256, 8, tell)
         rows, raw = [], {}
         for tokens in options.tokens:
             found = _turns(options, folder, tokens, tell)
@@ -68,8 +68,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=640, help="its width (640)")
     parser.add_argument("--tokens", type=int, nargs="+", default=(64, 256, 1024),
                         help="tokens of an iteration (64 256 1024)")
-    parser.add_argument("--clipping", type=float, default=1.0,
-                        help="the largest norm (1); above it, attempts of the step ahead of the norm are undone")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute (1)")
     parser.add_argument("--steps", type=int, default=500, help="steps over which memory must be flat (500)")
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/tiers.json)")
@@ -82,12 +80,12 @@ def config(tier: dict[str, Any], clipping: float = 1.0) -> dict[str, Any]:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
 
 
-def on_disk(folder: str, way: str, clipping: float = 1.0) -> dict[str, Any]:
-    """Return the configuration of an engine with everything on disk, in one of the ways; clipped at `clipping` if it is."""
-    disk, (in_backward, clips) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
+def on_disk(folder: str, way: str) -> dict[str, Any]:
+    """Return the configuration of an engine with everything on disk, in one of the ways."""
+    disk, (asked, clipping) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
     return config({"offload_param": {**disk, "buffer_count": 3},
-                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}},
-                  clipping if clips else 0.0)
+                   "offload_optimizer": {**disk, "buffer_count": PIECES,
+                                         **({} if asked is None else {"step_in_backward": asked})}}, clipping)
 
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -130,7 +128,7 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     shape = model.Shape(layers=options.layers, dim=options.dim, heads=options.dim // 64)
     host = {"device": "cpu"}
     configs = {"none": config({}), "host": config({"offload_param": host, "offload_optimizer": host}),
-               **{way: on_disk(folder, way, options.clipping) for way in DISKS}}
+               **{way: on_disk(folder, way) for way in DISKS}}
     engines: dict[str, shoal.Engine] = {}
     for name, given in configs.items():
         torch.manual_seed(0)
@@ -138,8 +136,8 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     sharded = engines["after backward"].sharded
     assert sharded is not None
     units = [unit.layout.size for unit in sharded.units]
-    return engines, {f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward, attempted=clips)
-                     for way, (in_backward, clips) in DISKS.items()}
+    return engines, {f"{way} apart": Replay(folder, units, buffers=3, in_backward=asked is not False, attempted=asked is None)
+                     for way, (asked, _) in DISKS.items()}
 
 
 def settle(engine: shoal.Engine) -> None:
@@ -200,9 +198,8 @@ def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]
-    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipping "
-            f"{options.clipping:g} but 0 where stepped in backward, {options.threads} thread(s), {options.rounds} rounds of "
-            f"turns of about {options.seconds:g} s.")
+    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipped where stepped "
+            f"after backward, {options.threads} thread(s), {options.rounds} rounds of turns of about {options.seconds:g} s.")
     Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, memory),
             targets=tuple(targets), raw=raw).publish(options.out)
 

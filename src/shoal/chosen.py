@@ -31,11 +31,13 @@ class Chosen:
     """How many tensors of a weight's shape it keeps for it."""
     compressing: bool = False
     """Whether it lets state travel as signs."""
+    layerwise: bool = False
+    """Whether its step needs norms of whole parameters."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Chosen:
         return cls(name=type(optimizer).__name__, moments=moments_of(type(optimizer), optimizer.defaults),
-                   compressing=isinstance(optimizer, Compressing))
+                   compressing=isinstance(optimizer, Compressing), layerwise=type(optimizer) in LAYERWISE)
 
 
 def chosen(settings: Config, optimizer: OptimizerSource | None) -> Chosen:

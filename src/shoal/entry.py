@@ -46,7 +46,7 @@ from shoal.pipeline.settings import PipelineSettings
 from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.schema import Config
 from shoal.staged import PipelineEngine
-from shoal.translate import loss_scale_of, plan_of, policy_of, rules_of
+from shoal.translate import attempts_of, loss_scale_of, plan_of, policy_of, rules_of
 from shoal.zero.sharded import ShardedModel
 
 if TYPE_CHECKING:  # slow to import with older torch
@@ -181,8 +181,9 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
         raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
-    place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device)
-    engine.sharded = ShardedModel(model, trained, plan_of(settings, stepping), engine.census, dtypes, place,
+    place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device,
+                      attempted=attempts_of(settings, stepping, engine.mesh, engine.device))
+    engine.sharded = ShardedModel(model, trained, plan_of(settings, stepping, place), engine.census, dtypes, place,
                                   boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
                                   roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
     engine.frozen = Frozen((member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
@@ -210,7 +211,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     if isinstance(inner, Compressing) and not stepping.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
-    rules = rules_of(settings, dtypes, stepping, named=optimizer is None)
+    rules = rules_of(settings, dtypes, Chosen.of(inner), place, named=optimizer is None)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, loss_scale_of(settings), rules)
 
 

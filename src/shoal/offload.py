@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,67 +35,82 @@ class _Wish:
     disk: int
     folder: str
     bytes: int
+    again: int
+    """Of what a step writes: it may rest there beside what was there before."""
     free: int
 
 
 def residence(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter], moments: int, policy: Policy,
-              census: Census, device: torch.device) -> Residence:
+              census: Census, device: torch.device, *, attempted: bool) -> Residence:
     """Return the stores of weights and of optimizer's state for `model`, of which `trained` is stepped with `moments`.
 
-    Raises `TierError` on every rank, naming the ranks and folders, for a folder that is missing, not writable or has too
-    little space for what is to rest in it.
+    Where steps are to be `attempted` what they write needs a second place on disk. Raises `TierError` on every rank, naming
+    the ranks and folders, for a folder that is missing, not writable or has too little space for what is to rest in it; for
+    the second place only if `step_in_backward` asks for it.
     """
     zero = settings.zero_optimization
     found: Residence | None = None
     problem: str | None = None
-    needed: dict[Path, int] = {}
+    once: Mapping[Path, int] = {}
+    again: Mapping[Path, int] = {}
     try:
         weight = open_store(zero.offload_param, settings.aio, device, rank=census.everyone.rank)
         state = open_store(zero.offload_optimizer, settings.aio, device, rank=census.everyone.rank,
                            at_once=zero.sub_group_size)
         found = Residence(device=device, weight=weight, state=state, ratio=zero.offload_optimizer.ratio,
                           near=zero.offload_param.max_in_cpu)
-        needed = _needed(settings, model, set(trained), moments, policy, census.slices, weight, state)
+        once, again = _needed(settings, model, set(trained), moments, policy, census.slices, weight, state)
     except TierError as error:
         problem = str(error).removeprefix(f"rank {census.everyone.rank}: ")
-    _agree(problem, needed, census.everyone)
+    asked = attempted and settings.zero_optimization.offload_optimizer.step_in_backward is not None
+    twice = _agree(problem, once, again, census.everyone, asked=asked)
     assert found is not None
+    found.twice = attempted and twice
     return found
 
 
 def _needed(settings: Config, model: nn.Module, trained: set[nn.Parameter], moments: int, policy: Policy, ranks: int,
-            weight: Store, state: Store) -> dict[Path, int]:
-    """Return the bytes that this rank will put into each folder, beyond what is there already."""
+            weight: Store, state: Store) -> tuple[Mapping[Path, int], Mapping[Path, int]]:
+    """Return the bytes that this rank will put into each folder beyond what is there already, and what steps write of it."""
     zero = settings.zero_optimization
     stepped = sum(p.numel() for p in model.parameters() if p in trained and p.requires_grad)
     whole = sum(p.numel() for p in model.parameters())
     step = state_bytes(zero.stage, int(stepped * zero.offload_optimizer.ratio), ranks, compute=policy.compute,
                        accumulate=policy.accumulate, moments=moments)
     rest = state_bytes(zero.stage, max(0, whole - zero.offload_param.max_in_cpu), ranks, compute=policy.compute)
-    places = 2 if settings.attempts_steps else 1  # of what a step writes
-    needed = Counter[Path]()
-    for store, size in ((weight, places * rest.weight), (state, step.gradient + places * (step.master + step.moments))):
+    once, again = Counter[Path](), Counter[Path]()
+    for store, read, written in ((weight, 0, rest.weight), (state, step.gradient, step.master + step.moments)):
         if isinstance(store, Disk):
-            needed[store.swap.path.parent.parent] += size
+            once[store.swap.path.parent.parent] += read + written
+            again[store.swap.path.parent.parent] += written
     for swap in {store.swap for store in (weight, state) if isinstance(store, Disk)}:
-        needed[swap.path.parent.parent] -= swap.disk_bytes  # a model that was built there moves over
-    return dict(needed)
+        once[swap.path.parent.parent] -= swap.disk_bytes  # a model that was built there moves over
+    return once, again
 
 
-def _agree(problem: str | None, needed: dict[Path, int], communicator: Communicator) -> None:
-    """Raise on every rank what any of them found, or when the ranks of a machine need more than its disk has."""
-    mine = [_Wish(host=socket.gethostname(), disk=folder.stat().st_dev, folder=str(folder), bytes=size,
-                  free=free_bytes(folder)) for folder, size in needed.items()]
+def _agree(problem: str | None, once: Mapping[Path, int], again: Mapping[Path, int], communicator: Communicator, *,
+           asked: bool) -> bool:
+    """Raise on every rank what any of them found, or when the ranks of a machine need more than its disk has.
+
+    Return whether there is room for what steps write to be there twice: at least if that is `asked` for, else if it takes no
+    more than half of what is left, as others want to write there too, checkpoints say.
+    """
+    mine = [_Wish(host=socket.gethostname(), disk=folder.stat().st_dev, folder=str(folder),
+                  bytes=size + (again[folder] if asked else 0), again=0 if asked else again[folder],
+                  free=free_bytes(folder)) for folder, size in once.items()]
     said: list[tuple[str | None, list[_Wish]]] = communicator.gather_objects((problem, mine))
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
     disks: dict[tuple[str, int], list[_Wish]] = {}
+    twice = True
     for wish in (wish for _, wishes in said for wish in wishes):
         disks.setdefault((wish.host, wish.disk), []).append(wish)
     for (host, _), wishes in disks.items():
         size, free = sum(wish.bytes for wish in wishes), wishes[-1].free
+        twice = twice and 2 * sum(wish.again for wish in wishes) <= free - size
         if size > free:
             folders = " and ".join(dict.fromkeys(wish.folder for wish in wishes))
             problems.append(f"nvme_path {folders} on {host}: {size:,} bytes of state are to rest there, "
                             f"and {free:,} are free; make room, give another folder, or shard over more ranks")
     if problems:
         raise TierError("initialize: " + "; ".join(problems))
+    return twice

@@ -234,8 +234,15 @@ class Config(Section):
 
     @property
     def attempts_steps(self) -> bool:
-        """Whether backward begins steps that may have to be undone."""
-        return self.zero_optimization.offload_optimizer.step_in_backward and any(self._decided_on_all_gradients())
+        """Whether backward is to begin steps that may have to be undone; where nothing is said, if it can."""
+        asked = self.zero_optimization.offload_optimizer.step_in_backward
+        return self._undoes_steps if asked is None else asked and any(self._decided_on_all_gradients())
+
+    @property
+    def _undoes_steps(self) -> bool:
+        """Whether all that a step writes rests on disks, where what was there before can stay beside it."""
+        zero = self.zero_optimization
+        return zero.offload_optimizer.device == zero.offload_param.device == "nvme"
 
     def _decided_on_all_gradients(self) -> Iterable[tuple[str, str, str]]:
         """Yield each key by which a step is decided on when all gradients are there, what is known then, and what to do."""
@@ -253,9 +260,7 @@ class Config(Section):
 
     def _against_step_in_backward(self) -> Iterable[Conflict]:
         """Yield what is decided for all gradients together, when backward has stepped some and cannot undo it."""
-        zero = self.zero_optimization
-        undone = zero.offload_optimizer.device == zero.offload_param.device == "nvme"
-        if undone or not zero.offload_optimizer.step_in_backward:
+        if self._undoes_steps or not self.zero_optimization.offload_optimizer.step_in_backward:
             return
         for other, known, fix in self._decided_on_all_gradients():
             yield Conflict(keys=("zero_optimization.offload_optimizer.step_in_backward", other),

@@ -7,15 +7,17 @@ from torch import nn
 
 from shoal.chosen import Chosen
 from shoal.collectives import Communicator
+from shoal.mesh import Mesh
 from shoal.optim.registry import prefers_native
 from shoal.optim.rules import StepRules
 from shoal.precision.averaging import Averaging
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Policy, policy
 from shoal.schema import Config
+from shoal.tier import Residence
 from shoal.zero.sharded import Plan
 
-__all__ = ["loss_scale_of", "plan_of", "policy_of", "rules_of"]
+__all__ = ["attempts_of", "loss_scale_of", "plan_of", "policy_of", "rules_of"]
 
 
 def policy_of(settings: Config, model: nn.Module, stepping: Chosen, data: Communicator) -> Policy:
@@ -31,7 +33,14 @@ def policy_of(settings: Config, model: nn.Module, stepping: Chosen, data: Commun
                   averaging=averaging)
 
 
-def plan_of(settings: Config, stepping: Chosen) -> Plan:
+def attempts_of(settings: Config, stepping: Chosen, mesh: Mesh, device: torch.device) -> bool:
+    """Return whether backward is to attempt steps, if there is room: where the configuration does not say, if it can."""
+    possible = device.type == "cpu" and mesh.size("pipeline") == 1 and not (stepping.layerwise or stepping.compressing)
+    asked = settings.zero_optimization.offload_optimizer.step_in_backward is not None
+    return settings.attempts_steps and (asked or possible)
+
+
+def plan_of(settings: Config, stepping: Chosen, place: Residence) -> Plan:
     """Return how the model is sharded, and how far its weights run ahead."""
     zero = settings.zero_optimization
     param = zero.offload_param
@@ -40,10 +49,14 @@ def plan_of(settings: Config, stepping: Chosen) -> Plan:
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-                in_backward=zero.offload_optimizer.step_in_backward, by_rows=settings.sparse_gradients)
+                in_backward=_in_backward(settings, place), by_rows=settings.sparse_gradients)
 
 
-def rules_of(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool) -> StepRules:
+def _in_backward(settings: Config, place: Residence) -> bool:
+    return place.twice or settings.zero_optimization.offload_optimizer.step_in_backward is True
+
+
+def rules_of(settings: Config, dtypes: Policy, stepping: Chosen, place: Residence, *, named: bool) -> StepRules:
     """Return how a step is taken, by an optimizer that the configuration `named` or by another."""
     overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
@@ -53,7 +66,7 @@ def rules_of(settings: Config, dtypes: Policy, stepping: Chosen, *, named: bool)
                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
                      native=named and prefers_native(settings.optimizer.type, settings.optimizer.params),
                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
-                     in_backward=offload.step_in_backward)
+                     in_backward=_in_backward(settings, place) and not stepping.layerwise, unnoticed=place.twice)
 
 
 def loss_scale_of(settings: Config) -> LossScale:

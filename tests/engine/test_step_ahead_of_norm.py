@@ -181,27 +181,6 @@ def test_both_places_of_what_is_attempted_are_asked_for_before_training(tmp_path
     assert f"{28 * LAYERS * WIDTH * WIDTH:,} bytes of state are to rest there" in said
 
 
-def looked_at(folder: str) -> tuple[str, float]:
-    """Return what is said to who looks at moments that an attempt may have changed, and the step count afterwards."""
-    engine = engine_of(folder)
-    backward(engine)
-    engine.step()
-    assert engine.optimizer is not None
-    state = engine.optimizer.state
-    backward(engine, size=1e9)
-    with pytest.raises(UsageError) as raised:
-        next(iter(state.values()))
-    engine.step()
-    found = next(iter(state.values()))["step"].item()
-    engine.destroy()
-    return str(raised.value), found
-
-
-def test_moments_of_an_attempt_are_not_shown(tmp_path: Path) -> None:
-    said, count = run_ranks(1, looked_at, str(tmp_path))[0]
-    assert "optimizer.state: backward has begun the next step already" in said and count == 2
-
-
 def changed(folder: str | None, when: str, *, size: float) -> list[Tensor]:
     """Train with an option that native code does not take, from `when` on."""
     engine = engine_of(folder) if folder else shoal.initialize(model=Stack(), config={
@@ -222,11 +201,10 @@ def changed(folder: str | None, when: str, *, size: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("size", [1.0, 1e9])
 def test_an_option_that_changes_after_a_step_was_decided_on_is_none_of_it(size: float, tmp_path: Path) -> None:
-    """Between backward and step it is the next step's where backward may step, else this one's; after a step the next's."""
-    after, plain = (run_ranks(1, changed, folder, "after", size=size)[0] for folder in (str(tmp_path), None))
-    assert all(map(torch.equal, after, plain))
-    between = run_ranks(1, changed, str(tmp_path), "between", size=size)[0]
-    assert all(map(torch.equal, between, plain))
+    """Between backward and step it is this step's, attempted or not; after a step the next one's."""
+    for when in ("after", "between"):
+        attempted, plain = (run_ranks(1, changed, folder, when, size=size)[0] for folder in (str(tmp_path), None))
+        assert all(map(torch.equal, attempted, plain)), when
 
 
 class Interrupted(Stack):

@@ -33,9 +33,11 @@ class Brought(Mapping[Tensor, dict[str, Any]]):
         return {kind: _brought(view, kind, value) for kind, value in state.items()}
 
     def __iter__(self) -> Iterator[Tensor]:
+        self._settle()
         return iter(self._state)
 
     def __len__(self) -> int:
+        self._settle()
         return len(self._state)
 
 

@@ -30,6 +30,8 @@ class StepRules:
     """Pieces that may still be on their way back meanwhile."""
     in_backward: bool = False
     """Step a unit while backward goes on with others, as soon as its gradient is there."""
+    unnoticed: bool = False
+    """Nobody may notice that such a step has begun, before `step`."""
     waiting: int = WRITE_AHEAD
     """Bytes of such units that may be in memory at once."""
 
@@ -39,6 +41,8 @@ class StepRules:
         return self.clipping > 0 or self.check_overflow
 
     @property
-    def decides_afterwards(self) -> bool:
-        """Whether it takes all gradients to know that a step is to be taken, and how far."""
-        return self.measures or not self.unused
+    def attempted(self) -> bool:
+        """Whether what backward steps may have to be undone: it takes all gradients to know that a step is to be taken, and
+        how far; or somebody may look.
+        """
+        return self.measures or not self.unused or self.unnoticed

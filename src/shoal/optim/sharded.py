@@ -26,7 +26,7 @@ from shoal.optim.onebit import SignedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
-from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, options_of, settle
+from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, settle
 from shoal.optim.views import Views
 from shoal.optim.within import Within
 from shoal.optim.written import Written
@@ -126,7 +126,7 @@ class ShardedOptimizer:
                              f"engine.backward(loss) on the output of the engine since the last step")
         if not self._joined:
             return self._stand_still()
-        options = self._within.options or options_of(self.optimizer)
+        options = self._within.options
         verdict = self._judge(units)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
@@ -170,7 +170,7 @@ class ShardedOptimizer:
 
     def _show(self) -> None:
         """Have the state be that of the last step, for somebody to look at."""
-        self.refuse_begun("optimizer.state")
+        self.retract("optimizer.state")
         self.settle()
 
     def _stand_still(self) -> bool:
@@ -212,9 +212,13 @@ class ShardedOptimizer:
         """Return the context of a backward pass that may step units whose gradient it has finished (within.py)."""
         return self._within.context(self._factor(None, self.scaler.value))
 
-    def refuse_begun(self, call: str) -> None:
-        """Raise `UsageError` from `call` while backward has begun a step that `step` has yet to finish."""
+    def retract(self, call: str) -> None:
+        """Undo what backward has attempted of the next step, for `call`, which comes before it.
+
+        Raises `UsageError` if it has begun that for good.
+        """
         self._check()
+        self._within.retract()
         if self.begun:
             raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
                              f"engine.step() first, once after each backward that ends an accumulation")
@@ -229,7 +233,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated, but for those of a step that is owed."""
-        self.refuse_begun("zero_grad")
+        self.retract("zero_grad")
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would bring weights
             for unit in self._model.trainable:
                 if unit.gradient is not None and unit.owed is None:

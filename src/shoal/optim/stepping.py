@@ -28,7 +28,7 @@ from shoal.tier.streams import upload
 from shoal.zero.state import WHOLE_STEP, State, Use
 
 __all__ = ["Options", "Stepping", "Sweep", "by_native", "by_optimizer", "by_signs", "fits", "is_native", "is_plain",
-           "is_unhooked", "moments_of", "options_of", "rounding", "settle"]
+           "is_unhooked", "moments_of", "options_of", "rounding", "same_options", "settle"]
 
 Options = list[dict[str, Any]]
 """The options of each group when the step was decided on: a schedule may have changed them since."""
@@ -82,6 +82,13 @@ def _set(optimizer: Optimizer, options: Options) -> Generator[None]:
     finally:
         for group, now in zip(optimizer.param_groups, since, strict=False):
             group.update(now)
+
+
+def same_options(some: Options, others: Options) -> bool:
+    """Whether two steps have the same options."""
+    return len(some) == len(others) and all(
+        one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        for one, other in zip(some, others, strict=True))
 
 
 def _same(one: object, other: object) -> bool:

@@ -1,7 +1,8 @@
 """A step that begins within backward: units are stepped while backward makes the gradients of others.
 
-    certain     nothing is decided about all gradients together: what backward steps is stepped
-    attempted   a step may yet be clipped, or skipped: it is taken as if it would not be, and undone if it is
+    certain     nothing is decided about all gradients together, and nobody looks before `step`: what is stepped, stays so
+    attempted   the step is taken as if it would be neither clipped nor skipped, and undone if it is, if options have changed
+                since, or if anybody asks for weights or state before `step`
 
 An attempt that is undone costs more than it would have saved. So one is made only after a *calm* step, which was neither
 clipped nor skipped; after one that was undone, of more such steps in a row. Only units that can be undone are attempted
@@ -15,11 +16,11 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from shoal.interrupts import uninterrupted
+from shoal.interrupts import unbroken, uninterrupted
 from shoal.optim.attempt import Attempt
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
-from shoal.optim.stepping import Options, Stepping, Sweep, is_native, options_of
+from shoal.optim.stepping import Options, Stepping, Sweep, is_native, options_of, same_options
 from shoal.optim.views import View, Views
 from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
@@ -36,8 +37,6 @@ class Within:
 
     def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, rules: StepRules, pipeline: Pipeline,
                  step: Stepping):
-        self.options: Options = []
-        """The options of a step that `engine.backward` may have begun: those of when it did."""
         self._model = model
         self._views = views
         self._optimizer = optimizer
@@ -45,6 +44,8 @@ class Within:
         self._pipeline = pipeline
         self._step = step
         self._factor = 1.0
+        self._options: Options = []  # of when the last backward began that may step
+        self._offers = False  # whether what it finishes is taken
         self._attempt = Attempt(optimizer)
         self._calm = 0  # steps in a row that were neither clipped nor skipped
         self._wanted = 1  # of them before an attempt: twice as many after one that was undone, half after one that stood
@@ -56,6 +57,11 @@ class Within:
         """Whether backward has begun the next step."""
         return any(unit.stepped for unit in self._model.trainable)
 
+    @property
+    def options(self) -> Options:
+        """The options of the next step: as they are now, or were when the backward began that may step for good."""
+        return (not self._rules.attempted and self._options) or options_of(self._optimizer)
+
     @contextmanager
     def context(self, factor: float) -> Generator[None]:
         """Let the backward pass of the context step units whose gradient, times `factor`, it has finished.
@@ -63,8 +69,8 @@ class Within:
         The pass ends an accumulation, reduces, and is the only one before `step`. An exception within it undoes what was
         attempted; a certain step that had begun is one that was taken in part.
         """
-        self.options, self._factor = options_of(self._optimizer), factor
-        if self._rules.decides_afterwards and self._calm < self._wanted:
+        self._options, self._factor = options_of(self._optimizer), factor
+        if self._rules.attempted and self._calm < self._wanted:
             yield
             return
         with uninterrupted(), self._offered():
@@ -78,19 +84,19 @@ class Within:
             assert view.unit.gradient is not None
             self._of[view.unit.gradient][1].append(view)
         self._pipeline.expect(view for gradient in self._taken if gradient in self._of for view in self._of[gradient][1])
-        self._taken = []
+        self._taken, self._offers = [], True
         self._model.offer(self._take)
         try:
             yield
         except BaseException as error:
             self._pipeline.expect(())
-            if self._attempt.begun:
-                self.conclude(calm=False)
-            elif self.begun:
+            self.retract()
+            if self.begun:
                 self._pipeline.fail(error, self._model.trainable)
             raise
         finally:
             self._model.offer(None)
+            self._offers = False
             self._pipeline.expect(())
 
     def judged(self, *, calm: bool) -> None:
@@ -98,19 +104,26 @@ class Within:
         self._calm = self._calm + 1 if calm else 0
 
     def conclude(self, *, calm: bool) -> None:
-        """Let what was attempted stand if the step is `calm`, to be taken as it was, else undo it."""
-        self.options = []
-        if self._attempt.begun and calm:
+        """Let what was attempted stand if the step is `calm`, and its options are those of the attempt; else undo it."""
+        if calm and self._attempt.begun and same_options(self._options, options_of(self._optimizer)):
             self._wanted = max(1, self._wanted // 2)
             self._attempt.accept()
-        elif self._attempt.begun:
-            self._wanted = min(LONGEST, 2 * self._wanted)
-            try:
-                self._pipeline.give_up(self._model.trainable)
-                self._attempt.undo()
-            except BaseException as error:
-                self._pipeline.fail(error, self._model.trainable)
-                raise
+        self.retract()
+        self._options = []
+
+    @unbroken
+    def retract(self) -> None:
+        """Undo what was attempted, whenever that is; the rest of a backward under way steps nothing more."""
+        if not self._attempt.begun:
+            return
+        self._calm, self._wanted, self._offers = 0, min(LONGEST, 2 * self._wanted), False
+        try:
+            self._pipeline.expect(())
+            self._pipeline.give_up(self._model.trainable)
+            self._attempt.undo()
+        except BaseException as error:
+            self._pipeline.fail(error, self._model.trainable)
+            raise
 
     def _take(self, gradient: Gradient) -> bool:
         """Step the unit of `gradient`, the sum over the ranks, if nothing in this backward can need its weights any more.
@@ -124,14 +137,14 @@ class Within:
         whole = gradient.addend.touched == (1 << len(unit.members)) - 1
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released))
-        beside = done and self._rules.native and is_native(self._optimizer, views, self.options)
-        attempted = self._rules.decides_afterwards
-        if not done or (attempted and not (beside and self._attempt.begin(unit, views))):
+        beside = done and self._rules.native and is_native(self._optimizer, views, self._options)
+        attempted = self._rules.attempted
+        if not (done and self._offers) or (attempted and not (beside and self._attempt.begin(unit, views, self.retract))):
             unit.stay.let_go()
             return False
         if self._rules.measures:
             gradient.norm()  # while it is in memory
         self._taken.append(gradient)
-        sweep = Sweep(step=self._step, factor=self._factor, options=self.options, attempted=attempted)
+        sweep = Sweep(step=self._step, factor=self._factor, options=self._options, attempted=attempted)
         self._pipeline.take(unit, views, sweep, beside=beside)
         return True

@@ -61,15 +61,14 @@ class Pages:
         cannot.
         """
         source, target = self.address + start, other.address + at
-        library = _library()
+        library = _library(held=True)
         if library.mremap(source, size, size, _MOVED, target) != target:
             return False
         # The memory left behind still counts from where it once was; new memory joins what is around it, and a process
         # may have only so many parts.
         library.mmap(source, size, mmap.PROT_READ | mmap.PROT_WRITE, _KIND | _FIXED, -1, 0)
         if self._large:
-            with suppress(OSError):
-                _advise(source, size, _HUGE)
+            library.madvise(source, size, _HUGE)  # fails where a kernel has none
         return True
 
     def drop(self, start: int, stop: int) -> None:
@@ -86,16 +85,18 @@ def whole_pages(size: int) -> int:
 
 def _advise(address: int, size: int, advice: int) -> None:
     """Call madvise without holding the interpreter, which mmap's own method does."""
-    if _library().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
+    if _library().madvise(address, size, advice):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
+def _library(*, held: bool = False) -> ctypes.CDLL:
+    """Return the system's library, whose calls let the interpreter go on; or are over sooner than that, if it is `held`."""
+    library = (ctypes.PyDLL if held else ctypes.CDLL)(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mremap.argtypes = (address, size, size, number, address)
     library.mmap.argtypes = (address, size, number, number, number, size)
     library.mremap.restype = library.mmap.restype = address
+    library.madvise.argtypes = (address, size, number)
     return library

@@ -36,6 +36,8 @@ class Residence:
     """The share of the elements whose optimizer's state rests in `state`; the others' stays on the compute device."""
     near: int = 0
     """Elements of weights that stay in the host's memory where `weight` is a disk."""
+    twice: bool = False
+    """Whether what a step writes may rest there beside what was there before."""
     lanes: Lanes = field(default_factory=Lanes)
     _seen: int = field(default=0, init=False)
     _away: int = field(default=0, init=False)

@@ -77,12 +77,14 @@ class OffloadOptimizer(Section):
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """The share of the elements that rest there; the state of the other units stays on the compute device."""
 
-    step_in_backward: Switch = False
-    """Step each block as soon as backward has reduced its gradient, wherever its state rests; from a disk fewer bytes move
-    then, or more evenly. The weights change before `engine.step()`, which finishes the step, and the one backward of it is
-    `engine.backward(loss)`. Where a step may be clipped or skipped (`gradient_clipping`, fp16, bf16 with overflow checks)
-    it asks for weights and state on disks: after a step that was neither, the next is attempted, and undone if it should
-    not have been; that takes their place on the disk twice. Asks for a model that computes on the host. (Ours.)"""
+    step_in_backward: Switch | None = None
+    """Step each block as soon as backward has reduced its gradient: from a disk fewer bytes move then, and more evenly.
+    null: attempt it where weights and state rest on disks that have room for both outcomes, and the model computes on the
+    host. What was attempted is undone if the step turns out to be clipped or skipped, or if anybody looks before
+    `engine.step()`; an attempt is made after a step that was neither. false: never, and state takes its place on the disk
+    once. true: the same where a step may be clipped or skipped (`gradient_clipping`, fp16, bf16 with overflow checks), but
+    elsewhere for good, wherever state rests: weights change before `engine.step()` then, and the one backward of a step is
+    `engine.backward(loss)`. (Ours.)"""
 
     published: ClassVar[Mapping[str, Published]] = {
         "fast_init": inert("start the files faster", False, True, reason="new state is zeros, which are never written"),

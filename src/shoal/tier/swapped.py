@@ -216,14 +216,15 @@ class Swapped:
         chunk.present = chunk.dirty = False
         chunk.error = None
 
-    def attempt(self) -> None:
-        """From now on keep what the file holds beside what is committed, until `accept` or `undo`.
-
-        Raises `TierError` when the disk has no room for both.
-        """
+    def double(self) -> None:
+        """Have room for what an attempt writes, beside what is there; raises `TierError` when the disk has none."""
         if not self._extents[1:]:
             for chunk, copy in zip(self._chunks, self._place(), strict=True):
                 chunk.spare = copy
+
+    def attempt(self) -> None:
+        """From now on keep what the file holds beside what is committed, until `accept` or `undo`; there is room for it."""
+        assert all(chunk.spare is not None for chunk in self._chunks), f"{self._name}: attempted without room"
         self._attempting = True
         for chunk in self._chunks:
             self._save(chunk)

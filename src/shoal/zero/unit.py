@@ -73,6 +73,8 @@ class Unit:
     """Whether an engine may take the parameters over."""
     stepped = False
     """Backward has begun its step already, which the engine's `step` will finish."""
+    undo: Callable[[], None] | None = None
+    """Undoes such a step, if it is only attempted: somebody wants what was there before."""
     pins = 0
     """How many contexts keep the unit gathered."""
     held = False
@@ -186,6 +188,7 @@ class Unit:
 
     def fetch(self) -> None:
         """Start bringing what rests on this rank, if the weights are released; what is owed comes by its step."""
+        self.retract()
         self.expected = self.owed is not None
         if self.phase is Phase.RELEASED and self.owed is None:
             assert self._memory is not None
@@ -206,6 +209,7 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
+        self.retract()
         if self.owed is not None and self._is_gathered_by_ranks:
             self.owed()
         self.fetch()
@@ -350,8 +354,14 @@ class Unit:
         for now, before in self.copies:
             before.copy_(now)
 
+    def retract(self) -> None:
+        """Undo the step that backward has begun, if it can be."""
+        if self.stepped and self.undo is not None:
+            self.undo()
+
     def check(self) -> None:
-        """Raise `UsageError` while the weights are ahead of the others': nobody may read them."""
+        """Have the weights be as old as the others'; raise `UsageError` where backward has stepped them for good."""
+        self.retract()
         if self.stepped:
             raise stepped_error(self.name, self.communicator.rank)
 
