@@ -136,8 +136,9 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     sharded = engines["after backward"].sharded
     assert sharded is not None
     units = [unit.layout.size for unit in sharded.units]
-    return engines, {f"{way} apart": Replay(folder, units, buffers=3, in_backward=asked is not False, attempted=asked is None)
-                     for way, (asked, _) in DISKS.items()}
+    return engines, {
+        f"{way} apart": Replay(folder, units, buffers=3, in_backward=asked is not False, attempted=asked is None)
+        for way, (asked, _) in DISKS.items()}
 
 
 def settle(engine: shoal.Engine) -> None:
@@ -198,8 +199,9 @@ def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
                measured=growth["after all steps"] / growth["after 50 steps"]),
     ]
-    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipped where stepped "
-            f"after backward, {options.threads} thread(s), {options.rounds} rounds of turns of about {options.seconds:g} s.")
+    note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipped where "
+            f"stepped after backward, {options.threads} thread(s), {options.rounds} rounds of turns of about "
+            f"{options.seconds:g} s.")
     Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, memory),
             targets=tuple(targets), raw=raw).publish(options.out)
 

@@ -209,7 +209,6 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
-        self.retract()
         if self.owed is not None and self._is_gathered_by_ranks:
             self.owed()
         self.fetch()
