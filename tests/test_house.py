@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ground": ("version", "errors", "interrupts", "log", "nested"),
     "configuration": ("config",),
     "names": ("registry", "discovery", "cut", "fingerprint", "topology"),
-    "machine": ("board", "halves", "native", "process_memory", "reduction"),
+    "machine": ("board", "halves", "memory_left", "native", "process_memory", "reduction"),
     "compression": ("signs",),
     "record": ("recording",),
     "tiers": ("tier",),

@@ -53,7 +53,8 @@ class Case:
         zero: dict[str, Any] = {"stage": 3, "stage3_prefetch_bucket_size": 1}  # one unit ahead
         if self.path is not None:
             disk = {"device": "nvme", "nvme_path": str(self.path)}
-            zero |= {"offload_param": disk | {"buffer_count": 3}, "offload_optimizer": disk | {"buffer_count": 4}}
+            state = disk | {"buffer_count": 4, "step_in_backward": False}  # which is faster, and takes another 100 MB
+            zero |= {"offload_param": disk | {"buffer_count": 3}, "offload_optimizer": state}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 1.0,

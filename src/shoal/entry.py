@@ -34,7 +34,7 @@ from shoal.frozen import Frozen
 from shoal.log import logger, warn_once
 from shoal.lost import missing, named
 from shoal.mesh import Mesh
-from shoal.offload import residence
+from shoal.offload import residence, spares_memory
 from shoal.optim.compressing import Compressing
 from shoal.optim.groups import Groups
 from shoal.optim.masks import check_masks, warn_of_masks
@@ -211,6 +211,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     if isinstance(inner, Compressing) and not stepping.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
+    place.twice &= spares_memory(settings, engine.sharded, stepping.moments, dtypes)
     rules = rules_of(settings, dtypes, Chosen.of(inner), place, named=optimizer is None)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, loss_scale_of(settings), rules)
 

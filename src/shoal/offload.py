@@ -17,14 +17,20 @@ from torch import nn
 from shoal.collectives import Communicator
 from shoal.errors import TierError
 from shoal.holders import Census
+from shoal.memory_left import memory_left
 from shoal.precision.policy import Policy
 from shoal.schema import Config
 from shoal.tier import Disk, Residence, Store
-from shoal.tier.opening import open_store
+from shoal.tier.opening import WRITE_AHEAD, open_store
 from shoal.tier.place import free_bytes
+from shoal.tier.swapped import CHUNK
 from shoal.zero.placement import state_bytes
+from shoal.zero.sharded import ShardedModel
+from shoal.zero.working import working
 
-__all__ = ["residence"]
+__all__ = ["residence", "spares_memory"]
+
+_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +69,27 @@ def residence(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter
     except TierError as error:
         problem = str(error).removeprefix(f"rank {census.everyone.rank}: ")
     asked = attempted and settings.zero_optimization.offload_optimizer.step_in_backward is not None
-    twice = _agree(problem, once, again, census.everyone, asked=asked)
+    twice, neighbours = _agree(problem, once, again, census.everyone, asked=asked)
     assert found is not None
-    found.twice = attempted and twice
+    found.twice, found.neighbours = attempted and twice, neighbours
     return found
+
+
+def spares_memory(settings: Config, model: ShardedModel, moments: int, policy: Policy) -> bool:
+    """Return whether attempts may take the memory that they take more.
+
+    They may if it is asked for, or at most a `_SHARE` of what is left, for all ranks of this machine: what their scripts
+    take beside, activations first of all, is not known.
+    """
+    zero, left = settings.zero_optimization, memory_left()
+    if zero.offload_optimizer.step_in_backward is not None or left is None:
+        return True
+    attempted, plain = (working(
+        [unit.layout.size for unit in model.trainable], zero.stage, model.census.slices, compute=policy.compute,
+        accumulate=policy.accumulate, moments=moments, weights_away=True, state_away=True, window=zero.offload_param.buffer_count,
+        pieces=zero.offload_optimizer.buffer_count, piece=min(zero.sub_group_size, CHUNK), write_ahead=WRITE_AHEAD,
+        in_backward=within, attempted=within).total for within in (True, False))
+    return (attempted - plain) * model.residence.neighbours <= _SHARE * left
 
 
 def _needed(settings: Config, model: nn.Module, trained: set[nn.Parameter], moments: int, policy: Policy, ranks: int,
@@ -89,20 +112,22 @@ def _needed(settings: Config, model: nn.Module, trained: set[nn.Parameter], mome
 
 
 def _agree(problem: str | None, once: Mapping[Path, int], again: Mapping[Path, int], communicator: Communicator, *,
-           asked: bool) -> bool:
+           asked: bool) -> tuple[bool, int]:
     """Raise on every rank what any of them found, or when the ranks of a machine need more than its disk has.
 
-    Return whether there is room for what steps write to be there twice: at least if that is `asked` for, else if it takes no
-    more than half of what is left, as others want to write there too, checkpoints say.
+    Return whether there is room for what steps write to be there twice (at least if that is `asked` for, else if it takes no
+    more than half of what is left, as others want to write there too, checkpoints say), and how many ranks are on this
+    machine.
     """
     mine = [_Wish(host=socket.gethostname(), disk=folder.stat().st_dev, folder=str(folder),
                   bytes=size + (again[folder] if asked else 0), again=0 if asked else again[folder],
                   free=free_bytes(folder)) for folder, size in once.items()]
-    said: list[tuple[str | None, list[_Wish]]] = communicator.gather_objects((problem, mine))
-    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+    here = socket.gethostname()
+    said: list[tuple[str | None, str, list[_Wish]]] = communicator.gather_objects((problem, here, mine))
+    problems = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(said) if text is not None]
     disks: dict[tuple[str, int], list[_Wish]] = {}
     twice = True
-    for wish in (wish for _, wishes in said for wish in wishes):
+    for wish in (wish for _, _, wishes in said for wish in wishes):
         disks.setdefault((wish.host, wish.disk), []).append(wish)
     for (host, _), wishes in disks.items():
         size, free = sum(wish.bytes for wish in wishes), wishes[-1].free
@@ -113,4 +138,4 @@ def _agree(problem: str | None, once: Mapping[Path, int], again: Mapping[Path, i
                             f"and {free:,} are free; make room, give another folder, or shard over more ranks")
     if problems:
         raise TierError("initialize: " + "; ".join(problems))
-    return twice
+    return twice, [host for _, host, _ in said].count(here)

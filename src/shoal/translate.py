@@ -49,11 +49,7 @@ def plan_of(settings: Config, stepping: Chosen, place: Residence) -> Plan:
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-                in_backward=_in_backward(settings, place), by_rows=settings.sparse_gradients)
-
-
-def _in_backward(settings: Config, place: Residence) -> bool:
-    return place.twice or settings.zero_optimization.offload_optimizer.step_in_backward is True
+                in_backward=bool(zero.offload_optimizer.step_in_backward) or place.twice, by_rows=settings.sparse_gradients)
 
 
 def rules_of(settings: Config, dtypes: Policy, stepping: Chosen, place: Residence, *, named: bool) -> StepRules:
@@ -61,12 +57,14 @@ def rules_of(settings: Config, dtypes: Policy, stepping: Chosen, place: Residenc
     overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
+    native = named and prefers_native(settings.optimizer.type, settings.optimizer.params)
     return StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
                      or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
-                     native=named and prefers_native(settings.optimizer.type, settings.optimizer.params),
+                     native=native,
                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
-                     in_backward=_in_backward(settings, place) and not stepping.layerwise, unnoticed=place.twice)
+                     in_backward=offload.step_in_backward or (place.twice and native and not stepping.layerwise),
+                     unnoticed=place.twice)
 
 
 def loss_scale_of(settings: Config) -> LossScale:

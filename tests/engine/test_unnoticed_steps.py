@@ -18,7 +18,9 @@ import shoal
 from shoal import offload
 from shoal.optim.attempt import Attempt
 from shoal.testing import run_ranks
+from shoal.tier.opening import WRITE_AHEAD
 from shoal.tier.swap import Swap
+from shoal.zero.working import working
 
 from .test_step_in_backward import ALL, Block, Detached, InPart, loss_of, model_of, stepped, weights
 
@@ -215,22 +217,37 @@ def test_an_engine_that_is_destroyed_before_step_leaves_the_weights_of_the_last_
 # Where there is no room
 
 
-def attempts(folder: str, free: int) -> list[bool]:
-    """Return which units backward attempts on a disk with `free` bytes."""
+def attempts(folder: str, free: int, left: int) -> list[bool]:
+    """Return which units backward attempts where a disk has `free` bytes, and the memory `left`."""
     offload.free_bytes = lambda path: free
+    offload.memory_left = lambda: left
     engine = engine_of(folder, 3, None)
-    for number in range(2):
-        engine.backward(loss_of(engine, number))
-        found = stepped(engine)
-        engine.step()
+    engine.backward(loss_of(engine))
+    engine.step()
+    engine.backward(loss_of(engine))
+    found = stepped(engine)
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize(("left", "attempted"), [(2 * 12, True), (2 * 12 - 1, False)])
-def test_attempts_take_at_most_half_of_what_is_left_of_the_disk(left: int, attempted: bool, tmp_path: Path) -> None:
-    elements = sum(parameter.numel() for parameter in model_of().parameters())
-    assert run_ranks(1, attempts, str(tmp_path), (16 + left) * elements)[0] == [attempted] * UNITS
+ELEMENTS = [parameter.numel() for parameter in model_of().parameters()]
+
+
+@pytest.mark.parametrize(("free", "attempted"), [(2 * 12, True), (2 * 12 - 1, False)])
+def test_attempts_take_at_most_half_of_what_is_left_of_the_disk(free: int, attempted: bool, tmp_path: Path) -> None:
+    found = run_ranks(1, attempts, str(tmp_path), (16 + free) * sum(ELEMENTS), 1 << 40)
+    assert found == [[attempted] * UNITS]
+
+
+def test_attempts_take_at_most_an_eighth_of_what_is_left_of_memory(tmp_path: Path) -> None:
+    """What they take more are pieces of the step beside backward, and the weights of units that wait for theirs."""
+    units = [ELEMENTS[0] + ELEMENTS[1], *ELEMENTS[2:]]
+    attempted, plain = (working(units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_away=True,
+                                state_away=True, window=2, pieces=2, write_ahead=WRITE_AHEAD, in_backward=within,
+                                attempted=within).total for within in (True, False))
+    assert attempted > plain
+    for left, some in ((8 * (attempted - plain), True), (8 * (attempted - plain) - 1, False)):
+        assert run_ranks(1, attempts, str(tmp_path), 1 << 40, left) == [[some] * UNITS]
 
 
 def filled(folder: str, within: bool | None) -> tuple[list[bool], list[Tensor]]:

@@ -38,6 +38,8 @@ class Residence:
     """Elements of weights that stay in the host's memory where `weight` is a disk."""
     twice: bool = False
     """Whether what a step writes may rest there beside what was there before."""
+    neighbours: int = 1
+    """Ranks on this machine."""
     lanes: Lanes = field(default_factory=Lanes)
     _seen: int = field(default=0, init=False)
     _away: int = field(default=0, init=False)
