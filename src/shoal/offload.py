@@ -86,9 +86,10 @@ def spares_memory(settings: Config, model: ShardedModel, moments: int, policy: P
         return True
     attempted, plain = (working(
         [unit.layout.size for unit in model.trainable], zero.stage, model.census.slices, compute=policy.compute,
-        accumulate=policy.accumulate, moments=moments, weights_away=True, state_away=True, window=zero.offload_param.buffer_count,
-        pieces=zero.offload_optimizer.buffer_count, piece=min(zero.sub_group_size, CHUNK), write_ahead=WRITE_AHEAD,
-        in_backward=within, attempted=within).total for within in (True, False))
+        accumulate=policy.accumulate, moments=moments, weights_away=True, state_away=True,
+        window=zero.offload_param.buffer_count, pieces=zero.offload_optimizer.buffer_count,
+        piece=min(zero.sub_group_size, CHUNK), write_ahead=WRITE_AHEAD, in_backward=within, attempted=within).total
+        for within in (True, False))
     return (attempted - plain) * model.residence.neighbours <= _SHARE * left
 
 
