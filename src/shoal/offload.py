@@ -71,7 +71,7 @@ def residence(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter
     asked = attempted and settings.zero_optimization.offload_optimizer.step_in_backward is not None
     twice, neighbours = _agree(problem, once, again, census.everyone, asked=asked)
     assert found is not None
-    found.twice, found.neighbours = attempted and twice, neighbours
+    found.twice, found.again, found.neighbours = attempted and twice, {} if asked else again, neighbours
     return found
 
 

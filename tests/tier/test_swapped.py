@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.errors import TierError
 from shoal.tier.pages import PAGE
 from shoal.tier.span import DONE, Kept, Span, Whole
 from shoal.tier.swap import Swap
@@ -73,7 +74,8 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
         span, plain, held = Swapped(swap, size, torch.float32, "w", part=part, chunk=CHUNK), torch.zeros(size), list[Hold]()
         readers, before = list[Hold](), list[Tensor]()  # holds of before an attempt, and what that may come back to
         for step in range(1, data.draw(st.integers(1, 16), "steps")):
-            match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard", "attempt", "end", "end"))):
+            match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard", "attempt", "end", "end",
+                                               "reclaim"))):
                 case "fetch":
                     held.append(fetched(data, span, plain, held, value=step))
                 case "change" if held:
@@ -87,7 +89,13 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
                 case "discard" if not (held or readers or before):
                     span.discard()
                     plain.zero_()
+                case "reclaim":
+                    swap.reclaim()
                 case "attempt" if not (before or any(hold.changed for hold in held)):
+                    span.double()
+                    if data.draw(st.booleans(), "given up"):
+                        span.single()
+                        continue
                     span.attempt()
                     before.append(plain.clone())
                     readers, held = readers + held, []
@@ -164,6 +172,7 @@ def test_an_attempt_is_undone_to_what_only_memory_held(swap: Swap, writes: Gate)
             span.tensor[:CHUNK] = -1
             span.commit(0, CHUNK)  # somebody has it in use yet: it is not written
     writes.open.clear()
+    span.double()
     span.attempt()
     arriving = span.fetch(0, CHUNK)
     assert not arriving.done, "to change it now would change what is being written"
@@ -182,6 +191,7 @@ def test_an_attempt_writes_what_it_changed_to_one_second_place(swap: Swap) -> No
     span = filled(swap)
     for number in range(1, 4):
         before = swap.written_bytes
+        span.double()
         span.attempt()
         span.fetch(0, CHUNK).wait()
         span.tensor[:CHUNK] += 1
@@ -192,6 +202,36 @@ def test_an_attempt_writes_what_it_changed_to_one_second_place(swap: Swap) -> No
     assert torch.equal(span.tensor, torch.cat([numbers(span)[:CHUNK] + 1, numbers(span)[CHUNK:]]))
     span.commit(changed=False)
     span.close()
+    assert swap.disk_bytes == 0
+
+
+def test_second_places_go_to_whoever_has_none(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
+    span, other = filled(swap), Swapped(swap, 4 * CHUNK, torch.float32, "another", chunk=CHUNK)
+    span.double()
+    other.double()
+    size, held = swap.path.stat().st_size, swap.disk_bytes
+    span.attempt()
+    span.fetch(0, CHUNK).wait()
+    span.tensor[:CHUNK] += 1
+    span.commit(0, CHUNK).wait()
+    span.accept()
+
+    def full(bytes: int, name: str) -> None:
+        raise TierError("the disk is full")
+
+    monkeypatch.setattr(swap, "_reserve", full)
+    third = Swapped(swap, 3 * CHUNK, torch.float32, "a third", chunk=CHUNK)  # where second places of `span` were
+    assert (swap.path.stat().st_size, swap.disk_bytes) == (size, held - PAGE)
+    with pytest.raises(TierError, match="the disk is full"):
+        Swapped(swap, 4 * CHUNK, torch.float32, "a fourth", chunk=CHUNK)  # an attempt of `other` is about to begin
+    other.single()
+    swap.reclaim()
+    assert swap.path.stat().st_size < size
+    span.fetch().wait()
+    assert torch.equal(span.tensor, torch.cat([numbers(span)[:CHUNK] + 1, numbers(span)[CHUNK:]]))
+    span.commit(changed=False)
+    for each in (span, other, third):
+        each.close()
     assert swap.disk_bytes == 0
 
 

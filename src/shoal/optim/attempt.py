@@ -5,12 +5,15 @@
     undo     the state is what it was, bit for bit
 
 Only what rests on a disk has room for both, so units of which anything that the step writes rests elsewhere are not
-attempted; nor is any more once the disk has none.
+attempted; nor is any more once the disk has none. What the optimizer itself holds of a view, step counts and the like, is
+changed in a copy until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +22,7 @@ from torch.optim import Optimizer
 from shoal.errors import TierError
 from shoal.log import logger
 from shoal.optim.views import View
-from shoal.tier import Swapped, on_disk
+from shoal.tier import Residence, Swapped, on_disk
 from shoal.zero.unit import Unit
 
 __all__ = ["Attempt"]
@@ -28,20 +31,22 @@ __all__ = ["Attempt"]
 class Attempt:
     """Steps of units by `optimizer` that may yet be undone."""
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: Optimizer, place: Residence):
         self._optimizer = optimizer
+        self._place = place
         self._spans: list[Swapped] = []
         self._moments: dict[Unit, set[str]] = {}
-        self._scalars: list[tuple[View, dict[str, Any]]] = []
-        self._no_room = False
+        self._states: dict[Tensor, tuple[View, dict[str, Any]]] = {}  # by the views' parameters
+        self._changing = threading.Lock()  # of states, which the thread that steps changes too
+        self._no_room: bool | None = None  # not known before the first attempt
 
     @property
     def begun(self) -> bool:
         """Whether steps were begun that are neither accepted nor undone."""
         return bool(self._moments)
 
-    def begin(self, unit: Unit, views: Sequence[View], undo: Callable[[], None]) -> bool:
-        """Prepare for a step of `views`, all that `unit` has; return whether it can be undone.
+    def begin(self, unit: Unit, undo: Callable[[], None]) -> bool:
+        """Prepare for a step of all of `unit`; return whether it can be undone.
 
         Whoever asks for the unit's weights before `accept` calls `undo`.
         """
@@ -49,33 +54,49 @@ class Attempt:
         written = [unit.state.master, *unit.state.moments.values()]
         found = [on_disk(span) for span in (*written, *([] if unit.state.rounded is None else [unit.state.rounded]))]
         spans = [span for span in found if span is not None]
-        if len(spans) < len(found) or unit.state.store.granule is None or not self._has_room(spans):
+        if len(spans) < len(found) or unit.state.store.granule is None or not self._have_room(spans):
             return False
         self._moments[unit], unit.undo = {*unit.state.moments}, undo
         for span in spans:
             span.attempt()
             self._spans.append(span)
-        for view in views:
-            state = self._optimizer.state.get(view.parameter, {})
-            self._scalars.append((view, {name: _copied(value) for name, value in state.items()}))
         return True
 
-    def _has_room(self, spans: Sequence[Swapped]) -> bool:
-        """Whether the disk has room for what `spans` hold and for what is written to them; asked until it has not."""
+    def _have_room(self, spans: Sequence[Swapped]) -> bool:
+        """Have a second place for what `spans` hold, until the disk has none once; return whether it is there."""
+        if self._no_room is None:  # others may have filled the disk since training began
+            self._no_room = not self._place.has_room
         try:
             for span in () if self._no_room else spans:
                 span.double()
         except TierError as error:
             self._no_room = True
+            for span in spans:
+                span.single()
             logger.warning("from now on steps wait for the end of backward: there is no room for what one writes within it "
                            "beside what is there: %s", error)
         return not self._no_room
 
+    @contextmanager
+    def states(self, view: View) -> Generator[dict[str, Any]]:
+        """Give what the optimizer holds of `view` to a step of it: a copy, if that may be undone."""
+        with self._changing:
+            if view.unit not in self._moments:
+                yield self._optimizer.state[view.parameter]
+                return
+            if view.parameter not in self._states:
+                held = self._optimizer.state.get(view.parameter, {})
+                self._states[view.parameter] = view, {name: _copied(value) for name, value in held.items()}
+            yield self._states[view.parameter][1]
+
     def accept(self) -> None:
-        """Let what was stepped stand."""
+        """Let what was stepped stand, and what is still to be stepped of it."""
         for span in self._spans:
             span.accept()
-        self._forget()
+        with self._changing:
+            for view, found in sorted(self._states.values(), key=lambda pair: (pair[0].unit.index, pair[0].start)):
+                _take_over(found, self._optimizer.state[view.parameter])
+            self._forget()
 
     def undo(self) -> None:
         """Bring back the state of before; nobody steps or reads any of it now."""
@@ -87,19 +108,27 @@ class Attempt:
                 made = on_disk(unit.state.moments[kind])
                 assert made is not None
                 made.discard()
-        for view, state in self._scalars:
-            if state:
-                self._optimizer.state[view.parameter] = state
-            else:
-                self._optimizer.state.pop(view.parameter, None)
         self._forget()
 
     def _forget(self) -> None:
         for unit in self._moments:
             unit.undo = None
-        self._spans, self._moments, self._scalars = [], {}, []
+        self._spans, self._moments, self._states = [], {}, {}
+        if self._no_room:  # nor is there for others, who may need what this takes
+            for swap in self._place.swaps:
+                swap.reclaim()
 
 
 def _copied(value: object) -> object:
     """Return `value` as it is now: a scalar changes in place, and what has elements rests where it can be brought back."""
     return value.clone() if isinstance(value, Tensor) and not value.dim() else value
+
+
+def _take_over(found: dict[str, Any], held: dict[str, Any]) -> None:
+    """Have `held` be what was `found`: scalars in place, as a step leaves them."""
+    for name, value in found.items():
+        there = held.get(name)
+        if isinstance(there, Tensor) and isinstance(value, Tensor) and not value.dim():
+            there.copy_(value)
+        else:
+            held[name] = value

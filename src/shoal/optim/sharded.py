@@ -137,7 +137,7 @@ class ShardedOptimizer:
             if not self.rules.unused:
                 _refuse_unused(verdict, census)
             calm = not self.overflow and factor == self._factor(None, scale)
-            self._within.conclude(calm=calm)
+            self._within.conclude(factor if calm else None)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 self._change(verdict.touched, factor, options)
@@ -150,7 +150,7 @@ class ShardedOptimizer:
             raise
         finally:
             if not self.failed:
-                self._within.conclude(calm=calm)
+                self._within.conclude(factor if calm else None)
                 self._within.judged(calm=calm)
                 self.zero_grad()
                 self.rescale(self.scaler.value / loss_scale)
@@ -263,7 +263,7 @@ class ShardedOptimizer:
     def close(self) -> None:
         """Take what is owed, and undo what backward has only attempted; no thread steps anything afterwards."""
         try:
-            self._within.conclude(calm=False)
+            self._within.retract()
             self._stepping.settle()
         finally:
             self._stepping.close()

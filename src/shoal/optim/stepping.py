@@ -7,7 +7,8 @@ lie in the spans of their unit's state where that rests away, so that they rest 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -27,8 +28,8 @@ from shoal.optim.views import View, Views
 from shoal.tier.streams import upload
 from shoal.zero.state import WHOLE_STEP, State, Use
 
-__all__ = ["Options", "Stepping", "Sweep", "by_native", "by_optimizer", "by_signs", "fits", "is_native", "is_plain",
-           "is_unhooked", "moments_of", "options_of", "rounding", "same_options", "settle"]
+__all__ = ["Options", "States", "Stepping", "Sweep", "by_native", "by_optimizer", "by_signs", "fits", "is_native",
+           "is_plain", "is_unhooked", "moments_of", "options_of", "rounding", "same_options", "settle"]
 
 Options = list[dict[str, Any]]
 """The options of each group when the step was decided on: a schedule may have changed them since."""
@@ -49,6 +50,8 @@ class Sweep:
 
 
 _State = dict[str, Any]
+States = Callable[[View], AbstractContextManager[_State]]
+"""Gives the state of a view to a step of it, for as long as that changes it."""
 _Plan = tuple[Rule, list[Tensor], list[float]]
 """The rule of a view's step, the moments, and the constants."""
 _Moment = Callable[[str], Tensor]
@@ -97,8 +100,8 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
-def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
-    """Return the native way where it can step a view as `optimizer` would, else the other.
+def by_native(optimizer: Optimizer, otherwise: Stepping, states: States | None = None) -> Stepping:
+    """Return the native way where it can step a view as `optimizer` would, else the other; `states` gives a view's state.
 
     Whether it can depends on the options of the step, and on the optimizer's hooks, which may change: it is asked each time.
     """
@@ -109,7 +112,9 @@ def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
     def stepping(some: Sequence[View], factor: float, options: Options) -> None:
         native = [view for view in some if fits(view)] if is_plain(optimizer, options) else []
         for view in native:
-            _step(view, plan(options[view.group], optimizer.state[view.parameter], moments_of(view)), factor)
+            with nullcontext(optimizer.state[view.parameter]) if states is None else states(view) as state:
+                planned = plan(options[view.group], state, moments_of(view))
+            _step(view, planned, factor)
         if others := [view for view in some if view not in native]:
             otherwise(others, factor, options)
     return stepping
@@ -198,8 +203,15 @@ def rounding(view: View) -> Generator[Tensor | None]:
 
 def options_of(optimizer: Optimizer) -> Options:
     """Return the options of each group as they are now."""
-    return [{name: value.clone() if isinstance(value, Tensor) and name != MASK else value
-             for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [{name: value if name == MASK else _as_it_is(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups]
+
+
+def _as_it_is(value: object) -> object:
+    """Return `value`, or a copy of one that may change in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def moments_of(view: View) -> Callable[[str], Tensor]:

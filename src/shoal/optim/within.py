@@ -20,7 +20,7 @@ from shoal.interrupts import unbroken, uninterrupted
 from shoal.optim.attempt import Attempt
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
-from shoal.optim.stepping import Options, Stepping, Sweep, is_native, options_of, same_options
+from shoal.optim.stepping import Options, Stepping, Sweep, by_native, is_native, is_unhooked, options_of, same_options
 from shoal.optim.views import View, Views
 from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
@@ -46,7 +46,8 @@ class Within:
         self._factor = 1.0
         self._options: Options = []  # of when the last backward began that may step
         self._offers = False  # whether what it finishes is taken
-        self._attempt = Attempt(optimizer)
+        self._attempt = Attempt(optimizer, model.residence)
+        self._attempted = by_native(optimizer, step, self._attempt.states)
         self._calm = 0  # steps in a row that were neither clipped nor skipped
         self._wanted = 1  # of them before an attempt: twice as many after one that was undone, half after one that stood
         self._of: dict[Gradient, tuple[Unit, list[View]]] = {}
@@ -103,9 +104,10 @@ class Within:
         """Take note of whether the step is to be taken as it was attempted, or would have been."""
         self._calm = self._calm + 1 if calm else 0
 
-    def conclude(self, *, calm: bool) -> None:
-        """Let what was attempted stand if the step is `calm`, and its options are those of the attempt; else undo it."""
-        if calm and self._attempt.begun and same_options(self._options, options_of(self._optimizer)):
+    def conclude(self, factor: float | None) -> None:
+        """Let what was attempted stand if the step is to be the same: by `factor` (None: none is), and by its options."""
+        if (factor == self._factor and self._attempt.begun and is_unhooked(self._optimizer)
+                and same_options(self._options, options_of(self._optimizer))):
             self._wanted = max(1, self._wanted // 2)
             self._attempt.accept()
         self.retract()
@@ -139,12 +141,13 @@ class Within:
         done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released))
         beside = done and self._rules.native and is_native(self._optimizer, views, self._options)
         attempted = self._rules.attempted
-        if not (done and self._offers) or (attempted and not (beside and self._attempt.begin(unit, views, self.retract))):
+        if not (done and self._offers) or (attempted and not (beside and self._attempt.begin(unit, self.retract))):
             unit.stay.let_go()
             return False
         if self._rules.measures:
             gradient.norm()  # while it is in memory
         self._taken.append(gradient)
-        sweep = Sweep(step=self._step, factor=self._factor, options=self._options, attempted=attempted)
+        sweep = Sweep(step=self._attempted if attempted else self._step, factor=self._factor, options=self._options,
+                      attempted=attempted)
         self._pipeline.take(unit, views, sweep, beside=beside)
         return True

@@ -25,7 +25,7 @@ class Extent:
 
 
 class Extents:
-    """The extents of a file of `size` bytes, which never shrinks."""
+    """The extents of a file of `size` bytes."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -48,6 +48,12 @@ class Extents:
         """Let the file be `bytes` longer."""
         old, self.size = self.size, self.size + bytes
         self.free(Extent(old, bytes))
+
+    def shrink(self) -> int:
+        """Let the file end where nobody holds more of it; return its size."""
+        if self._free and self._free[-1].stop == self.size:
+            self.size = self._free.pop().offset
+        return self.size
 
     def allocate(self, bytes: int) -> Extent:
         """Return the first free extent of `bytes`, rounded up to the alignment; there is one where `shortage` is 0."""

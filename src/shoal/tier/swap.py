@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from weakref import finalize
+from typing import Protocol
+from weakref import WeakSet, finalize
 
 from shoal.errors import TierError
 from shoal.tier.claim import Claim, claim
@@ -23,6 +24,14 @@ from shoal.tier.transfer import Job, SwapFile, Threads, refusal
 __all__ = ["Swap"]
 
 _MOST_THREADS = 64
+
+
+class Doubled(Protocol):
+    """A span that may have a second place in the file."""
+
+    def spared(self) -> list[Extent]:
+        """Give up the second place, if no attempt needs it, and return the parts of it."""
+        ...
 
 
 class Swap:
@@ -52,6 +61,8 @@ class Swap:
         self.spare = Spare(spare)
         """Pages that nobody uses."""
         self._write_ahead = write_ahead
+        self.doubled: WeakSet[Doubled] = WeakSet()
+        """Spans that have a second place."""
         self._extents = Extents()
         self._allocating = threading.Lock()
         self._file = SwapFile(path=made.path, descriptor=made.descriptor, rank=rank, direct=made.direct, checksums=checksums)
@@ -81,15 +92,37 @@ class Swap:
 
     def allocate(self, bytes: int, name: str) -> Extent:
         """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full, or
-        the file closed."""
+        the file closed. Before that, spans give up the second places that no attempt needs."""
         with self._allocating:
             if self.closed:  # another file may have its number by now
                 raise self._file.error("write", name, self._extents.size, "the file is closed")
-            shortage = self._extents.shortage(bytes)
-            if shortage > 0:
-                self._reserve(shortage, name)
-                self._extents.grow(shortage)
+            try:
+                self._grow(bytes, name)
+            except TierError:
+                if not self._reclaim():
+                    raise
+                self._grow(bytes, name)
             return self._extents.allocate(bytes)
+
+    def reclaim(self) -> None:
+        """Give the disk back the second places that no attempt needs, as far as they are at the end of the file."""
+        with self._allocating:
+            if self._reclaim() and not self.closed:
+                os.ftruncate(self._file.descriptor, self._extents.shrink())
+
+    def _reclaim(self) -> bool:
+        """Let those places be free, and return whether there were any."""
+        spared = [extent for span in list(self.doubled) for extent in span.spared()]
+        for extent in spared:
+            self._extents.free(extent)
+        return bool(spared)
+
+    def _grow(self, bytes: int, name: str) -> None:
+        """Let the file have a free extent of `bytes`."""
+        shortage = self._extents.shortage(bytes)
+        if shortage > 0:
+            self._reserve(shortage, name)
+            self._extents.grow(shortage)
 
     def _reserve(self, bytes: int, name: str) -> None:
         size = self._extents.size
@@ -99,10 +132,11 @@ class Swap:
             os.ftruncate(self._file.descriptor, size)
             raise self._file.error("write", name, size, refusal(error, bytes, self.path.parent)) from error
 
-    def free(self, extent: Extent) -> None:
-        """Take an extent back."""
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Take extents back."""
         with self._allocating:
-            self._extents.free(extent)
+            for extent in extents:
+                self._extents.free(extent)
 
     def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return what lets `job` travel, and what then tells the threads; the caller has the lock until it has called both.

@@ -75,14 +75,13 @@ class Swapped:
         self._pages = Pages(size, dtype, aligned=hull.start)
         self.tensor = self._pages.tensor
         self._chunk_bytes = whole_pages(chunk * self._width)
-        self._extents: list[Extent] = []
         self._attempting = False
+        self._doubled = False  # whether the second place is in use, or about to be
         self._chunks = [_Chunk(copy=copy) for copy in self._place()]
 
     def _place(self) -> list[_Copy]:
         """Return a new place for each chunk."""
         extent = self._swap.allocate(len(self._hull), self._name)
-        self._extents.append(extent)
         return [self._copy(extent, start) for start in self._hull[::self._chunk_bytes]]
 
     def _copy(self, extent: Extent, start: int) -> _Copy:
@@ -218,9 +217,25 @@ class Swapped:
 
     def double(self) -> None:
         """Have room for what an attempt writes, beside what is there; raises `TierError` when the disk has none."""
-        if not self._extents[1:]:
+        with self._swap.lock:
+            self._doubled = True
+        if any(chunk.spare is None for chunk in self._chunks):
             for chunk, copy in zip(self._chunks, self._place(), strict=True):
                 chunk.spare = copy
+            self._swap.doubled.add(self)
+
+    def single(self) -> None:
+        """Have no use for that room: no attempt begins."""
+        assert not self._attempting, f"{self._name}: its second place is given up while it may yet be undone"
+        self._doubled = False
+
+    def spared(self) -> list[Extent]:
+        """Give up the second place, if no attempt needs it, and return the parts of it."""
+        with self._swap.lock:
+            spares = [] if self._doubled else [chunk.spare for chunk in self._chunks if chunk.spare is not None]
+            for chunk in self._chunks if spares else ():
+                chunk.spare = None
+        return [_extent(copy) for copy in spares]
 
     def attempt(self) -> None:
         """From now on keep what the file holds beside what is committed, until `accept` or `undo`; there is room for it."""
@@ -244,6 +259,7 @@ class Swapped:
                 if chunk.former is not None:
                     chunk.spare, chunk.former = chunk.former, None
                     chunk.spare.written = False
+            self._doubled = False
 
     def undo(self) -> None:
         """Hold what was committed before `attempt`; nothing of the span may be fetched now."""
@@ -254,6 +270,7 @@ class Swapped:
             if chunk.former is not None:
                 chunk.spare, chunk.copy, chunk.former = chunk.copy, chunk.former, None
                 chunk.spare.written = False
+        self._doubled = False
 
     def edges(self) -> Transfer:
         """Return what must be over before somebody writes just outside `part`: pages at its edges travel whole."""
@@ -272,9 +289,9 @@ class Swapped:
             if (job := chunk.job) is not None:
                 job.wait()
             self._swap.spare.forget(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
-        self._chunks = []
-        while self._extents:
-            self._swap.free(self._extents.pop())
+        chunks, self._chunks = self._chunks, []
+        self._swap.free([_extent(copy) for chunk in chunks for copy in (chunk.copy, chunk.former, chunk.spare)
+                         if copy is not None])
 
     def _wanted(self, start: int, stop: int | None) -> range:
         """Return the elements of [start, stop) that have a place on disk."""
@@ -293,3 +310,7 @@ class Swapped:
         start = max(chunk.copy.stretch.start, self.part.start * self._width)
         stop = min(chunk.copy.stretch.stop, self.part.stop * self._width)
         return wanted.start * self._width <= start and stop <= wanted.stop * self._width
+
+
+def _extent(copy: _Copy) -> Extent:
+    return Extent(copy.stretch.offset, copy.stretch.stop - copy.stretch.start)
