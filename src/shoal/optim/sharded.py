@@ -26,7 +26,7 @@ from shoal.optim.onebit import SignedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
-from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, settle
+from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, natively, settle
 from shoal.optim.views import Views
 from shoal.optim.within import Within
 from shoal.optim.written import Written
@@ -62,6 +62,7 @@ class ShardedOptimizer:
         else:
             step = by_optimizer(optimizer, views)
             self._step = by_native(optimizer, step) if rules.native else step
+        self._natively = natively(optimizer)
         if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
             views.regroup(lambda view, part: part.slot, optimizer)
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
@@ -199,14 +200,15 @@ class ShardedOptimizer:
     def _change(self, touched: dict[Unit, int], factor: float, options: Options) -> None:
         """Step what received gradients, times `factor`, and publish it."""
         views = self.views.touched(touched, self.optimizer)
-        sweep = Sweep(step=self._step, factor=factor, options=options)
+        native = self.rules.native and is_native(self.optimizer, views, options)
+        sweep = Sweep(step=(native and self._natively) or self._step, factor=factor, options=options)
         if (layers := self._layers) is not None:
             self._stepping.measure(touched, views, layers.measure(factor, options),
                                    lambda: layers.agree(touched, views, options))
             sweep = layers.apply(factor, options)
         for unit, mask in touched.items():
             unit.writes.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
-        self._stepping.run(touched, views, sweep, wait=self.rules.native and is_native(self.optimizer, views, options))
+        self._stepping.run(touched, views, sweep, wait=native)
 
     def within_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that may step units whose gradient it has finished (within.py)."""

@@ -29,7 +29,7 @@ from shoal.tier.streams import upload
 from shoal.zero.state import WHOLE_STEP, State, Use
 
 __all__ = ["Options", "States", "Stepping", "Sweep", "by_native", "by_optimizer", "by_signs", "fits", "is_native",
-           "is_plain", "is_unhooked", "moments_of", "options_of", "rounding", "same_options", "settle"]
+           "is_plain", "is_unhooked", "moments_of", "natively", "options_of", "rounding", "same_options", "settle"]
 
 Options = list[dict[str, Any]]
 """The options of each group when the step was decided on: a schedule may have changed them since."""
@@ -100,21 +100,35 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
-def by_native(optimizer: Optimizer, otherwise: Stepping, states: States | None = None) -> Stepping:
-    """Return the native way where it can step a view as `optimizer` would, else the other; `states` gives a view's state.
+def natively(optimizer: Optimizer, states: States | None = None) -> Stepping | None:
+    """Return the native way, for views that `is_native` was asked about when their step was decided on; None: there is none.
 
-    Whether it can depends on the options of the step, and on the optimizer's hooks, which may change: it is asked each time.
+    `states` gives what the optimizer holds of a view.
     """
     plan = _PLANS.get(type(optimizer))
     if plan is None or not available():
+        return None
+
+    def stepping(some: Sequence[View], factor: float, options: Options) -> None:
+        for view in some:
+            with nullcontext(optimizer.state[view.parameter]) if states is None else states(view) as state:
+                planned = plan(options[view.group], state, moments_of(view))
+            _step(view, planned, factor)
+    return stepping
+
+
+def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
+    """Return the native way where it can step a view as `optimizer` would, else the other.
+
+    Whether it can depends on the options of the step, and on the optimizer's hooks, which may change: it is asked each time.
+    """
+    way = natively(optimizer)
+    if way is None:
         return otherwise
 
     def stepping(some: Sequence[View], factor: float, options: Options) -> None:
         native = [view for view in some if fits(view)] if is_plain(optimizer, options) else []
-        for view in native:
-            with nullcontext(optimizer.state[view.parameter]) if states is None else states(view) as state:
-                planned = plan(options[view.group], state, moments_of(view))
-            _step(view, planned, factor)
+        way(native, factor, options)
         if others := [view for view in some if view not in native]:
             otherwise(others, factor, options)
     return stepping

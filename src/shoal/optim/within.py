@@ -20,7 +20,7 @@ from shoal.interrupts import unbroken, uninterrupted
 from shoal.optim.attempt import Attempt
 from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
-from shoal.optim.stepping import Options, Stepping, Sweep, by_native, is_native, is_unhooked, options_of, same_options
+from shoal.optim.stepping import Options, Stepping, Sweep, is_native, is_unhooked, natively, options_of, same_options
 from shoal.optim.views import View, Views
 from shoal.zero.gradient import Gradient
 from shoal.zero.sharded import ShardedModel
@@ -47,7 +47,7 @@ class Within:
         self._options: Options = []  # of when the last backward began that may step
         self._offers = False  # whether what it finishes is taken
         self._attempt = Attempt(optimizer, model.residence)
-        self._attempted = by_native(optimizer, step, self._attempt.states)
+        self._natively = natively(optimizer, self._attempt.states)
         self._calm = 0  # steps in a row that were neither clipped nor skipped
         self._wanted = 1  # of them before an attempt: twice as many after one that was undone, half after one that stood
         self._of: dict[Gradient, tuple[Unit, list[View]]] = {}
@@ -140,14 +140,13 @@ class Within:
         copied = unit.holders.replicas is not None  # the sum over the other copies is missing
         done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released))
         beside = done and self._rules.native and is_native(self._optimizer, views, self._options)
-        attempted = self._rules.attempted
-        if not (done and self._offers) or (attempted and not (beside and self._attempt.begin(unit, self.retract))):
+        natively, attempted = self._natively if beside else None, self._rules.attempted
+        if not done or (attempted and not (natively and self._offers and self._attempt.begin(unit, self.retract))):
             unit.stay.let_go()
             return False
         if self._rules.measures:
             gradient.norm()  # while it is in memory
         self._taken.append(gradient)
-        sweep = Sweep(step=self._attempted if attempted else self._step, factor=self._factor, options=self._options,
-                      attempted=attempted)
+        sweep = Sweep(step=natively or self._step, factor=self._factor, options=self._options, attempted=attempted)
         self._pipeline.take(unit, views, sweep, beside=beside)
         return True
