@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import TierError
 from shoal.log import logger
+from shoal.optim.stepping import same_options
 from shoal.optim.views import View
 from shoal.tier import Residence, Swapped, on_disk
 from shoal.zero.unit import Unit
@@ -36,7 +38,7 @@ class Attempt:
         self._place = place
         self._spans: list[Swapped] = []
         self._moments: dict[Unit, set[str]] = {}
-        self._states: dict[Tensor, tuple[View, dict[str, Any]]] = {}  # by the views' parameters
+        self._states: dict[Tensor, _Held] = {}  # by the views' parameters
         self._changing = threading.Lock()  # of states, which the thread that steps changes too
         self._no_room: bool | None = None  # not known before the first attempt
 
@@ -86,16 +88,23 @@ class Attempt:
                 return
             if view.parameter not in self._states:
                 held = self._optimizer.state.get(view.parameter, {})
-                self._states[view.parameter] = view, {name: _copied(value) for name, value in held.items()}
-            yield self._states[view.parameter][1]
+                self._states[view.parameter] = _Held(view=view, before=_copied(held), since=_copied(held))
+            yield self._states[view.parameter].since
+
+    @property
+    def untouched(self) -> bool:
+        """Whether what the optimizer holds is what it was when the attempt was made."""
+        with self._changing:
+            return all(same_options([held.before], [self._optimizer.state.get(parameter, {})])
+                       for parameter, held in self._states.items())
 
     def accept(self) -> None:
         """Let what was stepped stand, and what is still to be stepped of it."""
         for span in self._spans:
             span.accept()
         with self._changing:
-            for view, found in sorted(self._states.values(), key=lambda pair: (pair[0].unit.index, pair[0].start)):
-                _take_over(found, self._optimizer.state[view.parameter])
+            for held in sorted(self._states.values(), key=lambda held: (held.view.unit.index, held.view.start)):
+                _take_over(held.since, self._optimizer.state[held.view.parameter])
             self._forget()
 
     def undo(self) -> None:
@@ -119,9 +128,18 @@ class Attempt:
                 swap.reclaim()
 
 
-def _copied(value: object) -> object:
-    """Return `value` as it is now: a scalar changes in place, and what has elements rests where it can be brought back."""
-    return value.clone() if isinstance(value, Tensor) and not value.dim() else value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What the optimizer held of a view before the attempt, and since."""
+
+    view: View
+    before: dict[str, Any]
+    since: dict[str, Any]
+
+
+def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    """Return `held` as it is now: a scalar changes in place, and what has elements rests where it can be brought back."""
+    return {name: value.clone() if isinstance(value, Tensor) and not value.dim() else value for name, value in held.items()}
 
 
 def _take_over(found: dict[str, Any], held: dict[str, Any]) -> None:

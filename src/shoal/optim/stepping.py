@@ -97,7 +97,7 @@ def same_options(some: Options, others: Options) -> bool:
 def _same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or torch.equal(one, other)
-    return one == other
+    return type(one) is type(other) and one == other
 
 
 def natively(optimizer: Optimizer, states: States | None = None) -> Stepping | None:

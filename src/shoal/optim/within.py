@@ -106,7 +106,7 @@ class Within:
 
     def conclude(self, factor: float | None) -> None:
         """Let what was attempted stand if the step is to be the same: by `factor` (None: none is), and by its options."""
-        if (factor == self._factor and self._attempt.begun and is_unhooked(self._optimizer)
+        if (factor == self._factor and self._attempt.begun and self._attempt.untouched and is_unhooked(self._optimizer)
                 and same_options(self._options, options_of(self._optimizer))):
             self._wanted = max(1, self._wanted // 2)
             self._attempt.accept()
