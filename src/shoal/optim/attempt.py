@@ -75,6 +75,7 @@ class Attempt:
             self._no_room = True
             for span in spans:
                 span.single()
+            self._give_back()
             logger.warning("from now on steps wait for the end of backward: there is no room for what one writes within it "
                            "beside what is there: %s", error)
         return not self._no_room
@@ -123,9 +124,13 @@ class Attempt:
         for unit in self._moments:
             unit.undo = None
         self._spans, self._moments, self._states = [], {}, {}
-        if self._no_room:  # nor is there for others, who may need what this takes
-            for swap in self._place.swaps:
-                swap.reclaim()
+        if self._no_room:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Let others have the second places: where there is no room for all of them, somebody may need it."""
+        for swap in self._place.swaps:
+            swap.reclaim()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
