@@ -51,7 +51,7 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
     `units` are the elements of each unit in the order of their use; `window` of them have weights in memory at once where
     they come and go. With the state away, `pieces` of at most `piece` elements are stepped, read and written at once, and at
     most `write_ahead` bytes of gradients wait to be written; or `in_backward` (offload_optimizer.step_in_backward) for their
-    step, and where that is only `attempted` to be written as well.
+    step, and where that is only `attempted` the last one stepped to be written: the next step ends when it is.
     """
     row, largest = over(STAGES[stage], ranks), max(units, default=0)
     comes = weights_away or (row.weight is SHARD and ranks > 1)
@@ -70,7 +70,7 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
         master = compute.itemsize if weights_away and compute == master_dtype(compute) else 0
         each = _own(row, largest, ranks) * (accumulate.itemsize + master)  # one waits for room, beside those that have it
         leaving = min(max(write_ahead, each) + each, _own(row, sum(units), ranks) * (accumulate.itemsize + master))
-        leaving += min(write_ahead, gradients) if attempted else 0
+        leaving += min(write_ahead, _own(row, largest, ranks) * accumulate.itemsize) if attempted else 0
     return Working(weights=in_use * compute.itemsize, gradients=leaving, pool=(lent + travelling) * accumulate.itemsize,
                    step=step, together=in_backward)
 
