@@ -171,7 +171,7 @@ def test_where_backward_steps_gradients_wait_beside_the_pieces() -> None:
     assert there.total == there.pool + there.gradients + there.step
     for write_ahead, leaving in ((800, 800), (10**4, 300 * 4)):
         more = {"state_away": True, "in_backward": True, "write_ahead": write_ahead}
-        assert held(3, attempted=True, **more).gradients - held(3, **more).gradients == leaving, "the last one that was stepped"
+        assert held(3, attempted=True, **more).gradients - held(3, **more).gradients == leaving, "the last that was stepped"
     units, wide = [100, 300, 200], torch.float32
     own = working(units, 3, 2, compute=wide, accumulate=wide, weights_away=True, state_away=True, write_ahead=1,
                   in_backward=True)
