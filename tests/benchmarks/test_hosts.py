@@ -208,7 +208,8 @@ def test_an_exception_leaves_nothing() -> None:
 
 
 HOLD = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, by all children too
 sys.path.insert(0, sys.argv[1])
 from hosts import Hosts
 with Hosts(2, rate="1gbit") as hosts:
