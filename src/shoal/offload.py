@@ -17,6 +17,7 @@ from torch import nn
 from shoal.collectives import Communicator
 from shoal.errors import TierError
 from shoal.holders import Census
+from shoal.log import logger
 from shoal.memory_left import memory_left
 from shoal.precision.policy import Policy
 from shoal.schema import Config
@@ -31,6 +32,7 @@ from shoal.zero.working import working
 __all__ = ["residence", "spares_memory"]
 
 _SHARE = 1 / 8
+"""Of the memory that is left: what attempts may take of it unless they are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,11 @@ def spares_memory(settings: Config, model: ShardedModel, moments: int, policy: P
         window=zero.offload_param.buffer_count, pieces=zero.offload_optimizer.buffer_count,
         piece=min(zero.sub_group_size, CHUNK), write_ahead=WRITE_AHEAD, in_backward=within, attempted=within).total
         for within in (True, False))
-    return (attempted - plain) * model.residence.neighbours <= _SHARE * left
+    more = (attempted - plain) * model.residence.neighbours
+    if model.residence.twice and more > _SHARE * left:
+        logger.info("steps wait for the end of backward: to attempt them in it would take %d more bytes of memory on this "
+                    "machine, of %d that are left; offload_optimizer.step_in_backward true asks for it", more, left)
+    return more <= _SHARE * left
 
 
 def _needed(settings: Config, model: nn.Module, trained: set[nn.Parameter], moments: int, policy: Policy, ranks: int,

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import shoal
 from shoal import offload
-from shoal.optim.attempt import Attempt
 from shoal.testing import run_ranks
 from shoal.tier.opening import WRITE_AHEAD
 from shoal.tier.swap import Swap
 from shoal.zero.working import working
 
+from ..attempts import counted_ends
 from .test_step_in_backward import ALL, Block, Detached, InPart, loss_of, model_of, stepped, weights
 
 STEPS, WITH = 8, (2, 5)
@@ -152,10 +152,7 @@ UNDONE_BY = {name: name != "look_at_what_the_optimizer_holds" for name in ACTION
 def trained(folder: str, stage: int, within: bool | None, action: Callable[[shoal.Engine], list[Tensor]], *,
             model: nn.Module | None = None, **more: Any) -> tuple[list[Tensor], Counter[str]]:
     """Return what a training finds whose steps some `action` comes before, its weights, and the ends of its attempts."""
-    ends = Counter[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        for end in ("accept", "undo"):
-            patch.setattr(Attempt, end, _counting(end, ends))
+    with counted_ends() as ends:
         engine = engine_of(folder, stage, within, model=model, **more)
         engine.save_checkpoint(f"{folder}/saved", tag="before")
         found: list[Tensor] = []
@@ -167,16 +164,6 @@ def trained(folder: str, stage: int, within: bool | None, action: Callable[[shoa
         found += weights(engine)
         engine.destroy()
     return found, ends
-
-
-def _counting(end: str, ends: Counter[str]) -> Callable[[Attempt], None]:
-    ending: Callable[[Attempt], None] = getattr(Attempt, end)
-
-    def counted(attempt: Attempt) -> None:
-        ends[end] += 1
-        ending(attempt)
-
-    return counted
 
 
 def both(folder: str, stage: int, clipping: float) -> dict[str, tuple[bool, Counter[str]]]:

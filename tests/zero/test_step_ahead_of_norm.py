@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.optim.attempt import Attempt
 from shoal.testing import run_ranks
 
+from ..attempts import counted_ends
 from .models import FEATURES
 from .trained import Result, precision, train
 
@@ -44,10 +43,8 @@ def config(case: str, stage: int, tier: dict[str, Any], folder: str, *, within: 
 
 def train_all(feature: str, stage: int, folder: str) -> tuple[list[tuple[str, Result, Result]], Counter[str]]:
     """Return each case trained without tiers and by attempts, and how many of these stood and how many were undone."""
-    ends, found = Counter[str](), list[tuple[str, Result, Result]]()
-    with pytest.MonkeyPatch.context() as patch:
-        for end in ("accept", "undo"):
-            patch.setattr(Attempt, end, _counting(end, ends))
+    found = list[tuple[str, Result, Result]]()
+    with counted_ends() as ends:
         for case in CASES:
             free = train(feature, config(case, stage, {}, folder, within=False, clipping=1e9), steps=STEPS)
             middle = statistics.median(norm for norm in free.norms if norm is not None and isfinite(norm))
@@ -56,16 +53,6 @@ def train_all(feature: str, stage: int, folder: str) -> tuple[list[tuple[str, Re
                        train(feature, config(case, stage, tier, folder, within=True, clipping=middle), steps=STEPS))
                       for name, tier in TIERS.items()]
     return found, ends
-
-
-def _counting(end: str, ends: Counter[str]) -> Callable[[Attempt], None]:
-    ending: Callable[[Attempt], None] = getattr(Attempt, end)
-
-    def counted(attempt: Attempt) -> None:
-        ends[end] += 1
-        ending(attempt)
-
-    return counted
 
 
 @pytest.mark.parametrize("stage", range(4))

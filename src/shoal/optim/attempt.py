@@ -68,6 +68,9 @@ class Attempt:
         """Have a second place for what `spans` hold, until the disk has none once; return whether it is there."""
         if self._no_room is None:  # others may have filled the disk since training began
             self._no_room = not self._place.has_room
+            if self._no_room:
+                logger.info("steps wait for the end of backward: what one writes within it would take more than half of "
+                            "what is free on the disk; offload_optimizer.step_in_backward true asks for it")
         try:
             for span in () if self._no_room else spans:
                 span.double()
