@@ -235,7 +235,7 @@ def test_a_handler_that_calls_the_one_before_it_finds_it_within_a_watch_and_afte
         signal.signal(signal.SIGINT, former)
 
 
-def test_wherever_an_interrupt_falls_the_watch_ends_and_the_interrupt_is_told() -> None:
+def everywhere() -> None:
     source = watched.__enter__.__code__.co_filename
 
     def parts() -> None:
@@ -273,6 +273,10 @@ def test_wherever_an_interrupt_falls_the_watch_ends_and_the_interrupt_is_told() 
         with pytest.raises(KeyboardInterrupt), watched():  # the next watch is one
             unbroken(interrupting(1, lambda: None))()
     assert 100 < len(kept) == number
+
+
+def test_wherever_an_interrupt_falls_the_watch_ends_and_the_interrupt_is_told() -> None:
+    run_ranks(1, everywhere)  # an exception of a trace function within `except` is for good the context of all that follow
 
 
 def test_other_threads_take_no_part() -> None:

@@ -4,6 +4,7 @@ it finds what a script finds whose steps wait for `step`, and goes on to the sam
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -101,7 +102,11 @@ def look_at_what_the_optimizer_holds(engine: shoal.Engine) -> list[Tensor]:
 
 
 def count_anew(engine: shoal.Engine) -> list[Tensor]:
-    assert engine.basic_optimizer is not None
+    """Once a unit was stepped: those that are stepped afterwards begin from what they find, and stand."""
+    assert engine.basic_optimizer is not None and engine.optimizer is not None
+    attempt = engine.optimizer._within._attempt
+    while attempt.begun and not attempt._states:
+        time.sleep(0.001)
     for state in engine.basic_optimizer.state.values():
         state["step"].zero_()
     return []
