@@ -32,6 +32,9 @@ _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.uti
             "shoal.testing", "shoal.entry", "shoal.offload")
 """What the fork server imports for all ranks; the first optimizer of a process imports torch._dynamo, two seconds."""
 
+_IF_LOADED = ("pytest", "transformers")
+"""What every rank would import for itself with the module of its function, if the process that asks has it."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -87,8 +90,7 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    asking = ["pytest"] if "pytest" in sys.modules else []  # every rank imports the program that asks for it
-    context.set_forkserver_preload([*_PRELOAD, *asking])
+    context.set_forkserver_preload([*_PRELOAD, *(name for name in _IF_LOADED if name in sys.modules)])
     return context
 
 

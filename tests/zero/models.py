@@ -215,6 +215,11 @@ FEATURES = {
 }
 
 
+def turn_of(feature: str, stage: int) -> int:
+    """Return a number that tells which of several cases a test of `feature` at `stage` takes: any two of the three meet."""
+    return [*FEATURES].index(feature) + stage
+
+
 def loss_of(output: Tensor | dict[str, list[Tensor]], targets: Tensor) -> Tensor:
     logits = output["logits"][0] if isinstance(output, dict) else output
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from math import isfinite
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from shoal.testing import run_ranks
 
 from ..attempts import counted_ends
-from .models import FEATURES
+from .models import FEATURES, turn_of
 from .trained import Result, precision, train
 
 RANKS, STEPS = 2, 8
@@ -32,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
              "fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
     "momentum": {"optimizer": MOMENTUM, **precision("fp32")},
 }
+PAIRS = [("fp32", "bf16"), ("fp16", "momentum")]
+"""What a test trains; in each pair some attempts stand and some are undone."""
 
 
 def config(case: str, stage: int, tier: dict[str, Any], folder: str, *, within: bool, clipping: float) -> dict[str, Any]:
@@ -42,15 +43,16 @@ def config(case: str, stage: int, tier: dict[str, Any], folder: str, *, within: 
 
 
 def train_all(feature: str, stage: int, folder: str) -> tuple[list[tuple[str, Result, Result]], Counter[str]]:
-    """Return each case trained without tiers and by attempts, and how many of these stood and how many were undone."""
+    """Return a pair of cases, trained without tiers and by attempts, and how many of these stood, and were undone."""
     found = list[tuple[str, Result, Result]]()
     with counted_ends() as ends:
-        for case in CASES:
+        for case in PAIRS[turn_of(feature, stage) % len(PAIRS)]:
             free = train(feature, config(case, stage, {}, folder, within=False, clipping=1e9), steps=STEPS)
-            middle = statistics.median(norm for norm in free.norms if norm is not None and isfinite(norm))
-            plain = train(feature, config(case, stage, {}, folder, within=False, clipping=middle), steps=STEPS)
+            norms = sorted(norm for norm in free.norms if norm is not None and isfinite(norm))
+            limit = norms[2 * len(norms) // 3]
+            plain = train(feature, config(case, stage, {}, folder, within=False, clipping=limit), steps=STEPS)
             found += [(f"{case}, {name}", plain,
-                       train(feature, config(case, stage, tier, folder, within=True, clipping=middle), steps=STEPS))
+                       train(feature, config(case, stage, tier, folder, within=True, clipping=limit), steps=STEPS))
                       for name, tier in TIERS.items()]
     return found, ends
 

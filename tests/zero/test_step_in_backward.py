@@ -11,7 +11,7 @@ import torch
 from shoal.testing import run_ranks
 from shoal.tier import opening
 
-from .models import FEATURES
+from .models import FEATURES, turn_of
 from .trained import Result, precision, train
 
 RANKS, STEPS = 2, 4
@@ -47,13 +47,14 @@ def config(case: dict[str, Any], stage: int, tier: dict[str, Any], folder: str, 
 
 
 def train_all(feature: str, stage: int, folder: str) -> list[tuple[str, Result, Result]]:
+    """Return a case in its turn, trained without tiers and within backward."""
     found: list[tuple[str, Result, Result]] = []
-    for case in CASES:
-        plain = train(feature, config(case, stage, {"offload_optimizer": {}}, folder, within=False), steps=STEPS)
-        for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), APART)):  # torch takes them for two
-            opening.HOST = host
-            found += [(f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS))
-                      for name, tier in tiers.items()]
+    case = CASES[turn_of(feature, stage) % len(CASES)]
+    plain = train(feature, config(case, stage, {"offload_optimizer": {}}, folder, within=False), steps=STEPS)
+    for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), APART)):  # torch takes them for two
+        opening.HOST = host
+        found += [(f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS))
+                  for name, tier in tiers.items()]
     return found
 
 

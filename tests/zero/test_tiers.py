@@ -12,7 +12,7 @@ import torch
 from shoal.testing import run_ranks
 from shoal.tier import opening
 
-from .models import FEATURES
+from .models import FEATURES, turn_of
 from .trained import Result, precision, train
 
 RANKS, STEPS = 2, 3
@@ -67,11 +67,14 @@ def run(case: Case, stage: int, folder: str) -> Result:
 
 
 def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Result, Result]]:
+    """Return each case in each tier, and one in its turn in those apart."""
     found: list[tuple[Case, str, Result, Result]] = []
-    for case in cases(feature):
+    for number, case in enumerate(cases(feature)):
         plain = run(case, stage, folder)
         found += [(case, name, plain, run(replace(case, tier=tier), stage, folder))
                   for name, tier in TIERS.items() if name != "nothing"]
+        if (turn_of(feature, stage) - number) % len(cases(feature)):
+            continue
         opening.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
         found += [(case, name, plain, run(replace(case, tier=tier), stage, folder)) for name, tier in APART.items()]
         opening.HOST = torch.device("cpu")
