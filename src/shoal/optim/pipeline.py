@@ -157,21 +157,25 @@ class Pipeline:
         for unit in units:
             unit.stepped, unit.owed = False, partial(self.settle, unit)
 
-    def settle(self, unit: Unit | None = None) -> None:
-        """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it, from then on always."""
+    def settle(self, unit: Unit | None = None, *, wait: bool = True) -> None:
+        """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it, from then on always.
+
+        Unless `wait`, only take note of what is taken already: whoever asks for weights is told the rest.
+        """
         if self._owed and os.getpid() != self._owner:
             raise TierError(f"unit '{self._owed[0].name}' is stepped by process {self._owner}, from which this one was "
                             f"forked; read weights in the process that trains")
         while self._owed and (unit is None or unit.owed is not None):
-            with self._lock, self._lanes.during("wait", self._owed[0].name):
-                self._changed.wait_for(lambda: self._stepped or self._failure is not None)
+            if wait:
+                with self._lock, self._lanes.during("wait", self._owed[0].name):
+                    self._changed.wait_for(lambda: self._stepped or self._failure is not None)
             if not self._stepped:
                 break
             _finish(self._owed[0])
             self._owed.popleft()
             with self._lock:
                 self._stepped -= 1
-        if unit is None or unit.owed is not None:
+        if wait and (unit is None or unit.owed is not None):
             self.check()
 
     def close(self) -> None:

@@ -94,8 +94,8 @@ class Unit:
         self.stage = stage
         self.trainable = trainable
         self.members = members
-        self.owed: Callable[[], None] | None = None
-        """Takes the step that the optimizer has decided on, and not taken yet."""
+        self.owed: Callable[..., None] | None = None
+        """Takes the step that the optimizer has decided on, and not taken yet; or, with `wait=False`, notes that it is."""
         self.phase = Phase.GATHERED
         self.holders, self.communicator = holders, holders.communicator
         self.dtypes = dtypes
@@ -189,6 +189,8 @@ class Unit:
     def fetch(self) -> None:
         """Start bringing what rests on this rank, if the weights are released; what is owed comes by its step."""
         self.retract()
+        if self.owed is not None and not self.stepped:
+            self.owed(wait=False)  # it may have been taken long ago, and its weights been given up
         self.expected = self.owed is not None
         if self.phase is Phase.RELEASED and self.owed is None:
             assert self._memory is not None
@@ -242,8 +244,7 @@ class Unit:
     @property
     def looks_up(self) -> bool:
         """Whether a call of the embedding can do with the rows that it looks up."""
-        by_rows = self.gradient is not None and self.gradient.rows is not None
-        return by_rows and self._is_gathered_by_ranks and not self.away
+        return self.gradient is not None and self.gradient.rows is not None and self._is_gathered_by_ranks and not self.away
 
     @torch.no_grad()
     def look_up(self, numbers: Tensor) -> None:
@@ -412,8 +413,7 @@ class Unit:
         assert self.gradient is not None
         span, wide = self.master_span, master_dtype(self.full.dtype)
         part = range(span.start - self.resting.start, span.stop - self.resting.start)
-        kept = isinstance(self.rest, Kept)
-        stepped = Kept(self.weight[part.start:part.stop]) if kept else Part(self.rest, part)
+        stepped = Kept(self.weight[part.start:part.stop]) if isinstance(self.rest, Kept) else Part(self.rest, part)
         if wide == self.full.dtype and self.weight.device == store.device and self._signs is None:
             return State(self.name, len(span), store, stepped, None, self.gradient)
         master = store.place(len(span), wide, f"master of unit '{self.name}'")
