@@ -78,19 +78,29 @@ def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
     return counts
 
 
-def rest(engine: shoal.Engine) -> None:
-    """Wait until all is on the disk: else forward finds what the step has left."""
+def on_disk(engine: shoal.Engine) -> None:
+    """Wait until all that was stepped is on the disk: else who needs it finds what the step has left."""
     assert engine.sharded is not None and engine.optimizer is not None
-    engine.optimizer.settle()
+    engine.optimizer._stepping._join()
     swap = engine.sharded.residence.swaps[0]
     with swap.lock:
         assert swap.changed.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
+
+
+def rest(engine: shoal.Engine) -> None:
+    """Wait until nothing is under way."""
+    assert engine.sharded is not None and engine.optimizer is not None
+    engine.optimizer.settle()
+    on_disk(engine)
+    for unit in engine.sharded.units:
+        unit._arriving.wait()  # what the next forward is to begin with
 
 
 def step(engine: shoal.Engine) -> None:
     dtype = next(engine.module.parameters()).dtype
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(torch.randn(2, WIDTH, dtype=dtype, requires_grad=True)).square().mean())
+        on_disk(engine)  # of a step within backward
         engine.step()
     rest(engine)
 
