@@ -1,15 +1,19 @@
-"""Weights on disk come ahead of their use, whoever had them last."""
+"""Weights on disk come ahead of their use, whoever had them last, and whatever the other ranks have brought by then."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
-from torch import nn
+import pytest
+import torch
+from torch import Tensor, nn
 
+import shoal
 from shoal.testing import run_ranks
-from shoal.zero.unit import Unit
+from shoal.zero.unit import Phase, Unit
 
-from .test_tiers import ALL, engine_of, train
+from .test_tiers import ALL, build, config, engine_of, train
 
 
 def brought_ahead(folder: str) -> list[bool]:
@@ -34,3 +38,49 @@ def brought_ahead(folder: str) -> list[bool]:
 def test_units_that_were_stepped_long_ago_come_ahead_of_their_use(tmp_path: Path) -> None:
     [ahead] = run_ranks(1, brought_ahead, str(tmp_path))
     assert ahead == [True] * 2
+
+
+class Early(nn.Module):
+    """Leaves out all blocks but the first, once it is told to."""
+
+    early = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.blocks, nn.Sequential)
+        for block in self.blocks[:1] if self.early else self.blocks:
+            x = block(x)
+        return x
+
+
+def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
+    """Let rank 0 have taken its steps, and bring weights ahead, where rank 1 owes its own; use none of them, or end."""
+    settings = config(folder, {key: {**block, "buffer_count": 4} for key, block in ALL.items()})
+    settings["zero_optimization"]["offload_optimizer"]["step_in_backward"] = False
+    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # what is gathered ahead waits for the step
+    model = Early()
+    engine = shoal.initialize(model=model, config=settings)[0]
+    assert engine.optimizer is not None and engine.sharded is not None
+    train(engine, range(2))
+    stepping = engine.optimizer._stepping
+    with nullcontext() if engine.global_rank == 0 else stepping._lock:  # without which the thread takes no step
+        train(engine, range(2, 3))
+        if engine.global_rank == 0:
+            stepping._join()
+            engine.sharded.run_ahead()
+        arriving = any(unit.phase is Phase.ARRIVING for unit in engine.sharded.units)
+        model.early = early
+        with torch.no_grad():
+            engine(torch.zeros(1, 40)) if early else engine.sharded.settle()
+    engine.destroy()
+    return arriving, torch.nn.utils.parameters_to_vector(engine.module.parameters()).detach()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_one_rank_alone_has_brought_is_no_matter_of_the_others(early: bool, tmp_path: Path) -> None:
+    (here, found), (there, others) = run_ranks(2, brought_by_one_rank, str(tmp_path), early)
+    assert (here, there) == (True, False)
+    assert torch.equal(found, others)

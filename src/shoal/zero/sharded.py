@@ -160,8 +160,9 @@ class ShardedModel:
         for unit in self.units:
             if unit.owed is not None and not unit.stepped:
                 unit.owed()
-            if unit.phase in (Phase.ARRIVING, Phase.IN_FLIGHT):
+            if (phase := unit.phase) is Phase.IN_FLIGHT:
                 unit.gather()
+            if phase in (Phase.ARRIVING, Phase.IN_FLIGHT):
                 unit.release()
 
     def destroy(self) -> None:

@@ -260,13 +260,15 @@ class Unit:
         if self.phase is not Phase.LOOKED_UP:
             self.gather()
 
+    @torch.no_grad()
     def release(self) -> None:
         """Give up the memory that the resting weights do not need, unless somebody holds it."""
         if self.phase is Phase.LOOKED_UP:
             self._shrink()
         if self._memory is None or self.phase is Phase.RELEASED or self.pins or self.held or self.awaited:
             return
-        self.gather()
+        # Others may not have begun to bring what arrives here, as they still owe its step: they would not gather it
+        self._arriving.wait() if self.phase is Phase.ARRIVING else self.gather()
         if self.written or (self.stage.weight is not SHARD and any(self.writes.since)):
             self._memory.keep()
             self.written = False
