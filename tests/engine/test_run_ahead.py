@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
+import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.optim.pipeline import Pipeline
 from shoal.testing import run_ranks
+from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Phase, Unit
+from shoal.zero.window import Window
 
 from .test_tiers import ALL, build, config, engine_of, train
 
@@ -84,3 +90,47 @@ def test_what_one_rank_alone_has_brought_is_no_matter_of_the_others(early: bool,
     (here, found), (there, others) = run_ranks(2, brought_by_one_rank, str(tmp_path), early)
     assert (here, there) == (True, False)
     assert torch.equal(found, others)
+
+
+def delay(owner: type, name: str, longest: float, chance: random.Random) -> None:
+    """Let some calls of a method begin up to `longest` seconds later."""
+    method = getattr(owner, name)
+
+    def late(*args: Any, **keywords: Any) -> Any:
+        if chance.random() < 0.4:
+            time.sleep(longest * chance.random())
+        return method(*args, **keywords)
+
+    setattr(owner, name, late)
+
+
+def trained_at_its_own_pace(folder: str, tier: dict[str, Any], ahead: int, seed: int) -> tuple[list[float], Tensor]:
+    """Train, with passes between that use one block; with `seed`, this rank and its thread are late at random."""
+    settings = config(folder, tier, gradient_clipping=1e3)  # attempted steps stand
+    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = ahead
+    model = Early()
+    engine = shoal.initialize(model=model, config=settings)[0]
+    late = ((Pipeline, "_next", 0.01), (Window, "use", 0.02), (ShardedModel, "run_ahead", 0.2))
+    for owner, name, longest in late if seed else ():
+        delay(owner, name, longest, random.Random(seed + engine.global_rank))
+    losses: list[float] = []
+    for step in range(6):
+        losses += train(engine, range(step, step + 1))
+        model.early = step % 2 == 0
+        with torch.no_grad():
+            losses.append(engine(torch.ones(1, 40)).sum().item())
+        model.early = False
+    engine.destroy()
+    return losses, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("within", [None, False])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_train_alike_whenever_their_threads_take_their_steps(ahead: int, within: bool | None, tmp_path: Path) -> None:
+    tier = {key: {**block, "buffer_count": 3} for key, block in ALL.items()}
+    tier["offload_optimizer"]["step_in_backward"] = within
+    plain = run_ranks(2, trained_at_its_own_pace, str(tmp_path), {}, ahead, 0)
+    late = run_ranks(2, trained_at_its_own_pace, str(tmp_path), tier, ahead, 1 + ahead)
+    for (losses, weights), (expected, others) in zip(late, plain, strict=True):
+        assert losses == expected
+        assert torch.equal(weights, others)
