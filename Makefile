@@ -5,6 +5,7 @@ RANKS ?= 2
 MODEL ?= 3m
 CONFIG ?= 3d
 TENSOR ?= 2
+WORKERS ?= 2
 DISK ?= out/benchmarks/disk
 TORCH := torch==2.13.0
 BIN := .venv/bin
@@ -46,8 +47,8 @@ rscan: .venv/.installed  ## learn which docstring belongs to which function, on 
 	$(BIN)/python examples/rscan/compare.py --ranks $(RANKS)$(if $(OURS), --ours $(OURS))$(if $(SEEDS), --seeds $(SEEDS))$(if \
 		$(SLOW), --slow $(SLOW))$(if $(STEPS), --steps $(STEPS))$(if $(QUICK), --quick)
 
-test: .venv/.installed  ## run every test
-	$(BIN)/pytest
+test: .venv/.installed  ## run every test; WORKERS=n files beside each other
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check

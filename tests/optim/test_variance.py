@@ -62,7 +62,7 @@ def follows(steps: int, build: Callable[[], nn.Module], config: dict[str, Any]) 
     (2, wide, {"gradient_predivide_factor": 2.0}), (2, wide, {"communication_data_type": "fp16"}),
     (2, wide, {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 20}}),
     (2, Twice, {}), (2, Beside, {"mesh": {"tensor": 2}}), (4, Beside, {"mesh": {"tensor": 2}}),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_variance_goes_on_while_signs_travel_as_that_of_whole_gradients_would(
         ranks: int, build: Callable[[], nn.Module], config: dict[str, Any]) -> None:
     for found, expected in run_ranks(ranks, follows, 120, build, config):
