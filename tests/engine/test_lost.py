@@ -75,6 +75,44 @@ def test_who_lost_the_swap_file_goes_on_from_a_checkpoint_in_the_same_process(ki
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
+def refused(engine: shoal.Engine, folder: str) -> None:
+    """Ask for weights in every way there is; those that are sharded nobody reads without a context."""
+    gathered = shoal.gathered(engine.module)
+    for ask in (engine.consolidated_state_dict, lambda: engine.save_16bit_model(folder), lambda: gathered.__enter__(),
+                lambda: engine(torch.ones(2, 40)), lambda: engine.save_checkpoint(folder), lambda: train(engine, range(1))):
+        with pytest.raises(TierError, match=r"a step was taken in part, .*: load a checkpoint into a new engine"):
+            ask()
+    for ask in (engine.module_state_dict, lambda: [parameter.sum() for parameter in engine.module.parameters()]):
+        with pytest.raises((TierError, ReleasedError)):
+            ask()
+
+
+def stepped_in_part(folder: str, stage: int, weights: str) -> None:
+    tier = {"offload_optimizer": {"device": "nvme"}, **({"offload_param": {"device": "cpu"}} if weights == "cpu" else {})}
+    given = config(folder, tier, stage)
+    given["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine = shoal.initialize(model=build(), config=given)[0]
+    train(engine, range(2))
+    [file] = Path(folder).rglob("*.swap")
+    with file.open("r+b") as there:  # the moments of the last units
+        there.seek(file.stat().st_size * 3 // 4 // 4096 * 4096)
+        there.write(bytes(range(256)) * 64)
+    with pytest.raises(TierError, match="changed on disk"):
+        train(engine, range(2, 3))
+    refused(engine, folder)
+    kept = engine.module
+    with logged() as said, pytest.raises(TierError, match="taken in part"):
+        engine.destroy()
+    assert "cannot be had any more" in said[0]
+    assert all(parameter.isnan().all() for parameter in kept.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("weights", ["device", "cpu"])
+@pytest.mark.parametrize("stage", range(4))
+def test_after_a_step_in_part_nobody_reads_weights_wherever_they_rest(stage: int, weights: str, tmp_path: Path) -> None:
+    run_ranks(1, stepped_in_part, str(tmp_path), stage, weights)
+
+
 def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
     """Write into what is lost; return the names of all units, and what was said."""
     engine = engine_of(folder, ALL)

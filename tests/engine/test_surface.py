@@ -342,6 +342,8 @@ def test_the_optimizers_state_goes_through_the_engine(engine: Engine) -> None:
         engine.optimizer.state_dict()
     with pytest.raises(UsageError, match=r"optimizer\.load_state_dict: .*engine\.load_checkpoint"):
         engine.optimizer.load_state_dict({})
+    with pytest.raises(UsageError, match=r"optimizer\.add_param_group: .* by initialize; .* requires_grad_\(False\)"):
+        engine.optimizer.add_param_group({"params": []})
 
 
 def test_an_optimizer_of_ones_own_is_named_by_its_class() -> None:

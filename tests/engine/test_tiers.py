@@ -354,6 +354,7 @@ def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(harm: str, sa
         folder.mkdir()
         message, file = run_ranks(1, harmed, str(folder), harm, tier)[0]
         assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
+        assert any(f"'{name}'" in message for name, _ in build().named_parameters()), message
 
 
 def two_engines(folder: str) -> tuple[list[float], list[float]]:

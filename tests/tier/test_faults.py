@@ -57,6 +57,21 @@ def test_a_changed_byte_is_reported(swap: Swap) -> None:
     assert torch.equal(span.tensor[:3 * CHUNK], numbers(span)[:3 * CHUNK]), "the other blocks are as they were"
 
 
+def test_errors_name_the_parameters_of_the_block(swap: Swap) -> None:
+    part = range(CHUNK // 2, 4 * CHUNK)
+    span = Swapped(swap, 4 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK,
+                   names=lambda among: [f"{number}" for number in range(among.start // 300, -(-among.stop // 300))])
+    span.fetch(fresh=True).wait()
+    span.commit().wait()
+    with swap.path.open("r+b") as file:
+        file.write(b"!" * PAGE)
+        file.seek(3 * PAGE)
+        file.write(b"!")
+    for chunk, named in ((0, r"'1', '2', '3'"), (3, r"'10', '11', '12' and 1 more")):
+        with pytest.raises(TierError, match=rf"rank 0: w \(of {named}\) could not be read from .*: these 4,096 bytes"):
+            span.fetch(chunk * CHUNK, (chunk + 1) * CHUNK).wait()
+
+
 def test_without_checksums_a_changed_byte_is_not_noticed(tmp_path: Path) -> None:
     swap = Swap(tmp_path, checksums=False)
     span = filled(swap)

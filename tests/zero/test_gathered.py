@@ -132,6 +132,28 @@ def test_a_forward_that_holds_weights_finds_them_as_they_were(way: str, tmp_path
     run_ranks(2, borrow, str(tmp_path), way)
 
 
+def as_arrays(way: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Train twice, and the second time have each weight as an array after each step."""
+    found = []
+    for looks in (False, True):
+        engine = engine_of(folder, way)
+        for _ in range(3):
+            step(engine)
+            with shoal.gathered(engine.module):
+                arrays = [weight.detach().numpy() for weight in engine.module.parameters()] if looks else []
+                assert all(torch.equal(torch.from_numpy(array), weight) for array, weight in zip(
+                    arrays, engine.module.parameters(), strict=looks))
+        found.append(values(engine))
+        engine.destroy()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_weight_that_numpy_has_seen_trains_on(way: str, tmp_path: Path) -> None:
+    for plain, seen in run_ranks(2, as_arrays, way, str(tmp_path)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+
+
 def enter_in_vain(folder: str, leaving: bool) -> None:
     engine = engine_of(folder, "memory")
     assert engine.sharded is not None

@@ -63,10 +63,11 @@ _Source = Callable[[int], _Piece | None]
 class Pipeline:
     """Takes steps, piece by piece; `ahead` are fetched while one is stepped, and `behind` may be on their way back.
 
-    Units that are taken in backward hold at most `waiting` bytes in memory together, or one does more.
+    Of all `units` those that are taken in backward hold at most `waiting` bytes in memory together, or one does more.
     """
 
-    def __init__(self, *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
+    def __init__(self, units: Sequence[Unit], *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
+        self._units = units
         self._at_once = at_once
         self._ahead = ahead
         self._behind = behind
@@ -97,7 +98,7 @@ class Pipeline:
             deque(self._stream(_given(pieces)), maxlen=0)
             agree()
         except BaseException as error:
-            self._failure = error
+            self.fail(error)
             raise
 
     def run(self, touched: Mapping[Unit, int], views: Sequence[View], sweep: Sweep, *, wait: bool) -> None:
@@ -119,7 +120,7 @@ class Pipeline:
             for unit in units:
                 self._conclude(unit)
         except BaseException as error:
-            self._failure = error
+            self.fail(error)
             raise
         self._owe(later, self._pieces(later, views, sweep))
 
@@ -151,11 +152,12 @@ class Pipeline:
         self._foresight.expect(view for view in views if _is_away(view.unit))
         self._foresight.bring(self._ahead + 1)
 
-    def fail(self, error: BaseException, units: Iterable[Unit]) -> None:
-        """Note that backward ended before it had taken all it could: nobody reads `units` any more."""
+    def fail(self, error: BaseException) -> None:
+        """Note that a step was taken in part: nobody reads the weights of any unit any more."""
         self._failure = self._failure or error
-        for unit in units:
-            unit.stepped, unit.owed = False, partial(self.settle, unit)
+        self._owed.clear()  # nobody takes note of what the thread has still stepped
+        for unit in self._units:
+            unit.spoil(partial(self.settle, unit))
 
     def settle(self, unit: Unit | None = None, *, wait: bool = True) -> None:
         """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it, from then on always.
@@ -187,6 +189,7 @@ class Pipeline:
     def check(self) -> None:
         """Raise `TierError` once a step was taken in part."""
         if self._failure is not None:
+            self.fail(self._failure)  # which may have been the thread's
             said = str(self._failure) or type(self._failure).__name__
             raise TierError(f"a step was taken in part, and its weights are of no use: load a checkpoint into a new engine. "
                             f"What went wrong: {said}") from self._failure
@@ -231,7 +234,7 @@ class Pipeline:
                 self._thread = threading.Thread(target=self._serve, name="shoal-step")
                 self._thread.start()
         except BaseException as error:
-            self._failure = error
+            self.fail(error)
             raise
 
     def _join(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.errors import TierError, UsageError
+from shoal.errors import UsageError
 from shoal.gradients import Verdict, judge
 from shoal.holders import Census
 from shoal.optim.brought import Brought
@@ -66,8 +66,8 @@ class ShardedOptimizer:
         if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
             views.regroup(lambda view, part: part.slot, optimizer)
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
-        self._stepping = Pipeline(at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind, waiting=rules.waiting,
-                                  lanes=model.residence.lanes)
+        self._stepping = Pipeline(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
+                                  waiting=rules.waiting, lanes=model.residence.lanes)
         self._within = Within(model, views, optimizer, rules, self._stepping, self._step)
         if isinstance(optimizer, Compressing):
             optimizer.exchanging = model.census.slices > 1
@@ -120,7 +120,7 @@ class ShardedOptimizer:
     def step(self) -> bool:
         """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
         units = self._model.trainable
-        self._check()
+        self._stepping.check()
         census = self._model.census
         if units and not self.pending:
             raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
@@ -147,7 +147,7 @@ class ShardedOptimizer:
                 self.optimizer.drop()
         except BaseException as error:
             if calm and self.begun:  # and concluded: what backward has stepped stands, and is not all
-                self._stepping.fail(error, units)
+                self._stepping.fail(error)
             raise
         finally:
             if not self.failed:
@@ -219,19 +219,11 @@ class ShardedOptimizer:
 
         Raises `UsageError` if it has begun that for good.
         """
-        self._check()
+        self._stepping.check()
         self._within.retract()
         if self.begun:
             raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
                              f"engine.step() first, once after each backward that ends an accumulation")
-
-    def _check(self) -> None:
-        """Raise `TierError` once a step was taken in part, from then on whatever is called."""
-        try:
-            self._stepping.check()
-        except TierError as error:
-            self._stepping.fail(error, self._model.trainable)
-            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated, but for those of a step that is owed."""
@@ -291,6 +283,11 @@ class ShardedOptimizer:
         """Raise `UsageError`, as `state_dict` does."""
         raise UsageError("optimizer.load_state_dict: the optimizer's state is sharded over the ranks; call "
                          "engine.load_checkpoint")
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Raise `UsageError`: where each parameter rests is decided once."""
+        raise UsageError("optimizer.add_param_group: the parameters were laid out over the ranks by initialize; give it all "
+                         "groups, and freeze what is for later by requires_grad_(False) after it")
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the backward of `loss` times the loss scale."""

@@ -93,7 +93,7 @@ class Within:
             self._pipeline.expect(())
             self.retract()
             if self.begun:
-                self._pipeline.fail(error, self._model.trainable)
+                self._pipeline.fail(error)
             raise
         finally:
             self._model.offer(None)
@@ -124,7 +124,7 @@ class Within:
             self._pipeline.give_up(self._model.trainable)
             self._attempt.undo()
         except BaseException as error:
-            self._pipeline.fail(error, self._model.trainable)
+            self._pipeline.fail(error)
             raise
 
     def _take(self, gradient: Gradient) -> bool:

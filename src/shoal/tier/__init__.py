@@ -13,7 +13,7 @@ from shoal.tier.memory import pageable, trim, zeros
 from shoal.tier.pages import Pages
 from shoal.tier.part import InUse, Part, Together, held, on_disk
 from shoal.tier.residence import Residence, Tiers
-from shoal.tier.span import Kept, Span, Transfer
+from shoal.tier.span import Kept, Span, Transfer, behind
 from shoal.tier.stay import Stay
 from shoal.tier.store import Disk, Memory, Store
 from shoal.tier.swap import Swap
@@ -21,5 +21,5 @@ from shoal.tier.swapped import Swapped
 from shoal.tier.trace import Event, Trace
 
 __all__ = ["Copied", "Disk", "Elastic", "Event", "InUse", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span",
-           "Stay", "Store", "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "elastic", "held",
-           "on_disk", "pageable", "trim", "zeros"]
+           "Stay", "Store", "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "behind", "elastic",
+           "held", "on_disk", "pageable", "trim", "zeros"]

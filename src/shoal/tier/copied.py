@@ -10,7 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-from shoal.tier.span import DONE, Kept, Span, Transfer, Whole
+from shoal.tier.span import DONE, Kept, Names, Span, Transfer, Whole, unnamed
 from shoal.tier.store import Store
 from shoal.tier.streams import Mark, Stream, down, up
 
@@ -124,9 +124,10 @@ class _AtRest:
         self._above.close()
 
 
-def above(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str) -> tuple[Whole, Span]:
+def above(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str,
+          names: Names = unnamed) -> tuple[Whole, Span]:
     """Return a span of `store` as it is used on `device`, and as it rests. They are one where the device is the store's."""
-    rest = store.place(size, dtype, name)
+    rest = store.place(size, dtype, name, names=names)
     if device == store.device:
         return rest, rest
     copied = Copied(rest, device)

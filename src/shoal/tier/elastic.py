@@ -19,7 +19,7 @@ from shoal.tier.copied import Arrival
 from shoal.tier.memory import pageable
 from shoal.tier.pages import Pages
 from shoal.tier.part import Part, Together
-from shoal.tier.span import DONE, Kept, Span, Transfer
+from shoal.tier.span import DONE, Kept, Names, Span, Transfer, behind, unnamed
 from shoal.tier.store import Disk, Memory, Store
 from shoal.tier.streams import Stream, up
 from shoal.tier.swapped import Swapped
@@ -85,8 +85,8 @@ class Beneath:
 
     within = True
 
-    def __init__(self, size: int, dtype: torch.dtype, part: range, disk: Disk, name: str):
-        self._memory = Swapped(disk.swap, size, dtype, name, part=part, chunk=disk.granule)
+    def __init__(self, size: int, dtype: torch.dtype, part: range, disk: Disk, name: str, names: Names):
+        self._memory = Swapped(disk.swap, size, dtype, name, part=part, chunk=disk.granule, names=names)
         self._part = part
         self._changed = False
         self.full = self._memory.tensor
@@ -124,8 +124,10 @@ class Resized:
         self._stream = Stream() if rest.tensor.device == self.full.device else up(device)
 
     def grow(self) -> Transfer:
-        with self._stream.open():
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        storage = self.full.untyped_storage()
+        if not storage.nbytes():
+            with self._stream.open():
+                storage.resize_(self.full.numel() * self.full.element_size())
         return Arrival(self.rest, self._own, self._stream, after_compute=False)
 
     def shrink(self) -> None:
@@ -140,10 +142,11 @@ class Resized:
         Arrival(self.rest, self._own, self._stream, after_compute=True).wait()
 
 
-def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str) -> Elastic:
+def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str,
+            names: Names = unnamed) -> Elastic:
     """Return a buffer of `size` elements on `device`, zeros, whose `part` rests in `store`."""
     if isinstance(store, Disk) and device == store.device:
-        return Beneath(size, dtype, part, store, name)
+        return Beneath(size, dtype, part, store, name, names)
     if isinstance(store, Memory) and device == store.device and pageable(size, dtype, device):
         return Paged(size, dtype, part)
-    return Resized(size, dtype, part, device, store.place(len(part), dtype, name))
+    return Resized(size, dtype, part, device, store.place(len(part), dtype, name, names=behind(names, part.start)))

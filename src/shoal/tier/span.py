@@ -6,11 +6,25 @@ times it is undefined. `Kept` rests where it is, so that who fetches and commits
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["DONE", "Kept", "Span", "Transfer", "Whole"]
+__all__ = ["DONE", "Kept", "Names", "Span", "Transfer", "Whole", "behind", "unnamed"]
+
+Names = Callable[[range], Sequence[str]]
+"""Gives the names of the parameters that lie among some elements of a span, for errors."""
+
+
+def unnamed(elements: range) -> Sequence[str]:
+    """Name no parameter."""
+    return ()
+
+
+def behind(names: Names, first: int) -> Names:
+    """Return the names of a span that begins at element `first` of the one that `names` is of."""
+    return lambda elements: names(range(first + elements.start, first + elements.stop))
 
 
 class Transfer(Protocol):

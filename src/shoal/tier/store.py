@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from shoal.tier.memory import zeros
-from shoal.tier.span import Kept, Whole
+from shoal.tier.span import Kept, Names, Whole, unnamed
 from shoal.tier.swap import Swap
 from shoal.tier.swapped import CHUNK, Swapped
 
@@ -32,8 +32,9 @@ class Store(Protocol):
         """Elements that are brought at once; None where everything is always there."""
         ...
 
-    def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None) -> Whole:
-        """Return a span of `size` zeros, of which `part` (default: all) rests; errors call it `name`."""
+    def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
+              names: Names = unnamed) -> Whole:
+        """Return a span of `size` zeros, of which `part` (default: all) rests; errors call it `name`, and add `names`."""
         ...
 
 
@@ -45,7 +46,8 @@ class Memory:
     pinned: bool = False
     granule: None = None
 
-    def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None) -> Whole:
+    def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
+              names: Names = unnamed) -> Whole:
         if self.pinned:
             return Kept(torch.zeros(size, dtype=dtype, pin_memory=True))
         return Kept(zeros(size, dtype, self.device))
@@ -62,5 +64,6 @@ class Disk:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None) -> Whole:
-        return Swapped(self.swap, size, dtype, name, part=part, chunk=self.granule)
+    def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
+              names: Names = unnamed) -> Whole:
+        return Swapped(self.swap, size, dtype, name, part=part, chunk=self.granule, names=names)

@@ -46,8 +46,12 @@ class Stream:
         return _HERE
 
     def free(self, tensor: Tensor, *, computed: bool) -> None:
-        """Empty the storage of `tensor` once this stream, or if `computed` the device's computing, is done with it."""
-        tensor.untyped_storage().resize_(0)
+        """Empty the storage of `tensor` once this stream, or if `computed` the device's computing, is done with it.
+
+        One that somebody had as an array of numpy stays as it is: torch resizes it no more.
+        """
+        if (storage := tensor.untyped_storage()).resizable():
+            storage.resize_(0)
 
     def hand_over(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor`, if it was made in this stream, until what the device computes now is done with it."""

@@ -153,7 +153,7 @@ class Swap:
             said = "the file is closed"
         elif os.fstat(self._file.descriptor).st_nlink == 0:
             said = "the file was deleted. Let nothing else touch the folder while training runs"
-        return None if said is None else self._file.error(job.lane, job.name, job.stretch.offset, said)
+        return None if said is None else job.refused(self._file, job.stretch.offset, said)
 
     def check_owner(self, name: str) -> None:
         """Raise TierError in a process that was forked from the owner: it has none of the threads."""

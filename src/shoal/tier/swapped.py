@@ -21,7 +21,7 @@ import torch
 from shoal.errors import TierError
 from shoal.tier.extents import Extent
 from shoal.tier.pages import PAGE, Pages, whole_pages
-from shoal.tier.span import DONE, Transfer
+from shoal.tier.span import DONE, Names, Transfer, unnamed
 from shoal.tier.swap import Swap
 from shoal.tier.transfer import Job, Lane, Pending, Stretch
 
@@ -61,15 +61,15 @@ class _Chunk:
 class Swapped:
     """`size` elements of `dtype`, zeros at first, of which `part` (default: all) has a place in the file of `swap`.
 
-    Pages at the edges of `part` come and go with it, whole. Errors call the span `name`. Raises `TierError` when the disk is
-    full.
+    Pages at the edges of `part` come and go with it, whole. Errors call the span `name`, and parameters within it as `names`
+    does. Raises `TierError` when the disk is full.
     """
 
     def __init__(self, swap: Swap, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
-                 chunk: int = CHUNK):
+                 chunk: int = CHUNK, names: Names = unnamed):
         assert chunk > 0
         self.part = range(size) if part is None else part
-        self._swap, self._name, self._width = swap, name, dtype.itemsize
+        self._swap, self._name, self._names, self._width = swap, name, names, dtype.itemsize
         hull = range(self.part.start * self._width // PAGE * PAGE, whole_pages(self.part.stop * self._width))
         self._hull = hull = hull if self.part else range(0)
         self._pages = Pages(size, dtype, aligned=hull.start)
@@ -171,7 +171,7 @@ class Swapped:
     def _send(self, lane: Lane, chunk: _Chunk) -> Job:
         """Let a chunk travel; the caller holds the lock. What others can wait for is carried, whatever interrupts this."""
         job = Job(lane, self._name, chunk.copy.stretch, chunk.copy.sums, partial(self._settle, chunk),
-                  block_bytes=self._swap.block_bytes)
+                  block_bytes=self._swap.block_bytes, names=lambda at: self._names(self._wanted(at.start, at.stop)))
         travels, wake = self._swap.prepare(job)
         writing = job.bytes if lane == "write" else 0
         try:

@@ -27,11 +27,15 @@ from shoal.tier.checksum import checksum
 from shoal.tier.extents import ALIGNMENT
 from shoal.tier.pages import Pages
 from shoal.tier.place import free_bytes
+from shoal.tier.span import Names, unnamed
 from shoal.tier.trace import Trace
 
 __all__ = ["Job", "Lane", "Pending", "Stretch", "SwapFile", "Threads", "refusal"]
 
 Lane = Literal["read", "write"]
+SHOWN = 3
+"""Parameters that an error names before it counts the rest."""
+
 _PATIENCE = 30.0  # seconds that the blocks under way have when their owner closes
 
 
@@ -63,10 +67,13 @@ class Stretch:
 
 
 class Job:
-    """A stretch on its way to or from the disk, for the span `name`; `settle` is called in the thread that ends it."""
+    """A stretch on its way to or from the disk, for the span `name`; `settle` is called in the thread that ends it.
+
+    Errors add the parameters that `names` finds among elements of the stretch's pages.
+    """
 
     def __init__(self, lane: Lane, name: str, stretch: Stretch, sums: list[int], settle: Callable[[Job], None], *,
-                 block_bytes: int):
+                 block_bytes: int, names: Names = unnamed):
         self.lane: Lane = lane
         self.name = name
         self.stretch = stretch
@@ -75,6 +82,7 @@ class Job:
         self.error: TierError | None = None
         self._sums = sums
         self._settle = settle
+        self._names = names
         self._left = len(self.blocks)
         self._counting = threading.Lock()
         self.done = False
@@ -104,10 +112,19 @@ class Job:
             except TierError as error:
                 self.error = error
             except Exception as error:  # whatever it is, somebody waits for the job
-                self.error = file.error(self.lane, self.name, offset, f"{type(error).__name__}: {error}")
+                self.error = self.refused(file, offset, f"{type(error).__name__}: {error}")
             if file.trace is not None:
                 file.trace.record(self.lane, self.name, begin, time.perf_counter(), bytes=len(view))
         self._count(1)
+
+    def refused(self, file: SwapFile, offset: int, said: str) -> TierError:
+        """Return what to raise when the block at `offset` did not travel, and what the system `said`."""
+        first, width = self.stretch.start + offset - self.stretch.offset, self.stretch.pages.tensor.element_size()
+        last = min(first + self.block_bytes, self.stretch.stop)
+        names = self._names(range(first // width, -(-last // width)))
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        held = f" (of {', '.join(map(repr, names[:SHOWN]))}{more})" if names else ""
+        return file.error(self.lane, self.name + held, offset, said)
 
     def fail(self, error: TierError, blocks: int | None = None) -> None:
         """End `blocks` blocks (default: all) that nobody will carry."""
@@ -129,12 +146,12 @@ class Job:
         try:
             count = _travelled(os.preadv, file, view, offset)
         except OSError as error:
-            raise file.error("read", self.name, offset, f"{error.strerror}; look at the disk (dmesg)") from error
+            raise self.refused(file, offset, f"{error.strerror}; look at the disk (dmesg)") from error
         if count < len(view):
-            raise file.error("read", self.name, offset + count, "the file ends there: it was truncated. Let nothing else "
+            raise self.refused(file, offset + count, "the file ends there: it was truncated. Let nothing else "
                              "touch the folder while training runs")
         if file.checksums and checksum(view) != self._sums[index]:
-            raise file.error("read", self.name, offset, f"these {len(view):,} bytes are not what was written: the file was "
+            raise self.refused(file, offset, f"these {len(view):,} bytes are not what was written: the file was "
                              f"changed on disk. Let nothing else touch the folder; check the disk")
 
     def _write(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
@@ -145,9 +162,9 @@ class Job:
             if not file.direct:  # the bytes are in memory already: the system's cache need not keep them too
                 os.posix_fadvise(file.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise file.error("write", self.name, offset, refusal(error, len(view), file.path.parent)) from error
+            raise self.refused(file, offset, refusal(error, len(view), file.path.parent)) from error
         if count < len(view):
-            raise file.error("write", self.name, offset + count, "the system takes no more; make room on the disk")
+            raise self.refused(file, offset + count, "the system takes no more; make room on the disk")
 
 
 def _travelled(call: Callable[[int, Sequence[memoryview], int], int], file: SwapFile, view: memoryview, offset: int) -> int:
@@ -260,4 +277,4 @@ class Threads:
     def _fail_queued(self) -> None:
         while (block := self._next(("read", "write"))) is not None:
             job, _ = block
-            job.fail(self._file.error(job.lane, job.name, job.stretch.offset, "the file was closed meanwhile"), 1)
+            job.fail(job.refused(self._file, job.stretch.offset, "the file was closed meanwhile"), 1)

@@ -21,7 +21,7 @@ from shoal.holders import Holders
 from shoal.precision.averaging import Averaging
 from shoal.reduction import Widened
 from shoal.sparse_gradients import Rows
-from shoal.tier import InUse, Kept, Store, Transfer, above
+from shoal.tier import InUse, Kept, Store, Transfer, above, behind
 from shoal.zero.addend import Addend
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -76,7 +76,7 @@ class Gradient:
         self._norm: Tensor | None = None
         partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
         self._span, self.rest = above(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,
-                                      f"gradient of unit '{unit}'")
+                                      f"gradient of unit '{unit}'", behind(layout.names, 0 if partial else own.start))
         self._place = InUse(self._span)
         self._place.bring(fresh=True)
         self._at = own.start if partial and stage.master is SHARD else 0

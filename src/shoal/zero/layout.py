@@ -85,6 +85,10 @@ class Layout:
             if start < stop:
                 yield Part(slot=index, start=start - slot.start, stop=stop - slot.start, offset=start - span.start)
 
+    def names(self, elements: range) -> list[str]:
+        """Return the names of the slots that lie, in part or whole, among `elements`."""
+        return [self.slots[part.slot].name for part in self.parts(elements)]
+
     def gaps(self) -> Iterator[range]:
         """Yield the padding between and behind the slots."""
         end = 0

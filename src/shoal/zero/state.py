@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.tier import Kept, Span, Store, Together, Transfer
+from shoal.tier.span import Names
 from shoal.tier.swapped import CHUNK
 from shoal.zero.gradient import Gradient
 
@@ -39,11 +40,12 @@ WHOLE_STEP = Use()
 class State:
     """The optimizer's state of one unit."""
 
-    def __init__(self, unit: str, size: int, store: Store, master: Span, rounded: Span | None, gradient: Gradient):
+    def __init__(self, unit: str, size: int, store: Store, master: Span, rounded: Span | None, gradient: Gradient,
+                 names: Names):
         self.unit = unit
         self.store = store
         self.moments: dict[str, Span] = {}
-        self._size = size
+        self._size, self._names = size, names
         self.master = master
         self.weights = rounded
         """The resting weights where they are not the master; None where they are."""
@@ -69,7 +71,7 @@ class State:
     def moment(self, kind: str, dtype: torch.dtype) -> Tensor:
         """Return the moments called `kind` of the whole unit, made as zeros if there are none."""
         if kind not in self.moments:
-            span = self.store.place(self._size, dtype, f"'{kind}' of unit '{self.unit}'")
+            span = self.store.place(self._size, dtype, f"'{kind}' of unit '{self.unit}'", names=self._names)
             for part in self._held:
                 span.fetch(part.start, part.stop).wait()
             self.moments[kind] = span

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
 from shoal.sparse_gradients import Rows
-from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, elastic, held, zeros
+from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, behind, elastic, held, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -249,7 +249,7 @@ class Unit:
     @torch.no_grad()
     def look_up(self, numbers: Tensor) -> None:
         """Have the rows called `numbers` in memory until the unit is released, or all of them where that is cheaper."""
-        if self.phase is Phase.RELEASED:
+        if self.phase is Phase.RELEASED and self.owed is None:
             assert self._memory is not None and self.gradient is not None and self.gradient.rows is not None
             self.fetch()
             self._arriving.wait()
@@ -361,6 +361,12 @@ class Unit:
         if self.stepped and self.undo is not None:
             self.undo()
 
+    def spoil(self, owed: Callable[..., None]) -> None:
+        """Have the weights not be read any more, wherever they rest: what is `owed` raises why."""
+        self.stepped, self.owed, self.phase = False, owed, Phase.RELEASED
+        for parameter in self._parameters:
+            guard(parameter)
+
     def check(self) -> None:
         """Have the weights be as old as the others'; raise `UsageError` where backward has stepped them for good."""
         self.retract()
@@ -414,12 +420,13 @@ class Unit:
         """Return the state that the optimizer steps, its master of its own, or the resting weights."""
         assert self.gradient is not None
         span, wide = self.master_span, master_dtype(self.full.dtype)
-        part = range(span.start - self.resting.start, span.stop - self.resting.start)
+        part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
+                       behind(self.layout.names, span.start))
         stepped = Kept(self.weight[part.start:part.stop]) if isinstance(self.rest, Kept) else Part(self.rest, part)
         if wide == self.full.dtype and self.weight.device == store.device and self._signs is None:
-            return State(self.name, len(span), store, stepped, None, self.gradient)
-        master = store.place(len(span), wide, f"master of unit '{self.name}'")
-        return State(self.name, len(span), store, master, stepped, self.gradient)
+            return State(self.name, len(span), store, stepped, None, self.gradient, names)
+        master = store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
+        return State(self.name, len(span), store, master, stepped, self.gradient, names)
 
 
 def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype, device: torch.device, store: Store,
@@ -427,7 +434,7 @@ def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype, device:
     """Return (what grows and shrinks, the whole buffer, what rests of it)."""
     part = layout.span(rank) if stage.weight is SHARD else range(layout.size)
     if stage.weight is SHARD or store.granule is not None or store.device != device:
-        memory = elastic(layout.size, dtype, part, device, store, name)
+        memory = elastic(layout.size, dtype, part, device, store, name, layout.names)
         return memory, memory.full, memory.rest
     full = zeros(layout.size, dtype, device)
     return None, full, Kept(full)
