@@ -48,7 +48,7 @@ rscan: .venv/.installed  ## learn which docstring belongs to which function, on 
 		$(SLOW), --slow $(SLOW))$(if $(STEPS), --steps $(STEPS))$(if $(QUICK), --quick)
 
 test: .venv/.installed  ## run every test; WORKERS=n files beside each other
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check

@@ -154,6 +154,51 @@ def test_a_weight_that_numpy_has_seen_trains_on(way: str, tmp_path: Path) -> Non
         assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
 
 
+PLACES: dict[str, dict[str, Any]] = {
+    "memory": {}, "weights on disk": {"offload_param": {"device": "nvme"}},
+    "all on disk": {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}}
+
+
+def kept(engine: shoal.Engine) -> list[Tensor]:
+    """Return what shares the memory of the weights, as scripts do that collect them in a context or without one."""
+    if engine.zero_optimization_stage() < 3:
+        return [parameter.detach() for parameter in engine.module.parameters()]
+    with shoal.gathered(engine.module):
+        return [parameter.detach() for parameter in engine.module.parameters()]
+
+
+def lend(folder: str, place: str, stage: int, width: int) -> None:
+    weights: list[list[Tensor]] = []
+    for keeps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+        tier = {key: {**block, "nvme_path": folder} for key, block in PLACES[place].items()}
+        engine = shoal.initialize(model=model, config={
+            "train_micro_batch_size_per_gpu": 2, "timeout": 20, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, **tier}})[0]
+        for turn in range(5):
+            engine.backward(engine(torch.ones(2, width)).square().mean())
+            engine.step()
+            shared = kept(engine) if keeps and turn in (1, 2) else []
+            now = values(engine)
+            assert all(torch.equal(a, b) for a, b in zip(shared, now, strict=keeps and turn in (1, 2)))
+        del shared
+        weights.append(now)
+        assert engine.sharded is not None
+        engine.eval()(torch.ones(2, width))
+        engine.sharded.settle()
+        assert all(unit.lent is None for unit in engine.sharded.units), "nobody shares their memory any more"
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 640], ids=["in a heap", "in pages"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_shares_the_memory_of_weights_reads_as_they_do(place: str, stage: int, width: int, tmp_path: Path) -> None:
+    run_ranks(2, lend, str(tmp_path), place, stage, width)
+
+
 def enter_in_vain(folder: str, leaving: bool) -> None:
     engine = engine_of(folder, "memory")
     assert engine.sharded is not None

@@ -9,7 +9,7 @@ Nobody else needs to know which it is.
 from shoal.tier.copied import Copied, above
 from shoal.tier.elastic import Elastic, elastic
 from shoal.tier.lanes import Lanes
-from shoal.tier.memory import pageable, trim, zeros
+from shoal.tier.memory import pageable, trim, users, zeros
 from shoal.tier.pages import Pages
 from shoal.tier.part import InUse, Part, Together, held, on_disk
 from shoal.tier.residence import Residence, Tiers
@@ -22,4 +22,4 @@ from shoal.tier.trace import Event, Trace
 
 __all__ = ["Copied", "Disk", "Elastic", "Event", "InUse", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span",
            "Stay", "Store", "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "behind", "elastic",
-           "held", "on_disk", "pageable", "trim", "zeros"]
+           "held", "on_disk", "pageable", "trim", "users", "zeros"]

@@ -41,8 +41,8 @@ class Elastic(Protocol):
         """Make the whole buffer usable; once the transfer is over, its part holds what rests."""
         ...
 
-    def shrink(self) -> None:
-        """Give up the buffer, but for what rests."""
+    def shrink(self, *, lent: bool = False) -> None:
+        """Give up the buffer, but for what rests; one that is `lent` to somebody stays in memory until it shrinks again."""
         ...
 
     def keep(self) -> None:
@@ -69,8 +69,8 @@ class Paged:
     def grow(self) -> Transfer:
         return DONE  # the first write brings the pages
 
-    def shrink(self) -> None:
-        for outside in self._outside:
+    def shrink(self, *, lent: bool = False) -> None:
+        for outside in self._outside if not lent else ():
             self._pages.drop(outside.start, outside.stop)
 
     def keep(self) -> None:
@@ -89,6 +89,7 @@ class Beneath:
         self._memory = Swapped(disk.swap, size, dtype, name, part=part, chunk=disk.granule, names=names)
         self._part = part
         self._changed = False
+        self._lent = False
         self.full = self._memory.tensor
         self.rest: Span = Part(self._memory, part)
         self.grow().wait()
@@ -96,10 +97,16 @@ class Beneath:
     def grow(self) -> Transfer:
         return Together([self._memory.fetch(self._part.start, self._part.stop), self._memory.edges()])
 
-    def shrink(self) -> None:
+    def shrink(self, *, lent: bool = False) -> None:
+        if lent and not self._lent:
+            self._memory.fetch(self._part.start, self._part.stop)
         changed, self._changed = self._changed, False
         self._memory.commit(self._part.start, self._part.stop, changed=changed)
-        self._memory.drop_outside()
+        if self._lent and not lent:
+            self._memory.commit(self._part.start, self._part.stop, changed=False)
+        if not lent:
+            self._memory.drop_outside()
+        self._lent = lent
 
     def keep(self) -> None:
         self._changed = True  # written when it shrinks
@@ -130,8 +137,9 @@ class Resized:
                 storage.resize_(self.full.numel() * self.full.element_size())
         return Arrival(self.rest, self._own, self._stream, after_compute=False)
 
-    def shrink(self) -> None:
-        self._stream.free(self.full, computed=True)
+    def shrink(self, *, lent: bool = False) -> None:
+        if not lent:
+            self._stream.free(self.full, computed=True)
 
     def keep(self) -> None:
         self.rest.fetch(fresh=True).wait()

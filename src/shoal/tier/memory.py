@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.tier.pages import Pages
 
-__all__ = ["PAGED_FROM", "pageable", "trim", "zeros"]
+__all__ = ["PAGED_FROM", "pageable", "trim", "users", "zeros"]
 
 PAGED_FROM = 1 << 20
 """Bytes from which host memory has pages of its own: below, the heap serves better."""
@@ -26,6 +26,11 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def pageable(size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether so much memory of `device` has pages of its own."""
     return device.type == "cpu" and size * dtype.itemsize >= PAGED_FROM and hasattr(mmap, "MADV_HUGEPAGE")  # Linux
+
+
+def users(tensor: Tensor) -> int:
+    """Return how many tensors share the memory of `tensor`, arrays of numpy included; whichever number that begins at."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
 
 
 def trim() -> None:

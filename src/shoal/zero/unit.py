@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.collectives import Handle, Label
 from shoal.holders import Holders
 from shoal.sparse_gradients import Rows
-from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, behind, elastic, held, zeros
+from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, behind, elastic, held, users, zeros
 from shoal.tier.span import DONE
 from shoal.zero.buffer import Pool
 from shoal.zero.compressed import Signs
@@ -81,6 +81,8 @@ class Unit:
     """Read by somebody else's forward: stays gathered until the pass is over."""
     awaited = False
     """Used again soon: stays gathered until then."""
+    lent: int | None = None
+    """Somebody may share its memory for longer than it is gathered: how many did before."""
     written = False
     """Somebody may have written into whole weights outside of a pass: they rest as they are then."""
     expected = False
@@ -274,11 +276,18 @@ class Unit:
             self.written = False
         self._shrink()
 
+    def lend(self) -> None:
+        """Let somebody outside of a pass have the gathered weights: what then shares their memory will find it."""
+        if self.lent is None and self.travels:
+            self.lent = users(self.full)
+
     def _shrink(self) -> None:
         assert self._memory is not None
         for parameter in self._parameters:
             guard(parameter)
-        self._memory.shrink()
+        if self.lent is not None and users(self.full) <= self.lent:
+            self.lent = None
+        self._memory.shrink(lent=self.lent is not None)
         self.phase = Phase.RELEASED
 
     @torch.no_grad()
@@ -387,6 +396,7 @@ class Unit:
         elif self._scope.open or self.stage.weight is not SHARD:
             self.held = True
             self.gather()
+            self.lend()
             self.written = not self._scope.open
         else:
             name = next(member.name for member in self.members if member.parameter is parameter)
