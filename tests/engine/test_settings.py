@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,33 @@ def test_sizes_of_what_moves_at_once_change_no_bit(stage: int) -> None:
     first, *others = run_ranks(2, outcomes, stage, variants)[0]
     for other, variant in zip(others, variants[1:], strict=True):
         assert first[0] == other[0] and same(first[1], other[1]), variant
+
+
+def pieces(folder: str, sizes: list[int]) -> list[dict[str, Tensor]]:
+    """Return the weights after steps of an optimizer that is torch's own, on disk in pieces of so many elements, or in
+    memory (0). Its kernel rounds the last elements of what it is given another way than those before.
+    """
+    found = []
+    for size in sizes:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(13, 27), torch.nn.Linear(27, 13), torch.nn.LayerNorm(13))
+        disk = {"device": "nvme", "nvme_path": folder}
+        tiers = {"sub_group_size": size, "offload_param": disk, "offload_optimizer": disk} if size else {}
+        engine = shoal.initialize(model=layers, config={
+            "train_micro_batch_size_per_gpu": 2, "timeout": 20, "zero_optimization": {"stage": 1, **tiers},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "amsgrad": True}}})[0]
+        for _ in range(8):
+            engine.backward(engine(torch.randn(2, 13)).square().mul(torch.randn(13)).mean())
+            engine.step()
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_pieces_of_what_rests_on_disk_change_no_bit(ranks: int, tmp_path: Path) -> None:
+    first, *others = run_ranks(ranks, pieces, str(tmp_path), [0, 1, 100, 300, 1_000_000])[0]
+    assert all(same(first, other) for other in others)
 
 
 def gathers(reuse: list[float]) -> list[int]:

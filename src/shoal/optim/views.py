@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import OptimizerError
-from shoal.zero.layout import Part
+from shoal.zero.layout import ALIGNMENT, Part
 from shoal.zero.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Elements [start, stop) of the master that rests on this rank, as the optimizer's parameter."""
+    """Elements [start, stop) of the master that rests on this rank, as the optimizer's parameter.
+
+    With the padding behind its last slot: a view is whole vectors, so that no kernel takes the last elements one by one, and
+    rounds them another way where a master is cut in other places.
+    """
 
     unit: Unit
     group: int
@@ -126,6 +130,7 @@ def _pieces(part: Part, granule: int) -> Iterator[Part]:
 def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> View:
     assert unit.master is not None
     start, stop = parts[0].offset, parts[-1].offset + parts[-1].stop - parts[-1].start
+    stop += -stop % ALIGNMENT
     return View(unit=unit, group=group, start=start, stop=stop, parts=parts,
                 parameter=nn.Parameter(unit.master[start:stop]))
 

@@ -25,6 +25,9 @@ WRITE_AHEAD = 64 << 20
 SPARE = 64 << 20
 """Bytes of memory that may wait for their next use: no more than what training has just had in use, and will again."""
 
+ALIGNED = 64
+"""Elements of which a piece is a multiple: whole vectors, as what is stepped in memory is."""
+
 HOST = torch.device("cpu")
 
 _open: WeakValueDictionary[tuple[Path, int, int, int], Swap] = WeakValueDictionary()
@@ -33,7 +36,8 @@ _open: WeakValueDictionary[tuple[Path, int, int, int], Swap] = WeakValueDictiona
 
 def open_store(asked: OffloadParam | OffloadOptimizer, aio: AioSettings, device: torch.device, *, rank: int,
                at_once: int = CHUNK) -> Store:
-    """Return the store that `asked` names, for a model that computes on `device`; disks bring `at_once` elements at a time.
+    """Return the store that `asked` names, for a model that computes on `device`; disks bring `at_once` elements at a time,
+    rounded down to a multiple of `ALIGNED`.
 
     Raises `TierError` for a folder that is not there or cannot be written; warns of one that is no fast local disk.
     """
@@ -44,7 +48,8 @@ def open_store(asked: OffloadParam | OffloadOptimizer, aio: AioSettings, device:
             return Memory(device=HOST, pinned=asked.pin_memory and device.type != "cpu")
         case "nvme":
             assert asked.nvme_path is not None
-            return Disk(swap=_swap(Path(asked.nvme_path), aio, rank), granule=min(at_once, CHUNK))
+            granule = max(min(at_once, CHUNK) // ALIGNED, 1) * ALIGNED
+            return Disk(swap=_swap(Path(asked.nvme_path), aio, rank), granule=granule)
 
 
 def _swap(folder: Path, aio: AioSettings, rank: int) -> Swap:

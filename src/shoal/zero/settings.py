@@ -42,7 +42,7 @@ class ZeroSettings(Section):
     """Let a parameter go without gradient in a step (it counts as zero); false raises an error that names it."""
 
     sub_group_size: Positive = 1_000_000_000
-    """The most elements that one call of the optimizer takes at once; a unit in memory is not cut for it."""
+    """The most elements that one call of the optimizer takes at once, in whole 64s; a unit in memory is not cut for it."""
 
     stage3_max_live_parameters: Count = 1_000_000_000
     """Stage 3: the most elements that run-ahead keeps gathered at once; the unit in use is gathered in any case."""
