@@ -20,13 +20,10 @@ class Pool:
         """Return an undefined 1-D tensor of `elements` of `dtype`."""
         size = max(1, elements * dtype.itemsize)
         fitting = [block for block in self._free if block.numel() >= size]
-        if fitting:
-            block = min(fitting, key=lambda block: block.numel())
-            self._free = [other for other in self._free if other is not block]
-        else:
-            if self._free:  # replace the largest block instead of keeping one that never fits
-                largest = max(self._free, key=lambda block: block.numel())
-                self._free = [other for other in self._free if other is not largest]
+        # Where none fits, the largest is replaced, instead of keeping one that never will
+        block = min(fitting, key=Tensor.numel) if fitting else max(self._free, key=Tensor.numel, default=None)
+        self._free = [other for other in self._free if other is not block]
+        if block is None or not fitting:
             block = zeros(size, torch.uint8, self.device)
         tensor = block[:elements * dtype.itemsize].view(dtype)
         self._lent[id(tensor)] = block

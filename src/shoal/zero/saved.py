@@ -42,15 +42,16 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weight(Saved):
-    """One that lies in the buffer of its unit."""
+    """A view of one that lies in the buffer of its unit; kept as numbers, for who counts the users of that memory."""
 
     module: nn.Module
     """Around the unit."""
+    view: tuple[Sequence[int], Sequence[int], int]
+    """Its shape, its strides, and where it begins in the buffer."""
 
     @property
     def _what(self) -> tuple[str, str]:
-        at = self.tensor.storage_offset()
-        name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= at), self.unit.name)
+        name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= self.view[2]), self.unit.name)
         return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"
 
 
@@ -103,12 +104,15 @@ class Saving:
         found = self._weights.get(_storage(tensor))
         if found is None:
             return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
-        return Weight(tensor=tensor, version=tensor._version, unit=found[1], module=found[0])
+        base = tensor if tensor._base is None or tensor._base.dtype != tensor.dtype or tensor.is_complex() else tensor._base
+        return Weight(tensor=base, version=base._version, unit=found[1], module=found[0],
+                      view=(tensor.size(), tensor.stride(), tensor.storage_offset()))
 
     def _unpack(self, saved: Saved) -> Tensor:
-        if isinstance(saved, Weight):
-            self._bring(saved.module, saved.unit)
-        return saved.unchanged()
+        if not isinstance(saved, Weight):
+            return saved.unchanged()
+        self._bring(saved.module, saved.unit)
+        return saved.unchanged().detach().as_strided(*saved.view)
 
 
 def _storage(tensor: Tensor) -> int:
