@@ -59,9 +59,9 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
 
     The function must be importable (module level); arguments and results travel by pickle. `torch.distributed` is
     initialised with one thread a rank. Raises `RankFailed` with the traceback of the first rank that raised, or after
-    `SHOAL_TEST_TIMEOUT` seconds (60).
+    `SHOAL_TEST_TIMEOUT` seconds (120).
     """
-    seconds = float(os.environ.get("SHOAL_TEST_TIMEOUT", "60"))
+    seconds = float(os.environ.get("SHOAL_TEST_TIMEOUT", "120"))
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
