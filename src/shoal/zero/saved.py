@@ -106,7 +106,7 @@ class Saving:
             return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
         base = tensor if tensor._base is None or tensor._base.dtype != tensor.dtype or tensor.is_complex() else tensor._base
         return Weight(tensor=base, version=base._version, unit=found[1], module=found[0],
-                      view=(tensor.size(), tensor.stride(), tensor.storage_offset()))
+                      view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
 
     def _unpack(self, saved: Saved) -> Tensor:
         if not isinstance(saved, Weight):
