@@ -170,3 +170,51 @@ def written_to(folder: str) -> None:
 
 def test_what_backward_needs_may_not_be_written_to_as_in_plain_torch(tmp_path: Path) -> None:
     run_ranks(1, written_to, str(tmp_path))
+
+
+VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "transposed": lambda w, x: x @ w[..., 0].t(),
+    "cut": lambda w, x: x[..., :3] @ w[1:4, 2:5, 1],
+    "expanded": lambda w, x: x * w[2, :, 1].expand(4, 6),
+    "diagonal": lambda w, x: x * w[..., 0].t().diagonal(),
+    "detached": lambda w, x: x @ w[..., 0].detach().t() @ w[..., 0],
+    "complex": lambda w, x: x * torch.view_as_complex(w).abs().sum(0),
+    "conjugate": lambda w, x: (x * torch.view_as_complex(w).conj() * torch.view_as_complex(w).mT.conj()).real,
+    "negative": lambda w, x: x * torch.view_as_complex(w).conj().imag,
+    "bits": lambda w, x: x * (w[0, :, 0].view(torch.int32) & 7) @ w[..., 1]}
+
+
+class Seen(nn.Module):
+    """A weight, of which a call uses one of the views."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 6, 2))
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return VIEWS[self.view](self.weight, x[0]).square().sum()
+
+
+def seen() -> dict[str, tuple[Tensor, Tensor]]:
+    """Return, by the view, the gradients of an input beside such a weight: by a sharded model, and by a plain one."""
+    found = {}
+    for view in VIEWS:
+        torch.manual_seed(1)
+        ours, plain = (torch.randn(1, 4 if view == "expanded" else 6, 6).requires_grad_() for _ in range(2))
+        plain.data.copy_(ours)
+        Seen(view)(plain).backward()
+        engine = shoal.initialize(model=Seen(view), config={
+            "train_micro_batch_size_per_gpu": 1, "timeout": 20, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3}})[0]
+        engine.backward(engine(ours))
+        assert ours.grad is not None and plain.grad is not None
+        found[view] = ours.grad, plain.grad
+        engine.destroy()
+    return found
+
+
+def test_backward_finds_every_view_of_a_weight_as_forward_had_it() -> None:
+    for found in run_ranks(2, seen):
+        assert [view for view, (ours, plain) in found.items() if not torch.equal(ours, plain)] == []

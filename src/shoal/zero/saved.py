@@ -104,7 +104,9 @@ class Saving:
         found = self._weights.get(_storage(tensor))
         if found is None:
             return Saved(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
-        base = tensor if tensor._base is None or tensor._base.dtype != tensor.dtype or tensor.is_complex() else tensor._base
+        base = tensor if tensor._base is None else tensor._base
+        if (tensor.dtype, tensor.is_conj(), tensor.is_neg()) != (base.dtype, base.is_conj(), base.is_neg()):
+            base = tensor  # its elements are read another way
         return Weight(tensor=base, version=base._version, unit=found[1], module=found[0],
                       view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
 

@@ -124,6 +124,8 @@ class Unit:
         self.state: State | None = None
         self.gradient: Gradient | None = None
         self._signs = Signs.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
+        self.signed = self._signs is not None
+        """Whether its gradient and its weights may travel as signs."""
         if trainable:
             self.gradient = self._new_gradient(dtypes.gradient, pool, tiers.state, columns if by_rows else None)
             self.state = self._new_state(tiers.state)
@@ -132,11 +134,6 @@ class Unit:
     def span(self) -> range:
         """The elements of the buffer that this rank owns."""
         return self.layout.span(self.communicator.rank)
-
-    @property
-    def signed(self) -> bool:
-        """Whether its gradient and its weights may travel as signs."""
-        return self._signs is not None
 
     def addend(self, part: range) -> tuple[Tensor, int] | None:
         """Return the exact addend of the elements `part` of a gradient that came as signs, counted as the master's, and how
