@@ -201,6 +201,28 @@ def test_what_shares_the_memory_of_weights_reads_as_they_do(place: str, stage: i
     run_ranks(2, lend, str(tmp_path), place, stage, width)
 
 
+def look(folder: str, place: str) -> list[bool]:
+    """Return whether what was kept of the weights is right after each step what they are, where all rest on one rank."""
+    torch.manual_seed(0)
+    tier = {key: {**block, "nvme_path": folder} for key, block in PLACES[place].items()}
+    engine = shoal.initialize(model=nn.Sequential(*(nn.Linear(640, 640, bias=False) for _ in range(3))), config={
+        "train_micro_batch_size_per_gpu": 2, "timeout": 20, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, **tier}})[0]
+    shared, found = kept(engine), list[bool]()
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 640)).square().mean())
+        engine.step()
+        now = [weight.clone() for weight in shared]
+        found += map(torch.equal, now, values(engine))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_shares_the_memory_of_weights_is_stepped_when_they_are(place: str, tmp_path: Path) -> None:
+    assert all(run_ranks(1, look, str(tmp_path), place)[0])
+
+
 def enter_in_vain(folder: str, leaving: bool) -> None:
     engine = engine_of(folder, "memory")
     assert engine.sharded is not None

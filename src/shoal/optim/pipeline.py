@@ -324,7 +324,7 @@ def _is_away(unit: Unit) -> bool:
 def _can_wait(unit: Unit) -> bool:
     """Whether nobody sees the unit's weights or state before asking for them."""
     alone = unit.stage.weight is SHARD or unit.stage.master is not SHARD or unit.communicator.ranks == 1  # to publish it
-    return alone and unit.is_released and unit.away and _is_away(unit)
+    return alone and unit.is_released and unit.lent is None and unit.away and _is_away(unit)
 
 
 def _let_go(unit: Unit, sweep: Sweep) -> None:

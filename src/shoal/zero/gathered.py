@@ -23,7 +23,8 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
     With `modifier_rank` None, what is written into sharded ones is dropped; with a rank, what that rank wrote is taken
     over everywhere, masters included. Every rank of the data axis enters with the same parameters. Works at every stage,
     nests, each context with its own `modifier_rank`, and ignores parameters that no engine and no `zero.Init` holds.
-    A tensor or an array that shares their memory for longer (`detach`, `numpy`) keeps it there, and changes when they do.
+    A tensor or an array that shares their memory for longer (`detach`, `numpy`) keeps it there, for reading: it has the
+    values that were last gathered, or of what rests on this rank newer ones.
     `fwd_module` is accepted for published scripts: a parameter read in another module's forward is gathered in any case.
     """
     units = _units(parameters) if enabled else []
