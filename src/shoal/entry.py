@@ -29,7 +29,7 @@ from shoal.config.resolve import DEFAULT
 from shoal.copies import Copies
 from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
-from shoal.errors import ConfigError, NotSupportedYet, UsageError
+from shoal.errors import ConfigError, NotSupportedYet, TierError, UsageError
 from shoal.frozen import Frozen
 from shoal.log import logger, warn_once
 from shoal.lost import missing, named
@@ -53,9 +53,6 @@ if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
-
-_PATIENCE = timedelta(seconds=10)
-"""For other ranks to help to give a model back after a failure: those that did not fail will not."""
 
 
 def initialize(args: Any = None, model: nn.Module | None = None, optimizer: OptimizerSource | None = None,
@@ -229,23 +226,25 @@ def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
 def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> Generator[None]:
     """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow.
 
-    What other ranks hold, and do not give, stays guarded: reading it raises, so that nobody takes it for weights.
+    What other ranks hold, and do not give, stays guarded: reading it raises, so that nobody takes it for weights. A disk may
+    fail one rank alone: those that wait for it are told.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
     try:
         yield
-    except Exception:
+    except Exception as failure:
         if isinstance(optimizer, Optimizer):
             for group, params in zip(optimizer.param_groups, groups, strict=False):
                 group["params"] = params
         if engine.sharded is not None:
-            for communicator in engine.census.communicators:  # ranks that did not fail do not help
-                communicator.timeout = min(communicator.timeout, _PATIENCE)
+            engine.census.hurry()
             try:
                 engine.sharded.destroy()
             except Exception as error:
                 logger.error("rank %d: initialize failed, and the parameters of %s could not be had back: build the model "
                              "again, reading this one raises: %s", engine.global_rank, named(missing(engine.sharded)), error)
+        if isinstance(failure, TierError):  # said last: word ends the waits of ranks that give back to each other
+            engine.board.post(f"rank {engine.global_rank}: initialize: {failure}")
         raise
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ CUT_COPIES = ("replica", "shard", "sequence")
 """The axes along which a parameter that tensor ranks cut is the same."""
 COPIES = (*CUT_COPIES, "tensor")
 """The axes along which any other is."""
+_PATIENCE = timedelta(seconds=10)
+"""For other ranks to help to give a model back after a failure."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +117,11 @@ class Census:
     def communicators(self) -> list[Communicator]:
         """All that there are; ranks that share several have them in the same order."""
         return list(self._communicators.values())
+
+    def hurry(self) -> None:
+        """Wait but briefly for others from now on: those that did not fail do not help to give a model back."""
+        for communicator in self.communicators:
+            communicator.timeout = min(communicator.timeout, _PATIENCE)
 
     def communicator(self, *axes: str) -> Communicator:
         """Return the transport between the ranks that differ from this one in `axes` only; its first call is collective."""

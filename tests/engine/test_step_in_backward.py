@@ -94,8 +94,8 @@ def engine_of(folder: str, tier: dict[str, Any], stage: int = 3, *, model: nn.Mo
 
 
 def loss_of(engine: shoal.Engine, number: int = 0) -> Tensor:
-    torch.manual_seed(10 * number + engine.global_rank)
-    return engine(torch.randn(2, WIDTH)).pow(2).mean()
+    random = torch.Generator().manual_seed(10 * number + engine.global_rank)
+    return engine(torch.randn(2, WIDTH, generator=random)).pow(2).mean()
 
 
 def stepped(engine: shoal.Engine) -> list[bool]:

@@ -159,7 +159,8 @@ def trained(folder: str, stage: int, within: bool | None, action: Callable[[shoa
     """Return what a training finds whose steps some `action` comes before, its weights, and the ends of its attempts."""
     with counted_ends() as ends:
         engine = engine_of(folder, stage, within, model=model, **more)
-        engine.save_checkpoint(f"{folder}/saved", tag="before")
+        if action is load:
+            engine.save_checkpoint(f"{folder}/saved", tag="before")
         found: list[Tensor] = []
         for number in range(STEPS):
             found.append(engine.backward(loss_of(engine, number)))

@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from layers import begin, layers, plan
 from model import VOCABULARY, Shape
 from shoal.tensor_parallel import parallelize
 
+from .scripts import run_script
+
 ROOT = Path(__file__).parents[2]
 
 SHAPE = Shape(layers=2, dim=16, heads=2, ngrams=2, rows=64)
@@ -25,11 +26,8 @@ SHAPE = Shape(layers=2, dim=16, heads=2, ngrams=2, rows=64)
 
 def run(folder: Path, ranks: int, script: str, config: str, *options: str) -> str:
     """Run an example in `folder`, on the smallest model, and return what it printed."""
-    done = subprocess.run([sys.executable, "-m", "shoal", "run", "--ranks", str(ranks), str(ROOT / "examples" / script),
-                           "--shoal-config", str(ROOT / "examples" / config), "--model", "tiny", "--block", "32", *options],
-                          cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_script(ROOT / "examples" / script, ranks, "--shoal-config", str(ROOT / "examples" / config),
+                      "--model", "tiny", "--block", "32", *options, folder=folder)
 
 
 def curve(out: Path) -> dict[int, float]:

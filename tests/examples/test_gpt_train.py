@@ -2,24 +2,24 @@
 
 import csv
 import json
-import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from shoal.testing import run_ranks
+
+from .scripts import run_script
+
+EXAMPLE = Path(__file__).parents[2] / "examples/gpt"
 
 
 def train(folder: Path, *options: str, stage: int) -> str:
     """Run the example in `folder` on a corpus that is there already, and return what it printed."""
-    command = [sys.executable, "-m", "shoal", "run", "--ranks", "2", str(ROOT / "examples/gpt/train.py"),
-               "--shoal-config", str(ROOT / f"examples/gpt/zero{stage}.json"), "--model", "tiny", "--block", "32",
-               *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_script(EXAMPLE / "train.py", 2, "--shoal-config", str(EXAMPLE / f"zero{stage}.json"), "--model", "tiny",
+                      "--block", "32", *options, folder=folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +79,18 @@ def test_the_report_ends_with_the_command_that_trains_on(runs: Runs) -> None:
     assert (runs.out / "checkpoints/latest").read_text().strip() == "global_step4"
 
 
+def configured(steps: int | None) -> tuple[int, int, int]:
+    """Return the steps of the warm-up, of the schedule, and in all."""
+    sys.path.insert(0, str(EXAMPLE))
+    from train import configuration  # in a rank: other examples have a module of this name too
+
+    config, count = configuration(Namespace(shoal_config=EXAMPLE / "onebit.json", steps=steps))
+    return config["optimizer"]["params"]["freeze_step"], config["scheduler"]["params"]["total_num_steps"], count
+
+
 @pytest.mark.parametrize(("steps", "freeze", "total"), [(None, 200, 1000), (2000, 400, 2000), (4, 1, 4)])
 def test_a_warm_up_is_stretched_with_the_schedule(steps: int | None, freeze: int, total: int) -> None:
-    code = f"""
-import argparse, json, pathlib, sys
-sys.path.insert(0, {str(ROOT / "examples/gpt")!r})
-from train import configuration
-path = pathlib.Path({str(ROOT / "examples/gpt/onebit.json")!r})
-config, steps = configuration(argparse.Namespace(shoal_config=path, steps={steps}))
-print(json.dumps([config["optimizer"]["params"]["freeze_step"], config["scheduler"]["params"]["total_num_steps"], steps]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [freeze, total, total]
+    assert run_ranks(1, configured, steps) == [(freeze, total, total)]
 
 
 def test_what_was_learned_is_left_for_programs(runs: Runs) -> None:

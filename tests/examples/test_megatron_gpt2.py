@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from .scripts import run_script
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "megatron_gpt2"
 
 
 def train(folder: Path, ranks: int, model_ranks: int, iterations: int, *options: str) -> tuple[list[float], str]:
     """Run the example, and return the losses of training, then that of validation, and all that it printed."""
-    done = subprocess.run([sys.executable, "-m", "shoal", "run", "--ranks", str(ranks), str(EXAMPLE / "train.py"),
-                           "--model-parallel-size", str(model_ranks), "--deepspeed_config", str(EXAMPLE / "gpt2.json"),
-                           "--seq-length", "32", "--log-interval", "4", "--train-iters", str(iterations), *options],
-                          cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"lm loss ([\d.]+)", done.stdout)], done.stdout
+    said = run_script(EXAMPLE / "train.py", ranks, "--model-parallel-size", str(model_ranks), "--deepspeed_config",
+                      str(EXAMPLE / "gpt2.json"), "--seq-length", "32", "--log-interval", "4", "--train-iters",
+                      str(iterations), *options, folder=folder)
+    return [float(loss) for loss in re.findall(r"lm loss ([\d.]+)", said)], said
 
 
 def test_two_model_ranks_train_as_one_which_loads_their_checkpoint(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from shoal.collectives import traffic
 from shoal.errors import CollectiveFailed, CollectiveTimeout
-from shoal.tensor_parallel import Axis, axis
+from shoal.tensor_parallel import Axis, axis, shelf
 from shoal.tensor_parallel.shelf import PLACE_BYTES, PLACES
 from shoal.testing import run_ranks
 
@@ -188,10 +190,13 @@ def test_tensors_of_unequal_size_are_refused_and_never_mixed() -> None:
         assert all("was given a batch of another shape" in one and "were expected)" in one for one in said), said
 
 
-def shared_file() -> list[str]:
+def shared_file(folder: Path) -> tuple[list[str], bool]:
+    """What a reduction left in the folder of shared memory, and whether it did map a file from there."""
+    shelf._FOLDER = folder  # other processes have files of theirs in /dev/shm
     Axis(world()).all_reduce(torch.zeros(3)).wait()
-    return [name for name in os.listdir("/dev/shm") if name.startswith("shoal-")]
+    return os.listdir(folder), f"{folder}/shoal-" in Path("/proc/self/maps").read_text()
 
 
-def test_shared_memory_leaves_no_file() -> None:
-    assert run_ranks(2, shared_file) == [[], []]
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory under Linux only")
+def test_shared_memory_leaves_no_file(tmp_path: Path) -> None:
+    assert run_ranks(2, shared_file, tmp_path) == [([], True), ([], True)]

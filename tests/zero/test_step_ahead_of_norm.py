@@ -20,8 +20,10 @@ RANKS, STEPS = 2, 8
 DISK = {"device": "nvme", "buffer_count": 2}
 TIERS: dict[str, dict[str, Any]] = {
     "all on disk": {"offload_optimizer": DISK, "offload_param": DISK},
-    "half of it": {"offload_optimizer": {**DISK, "ratio": 0.5}, "offload_param": {**DISK, "max_in_cpu": 2000}},
+    "some weights in memory": {"offload_optimizer": DISK, "offload_param": {**DISK, "max_in_cpu": 700}},  # not attempted
 }
+ONE = ("recompute, re-entrant", "auxiliary")
+"""Features of which but one unit is attempted, and none where its weights are in memory."""
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 MOMENTUM = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
 CASES: dict[str, dict[str, Any]] = {
@@ -32,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": MOMENTUM, **precision("fp32")},
 }
 PAIRS = [("fp32", "bf16"), ("fp16", "momentum")]
-"""What a test trains; in each pair some attempts stand and some are undone."""
+"""What a test trains, each in one of the tiers; in each pair some attempts stand and some are undone."""
 
 
 def config(case: str, stage: int, tier: dict[str, Any], folder: str, *, within: bool, clipping: float) -> dict[str, Any]:
@@ -44,16 +46,15 @@ def config(case: str, stage: int, tier: dict[str, Any], folder: str, *, within: 
 
 def train_all(feature: str, stage: int, folder: str) -> tuple[list[tuple[str, Result, Result]], Counter[str]]:
     """Return a pair of cases, trained without tiers and by attempts, and how many of these stood, and were undone."""
-    found = list[tuple[str, Result, Result]]()
+    found, (turn, pair) = list[tuple[str, Result, Result]](), divmod(turn_of(feature, stage), len(PAIRS))
     with counted_ends() as ends:
-        for case in PAIRS[turn_of(feature, stage) % len(PAIRS)]:
+        for case, (name, tier) in zip(PAIRS[pair], [*TIERS.items()][::(-1) ** turn], strict=True):
             free = train(feature, config(case, stage, {}, folder, within=False, clipping=1e9), steps=STEPS)
             norms = sorted(norm for norm in free.norms if norm is not None and isfinite(norm))
             limit = norms[2 * len(norms) // 3]
             plain = train(feature, config(case, stage, {}, folder, within=False, clipping=limit), steps=STEPS)
-            found += [(f"{case}, {name}", plain,
-                       train(feature, config(case, stage, tier, folder, within=True, clipping=limit), steps=STEPS))
-                      for name, tier in TIERS.items()]
+            found.append((f"{case}, {name}", plain,
+                          train(feature, config(case, stage, tier, folder, within=True, clipping=limit), steps=STEPS)))
     return found, ends
 
 
@@ -66,5 +67,5 @@ def test_a_step_ahead_of_the_norm_trains_as_one_after_it(feature: str, stage: in
         assert str(attempted.norms) == str(plain.norms), case  # some are not a number
         for name, weight in plain.weights.items():
             assert torch.equal(attempted.weights[name], weight), (case, name)
-    assert ends["accept"] and ends["undo"], ends
+    assert ends["undo"] and (ends["accept"] or feature in ONE), ends
     assert list(tmp_path.iterdir()) == [], "swap files are left"

@@ -17,7 +17,6 @@ from .trained import Result, precision, train
 
 RANKS, STEPS = 2, 3
 TIERS: dict[str, dict[str, Any]] = {
-    "nothing": {},
     "optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
     "optimizer on disk": {"offload_optimizer": {"device": "nvme"}},
     "weights on disk": {"offload_param": {"device": "nvme"}},
@@ -67,17 +66,16 @@ def run(case: Case, stage: int, folder: str) -> Result:
 
 
 def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Result, Result]]:
-    """Return each case in each tier, and one in its turn in those apart."""
+    """Return the first case and another in its turn in each tier, and one of the two in those apart."""
     found: list[tuple[Case, str, Result, Result]] = []
-    for number, case in enumerate(cases(feature)):
-        plain = run(case, stage, folder)
-        found += [(case, name, plain, run(replace(case, tier=tier), stage, folder))
-                  for name, tier in TIERS.items() if name != "nothing"]
-        if (turn_of(feature, stage) - number) % len(cases(feature)):
-            continue
-        opening.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
-        found += [(case, name, plain, run(replace(case, tier=tier), stage, folder)) for name, tier in APART.items()]
-        opening.HOST = torch.device("cpu")
+    turn, (first, *others) = turn_of(feature, stage), cases(feature)
+    taken = first, others[turn % len(others)]
+    plains = [run(case, stage, folder) for case in taken]
+    for case, plain in zip(taken, plains, strict=True):
+        apart = APART if case is taken[turn // len(others) % len(taken)] else {}
+        for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), apart)):  # torch takes them for two
+            opening.HOST = host
+            found += [(case, name, plain, run(replace(case, tier=tier), stage, folder)) for name, tier in tiers.items()]
     return found
 
 

@@ -92,6 +92,7 @@ class ShardedModel:
                 if share.holders.late and share.trainable:
                     self.late.append(unit)
         except TierError as error:
+            census.hurry()
             self._give_back(error)  # and raise it
         self.trainable = [unit for unit in self.units if unit.trainable]
         self.late.sort(key=lambda unit: census.communicators.index(unit.communicator))
