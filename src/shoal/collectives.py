@@ -281,17 +281,21 @@ class _Pairwise:
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
         self._communicator = communicator
         self._what = what
-        self._failed: RuntimeError | None = None  # of an earlier wait: what it left undone stays so
+        self._failed: RuntimeError | None = None  # at the start, or in an earlier wait: what that left undone stays so
         group = communicator.group
         loans = {peer: communicator.lend(peer, tag, send[peer], receive[peer]) for peer in send}
         self._loans = [loan for loan in loans.values() if loan is not None]
         far = [peer for peer, loan in loans.items() if loan is None]
         width = next((tensor.element_size() for tensor in send.values()), 1)
         size = min(communicator.piece_bytes, elements // communicator.ranks * width)
-        self._works = [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)
-                       if piece.numel()]
-        self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)
-                        if piece.numel()]
+        self._works: list[dist.Work] = []
+        try:
+            self._works += [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)
+                            if piece.numel()]
+            self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)
+                            if piece.numel()]
+        except RuntimeError as error:  # the connection is closed already
+            self._failed = error
 
     def wait(self) -> None:
         works, self._works = self._works, []  # a gloo work that is waited for twice never returns

@@ -29,7 +29,7 @@ from shoal.config.resolve import DEFAULT
 from shoal.copies import Copies
 from shoal.embeddings import check_embeddings, no_rows_error
 from shoal.engine import Engine
-from shoal.errors import ConfigError, NotSupportedYet, TierError, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.frozen import Frozen
 from shoal.log import logger, warn_once
 from shoal.lost import missing, named
@@ -180,9 +180,9 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     trained = groups.of if optimizer is not None or named else {}
     place = residence(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device,
                       attempted=attempts_of(settings, stepping, engine.mesh, engine.device))
-    engine.sharded = ShardedModel(model, trained, plan_of(settings, stepping, place), engine.census, dtypes, place,
-                                  boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising,
-                                  roots=engine.roots, aliases=engine.aliases, announced=engine.announces)
+    engine.sharded = ShardedModel(model, engine.census, place, aliases=engine.aliases)
+    engine.sharded.shard(trained, plan_of(settings, stepping, place), dtypes, roots=engine.roots, announced=engine.announces,
+                         boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
     engine.frozen = Frozen((member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
     for each in engine.sharded.passes:
         each.before_backward = engine.before_backward
@@ -226,8 +226,8 @@ def _see_to_masks(engine: Engine, groups: Groups, stepping: Chosen) -> None:
 def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> Generator[None]:
     """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow.
 
-    What other ranks hold, and do not give, stays guarded: reading it raises, so that nobody takes it for weights. A disk may
-    fail one rank alone: those that wait for it are told.
+    What other ranks hold, and do not give, stays guarded: reading it raises, so that nobody takes it for weights. Those that
+    did not fail, and wait for this one now or later, are told why.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
     try:
@@ -236,6 +236,8 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         if isinstance(optimizer, Optimizer):
             for group, params in zip(optimizer.param_groups, groups, strict=False):
                 group["params"] = params
+        if not isinstance(failure, CollectiveFailed):  # which tells of another rank
+            engine.board.post(f"rank {engine.global_rank}: initialize failed: {type(failure).__name__}: {failure}")
         if engine.sharded is not None:
             engine.census.hurry()
             try:
@@ -243,8 +245,6 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
             except Exception as error:
                 logger.error("rank %d: initialize failed, and the parameters of %s could not be had back: build the model "
                              "again, reading this one raises: %s", engine.global_rank, named(missing(engine.sharded)), error)
-        if isinstance(failure, TierError):  # said last: word ends the waits of ranks that give back to each other
-            engine.board.post(f"rank {engine.global_rank}: initialize: {failure}")
         raise
 
 

@@ -6,9 +6,9 @@ What is lost is told, and is never taken for weights.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import shoal
-from shoal import holders
 from shoal.errors import PeerFailed, ReleasedError, TierError
 from shoal.testing import run_ranks
 from shoal.zero.guard import is_guarded
@@ -158,7 +157,7 @@ SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 3,
 
 
 def failed_alone() -> tuple[list[str], list[str]]:
-    """Fail on rank 1 after the others are through; return what reading each parameter says, and what was said."""
+    """Fail on rank 1 after the others are through; return what reading each parameter there says, and what was said."""
     model, values = build(), [parameter.detach().clone() for parameter in build().parameters()]
 
     def choose(groups: Any) -> SGD:
@@ -167,7 +166,10 @@ def failed_alone() -> tuple[list[str], list[str]]:
         return SGD(groups, lr=0.1)
 
     if dist.get_rank() == 0:
-        shoal.initialize(model=model, config=SHARDED, optimizer=choose)
+        engine = shoal.initialize(model=model, config=SHARDED, optimizer=choose)[0]
+        time.sleep(4)  # and be of no help
+        with pytest.raises(PeerFailed, match="rank 1: initialize failed: ValueError: no optimizer today"):
+            engine(torch.ones(2, 40))
         return [], []
     with logged() as said, pytest.raises(ValueError, match="no optimizer today"):
         shoal.initialize(model=model, config=SHARDED, optimizer=choose)
@@ -190,24 +192,31 @@ def test_what_a_rank_that_fails_alone_cannot_give_back_is_told_and_refuses_to_be
     assert "rank 1: initialize failed, and the parameters of units '" in line and "did not finish within 3 s" in line
 
 
-def full_alone() -> str:
-    """Have rank 1 alone find its disk full; return what this rank says."""
+def full(ranks: tuple[int, ...]) -> tuple[str, bool]:
+    """Have some ranks find their disk full; return what this rank says, and whether it has its model back."""
     def fill(self: Unit, name: str, *args: Any, **options: Any) -> None:
-        if dist.get_rank() == 1 and name == last:
+        if dist.get_rank() in ranks and name == last:
+            time.sleep(0.2 * dist.get_rank())
             raise TierError(f"no room for unit '{name}'")
         made(self, name, *args, **options)
 
     made, last = Unit.__init__, "2"
     Unit.__init__ = fill
-    holders._PATIENCE = timedelta(seconds=1)
     model = build()
-    expected = TierError if dist.get_rank() == 1 else PeerFailed
+    expected = TierError if dist.get_rank() in ranks else PeerFailed
     with pytest.raises(expected) as raised:
         shoal.initialize(model=model, config=SHARDED | {"optimizer": {"type": "SGD"}, "timeout": 60})
-    with pytest.raises(ReleasedError):
-        model[0][0].weight.sum()
-    return str(raised.value)
+    try:
+        whole = all(torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True))
+    except ReleasedError:
+        whole = False
+    return str(raised.value), whole
 
 
 def test_a_disk_that_is_full_on_one_rank_alone_is_what_all_ranks_say() -> None:
-    assert run_ranks(2, full_alone) == ["rank 1: initialize: no room for unit '2'", "no room for unit '2'"]
+    heard = ("rank 1: initialize failed: TierError: no room for unit '2'", False)
+    assert run_ranks(3, full, (1,)) == [heard, ("no room for unit '2'", False), heard]
+
+
+def test_ranks_whose_disks_are_all_full_give_the_model_back() -> None:
+    assert run_ranks(3, full, (0, 1, 2)) == [("no room for unit '2'", True)] * 3

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.collectives import Communicator
-from shoal.errors import RanksDisagree, TierError, UsageError
+from shoal.errors import RanksDisagree, UsageError
 from shoal.holders import Census
 from shoal.precision.policy import Policy
 from shoal.tier import Memory, Residence, trim
@@ -61,10 +61,7 @@ class Plan:
 class ShardedModel:
     """The units of one model on one data axis."""
 
-    def __init__(self, model: nn.Module, groups: dict[nn.Parameter, int], plan: Plan, census: Census,
-                 policy: Policy, residence: Residence, *, boundary: Callable[[], bool], sync: Callable[[], bool],
-                 roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
-                 announced: bool = False):
+    def __init__(self, model: nn.Module, census: Census, residence: Residence, *, aliases: Mapping[str, str] | None = None):
         self.model = model
         self.census = census
         self.aliases = aliases or {}
@@ -75,30 +72,34 @@ class ShardedModel:
         self.scope = Scope()
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
-        row = STAGES[1 if plan.signs else plan.stage]
-        shares = partition(model, groups, census.of, persistent_below=plan.persistent_below if row.weight is SHARD else 0,
-                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=aliases)
-        for communicator in census.communicators:
-            check_agreement(communicator, [share for share in shares
-                                           if communicator in (share.holders.communicator, share.holders.replicas)])
+        self.trainable: list[Unit] = []
         self.late: list[Unit] = []
         """Units that several stages hold: reduced when a step begins."""
-        try:
-            for share in shares:
-                stage = STAGES[2] if share.persistent and row.weight is SHARD else row
-                unit = self._unit(share, over(stage, share.holders.communicator.ranks), policy, plan)
-                self.units.append(unit)
-                self.by_module.setdefault(share.module, []).append(unit)
-                if share.holders.late and share.trainable:
-                    self.late.append(unit)
-        except TierError as error:
-            census.hurry()
-            self._give_back(error)  # and raise it
-        self.trainable = [unit for unit in self.units if unit.trainable]
-        self.late.sort(key=lambda unit: census.communicators.index(unit.communicator))
-        trim()  # the parameters' own memory is free now
-        self.passes = [self._pass(root, plan, boundary, sync, announced) for root in roots or (model,)]
+        self.passes: list[Hooks] = []
         """What drives the units of each root, in the order of the roots."""
+
+    def shard(self, groups: dict[nn.Parameter, int], plan: Plan, policy: Policy, *, boundary: Callable[[], bool],
+              sync: Callable[[], bool], roots: Mapping[nn.Module, str] | None = None, announced: bool = False) -> None:
+        """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises."""
+        row = STAGES[1 if plan.signs else plan.stage]
+        persistent_below = plan.persistent_below if row.weight is SHARD else 0
+        shares = partition(self.model, groups, self.census.of, persistent_below=persistent_below,
+                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
+        for communicator in self.census.communicators:
+            check_agreement(communicator, [share for share in shares
+                                           if communicator in (share.holders.communicator, share.holders.replicas)])
+        for share in shares:
+            stage = STAGES[2] if share.persistent and row.weight is SHARD else row
+            unit = self._unit(share, over(stage, share.holders.communicator.ranks), policy, plan)
+            self.units.append(unit)
+            self.by_module.setdefault(share.module, []).append(unit)
+            if share.trainable:
+                self.trainable.append(unit)
+            if share.holders.late and share.trainable:
+                self.late.append(unit)
+        self.late.sort(key=lambda unit: self.census.communicators.index(unit.communicator))
+        trim()  # the parameters' own memory is free now
+        self.passes += [self._pass(root, plan, boundary, sync, announced) for root in roots or (self.model,)]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank by their first names in the whole model."""
@@ -178,11 +179,8 @@ class ShardedModel:
                 each.remove()
             self._give_back()
 
-    def _give_back(self, cause: Exception | None = None) -> None:
-        """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for.
-
-        In the end raise `cause`, or why they cannot be had.
-        """
+    def _give_back(self) -> None:
+        """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for."""
         failure: Exception | None = None
         for unit in self.units:
             unit.stepped = False
@@ -196,8 +194,8 @@ class ShardedModel:
                 disclaim(member.parameter)
             unit.close()
         self.residence.close()
-        if (first := cause or failure) is not None:
-            raise first
+        if failure is not None:
+            raise failure
 
     def _unit(self, share: Share, stage: Stage, policy: Policy, plan: Plan) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
