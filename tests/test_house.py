@@ -81,7 +81,7 @@ LONG = {
 BODY = 40
 """The most lines of a function, without its docstring."""
 
-ZERO_CODE = 2055
+ZERO_CODE = 2068
 ZERO_APART = ("estimate.py", "settings.py", "working.py")
 """Lines of code that the mechanism of all stages may take; the files apart are no part of it."""
 

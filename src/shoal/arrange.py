@@ -88,11 +88,11 @@ def _check_places(mesh: Mesh, model: nn.Module) -> None:
 def census_of(mesh: Mesh, model: nn.Module, stage: int,
               communicator_of: Callable[[dist.ProcessGroup], Communicator]) -> Census:
     """Return who holds the parameters of `model`, whose state rests as ZeRO `stage` says."""
-    stages: dict[str, set[int]] = {}
+    stages: dict[str, list[int]] = {}
     if isinstance(model, PipelineModule):
         model.settle()
         for tied in (tied for tied in model.tied.values() if len(tied.stages) > 1):
-            stages[tied.name] = {model.owner[stage] for stage in tied.stages}
+            stages[tied.name] = [model.owner[stage] for stage in tied.stages]
     if mesh.size("tensor") > 1 and not _anywhere(mesh, bool(_marked(model, mesh) or cuts_of(model))):
         _cut_layers(mesh, model)
     aliases = aliases_of(model)

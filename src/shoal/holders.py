@@ -11,7 +11,7 @@ several stages are addends of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,8 +21,8 @@ from shoal.collectives import Communicator
 from shoal.cut import Cut
 from shoal.mesh import AXES, Mesh
 
-_Kind = tuple[bool, tuple[int, ...]]
-"""Whether no tensor rank cuts a parameter, and the stages that share it."""
+_Kind = tuple[bool, tuple[int, ...], int]
+"""Whether no tensor rank cuts a parameter, the pipeline ranks that share it, and which of these has its initial value."""
 CUT_COPIES = ("replica", "shard", "sequence")
 """The axes along which a parameter that tensor ranks cut is the same."""
 COPIES = (*CUT_COPIES, "tensor")
@@ -44,6 +44,10 @@ class Holders:
     """How many of them have one gradient: the tensor ranks, of what they do not cut."""
     replicas: Communicator | None = None
     """The ranks that hold the same slices of the state, in other copies of it (hybrid sharding); None: there is one copy."""
+    source: int = 0
+    """The rank of the communicator whose initial values all of them take."""
+    order: int = 0
+    """The position among all holders of the job, the same on every rank: ranks broadcast and reduce late units in it."""
 
     @property
     def first(self) -> bool:
@@ -65,16 +69,16 @@ class Census:
     """For every parameter of a model, by name, the ranks that hold it."""
 
     def __init__(self, mesh: Mesh, communicator_of: Callable[[dist.ProcessGroup], Communicator], *,
-                 cuts: Mapping[str, Cut] | None = None, stages: Mapping[str, Iterable[int]] | None = None,
+                 cuts: Mapping[str, Cut] | None = None, stages: Mapping[str, Sequence[int]] | None = None,
                  hybrid: bool = True):
-        """`cuts` says what tensor ranks cut, `stages` the pipeline ranks of what several of them hold. With `hybrid` each
-        replica has a copy of the sharded state; else it is cut over all data ranks, whatever the mesh.
+        """`cuts` says what tensor ranks cut, `stages` the pipeline ranks of what several of them hold, that of its initial
+        value first. With `hybrid` each replica has a copy of the sharded state; else it is cut over all data ranks.
         """
         self.mesh = mesh
         self._communicator_of = communicator_of
         self.cuts = dict(cuts or {})
         """Which part of the global tensor the parameters are, of those that tensor ranks cut."""
-        self._stages = {name: tuple(sorted(set(found))) for name, found in (stages or {}).items()}
+        self._stages = {name: (tuple(sorted(set(found))), found[0]) for name, found in (stages or {}).items()}
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
         self._holders: dict[_Kind, Holders] = {}
         self.everyone = self.communicator(*AXES)
@@ -84,29 +88,38 @@ class Census:
         self.tensor = self.communicator("tensor") if mesh.size("tensor") > 1 else None
         """The ranks that share each layer, where layers are shared."""
         self._replicas = self.communicator("replica") if hybrid and mesh.size("replica") > 1 else None
-        mine = {(name not in self.cuts and mesh.size("tensor") > 1, found) for name, found in self._stages.items()}
+        mine = {self._kind(name) for name in self._stages}
         known = self.everyone.gather_objects(mine) if mesh.size("pipeline") > 1 else [mine]
-        for uncut, found in [(False, ()), (mesh.size("tensor") > 1, ()), *sorted(set[_Kind]().union(*known))]:
-            self._meet(uncut, found)
+        own = mesh.rank("pipeline")
+        kinds: list[_Kind] = [(False, (), own), (mesh.size("tensor") > 1, (), own), *sorted(set[_Kind]().union(*known))]
+        for order, kind in enumerate(kinds):
+            self._meet(kind, order)
 
-    def _meet(self, uncut: bool, stages: tuple[int, ...]) -> None:
+    def _meet(self, kind: _Kind, order: int) -> None:
         """Let the holders of one kind of parameter know each other; every rank of the job calls it."""
+        uncut, stages, first = kind
         along = COPIES if uncut else CUT_COPIES
         copied = ("replica",) if self._replicas is not None else ()
         group = self.mesh.share(*(axis for axis in along if axis not in copied), stages=stages)
         if group is not None:
-            self._holders[uncut, stages] = Holders(self._of(group), self.mesh.size(*along), late=bool(stages),
-                                                   same=self.mesh.size("tensor") if uncut else 1, replicas=self._replicas)
+            communicator, at_first = self._of(group), set(self.mesh.ranks[first].flatten().tolist())
+            source = next(index for index, rank in enumerate(communicator.members) if rank in at_first)
+            self._holders[kind] = Holders(communicator, self.mesh.size(*along), late=bool(stages),
+                                          same=self.mesh.size("tensor") if uncut else 1, replicas=self._replicas,
+                                          source=source, order=order)
 
     def of(self, name: str) -> Holders:
         """Return the holders of a parameter."""
-        uncut = name not in self.cuts and self.mesh.size("tensor") > 1
-        return self._holders[uncut, self._stages.get(name, ())]
+        return self._holders[self._kind(name)]
+
+    def _kind(self, name: str) -> _Kind:
+        stages, first = self._stages.get(name, ((), self.mesh.rank("pipeline")))
+        return name not in self.cuts and self.mesh.size("tensor") > 1, stages, first
 
     @property
     def slices(self) -> int:
         """How many ranks share one copy of the state of what tensor ranks cut."""
-        return self._holders[False, ()].communicator.ranks
+        return self._holders[False, (), self.mesh.rank("pipeline")].communicator.ranks
 
     @property
     def first(self) -> bool:

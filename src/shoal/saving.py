@@ -137,7 +137,10 @@ class Saving(Surface):
 
     def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
                                 ) -> dict[str, Tensor] | None:
-        """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it."""
+        """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it.
+
+        Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training.
+        """
         self.refuse_destroyed("consolidated_state_dict")
         assert self.sharded is not None
         return state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)

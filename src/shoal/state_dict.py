@@ -7,7 +7,7 @@ model as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,10 @@ SHOWN = 5
 
 @torch.no_grad()
 def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
-    """Gather the whole state dict on rank 0, on the CPU, parameters in `dtype` (None: their own); None on other ranks."""
+    """Gather the whole state dict on rank 0, on the CPU, parameters in `dtype` (None: their own); None on other ranks.
+
+    Where `dtype` has more bits than the weights of a unit, its values are those of the masters.
+    """
     mesh = model.census.mesh
     copy = model.census.communicator(*MODEL)
     sending = mesh.rank("data") == 0
@@ -35,9 +38,9 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     for unit in model.units:
         if exclude_frozen and not unit.trainable:
             continue
-        unit.gather()
-        for member in unit.members if sending else ():
-            own[member.name] = member.parameter.detach().to("cpu", dtype or member.parameter.dtype, copy=True)
+        for member, value in zip(unit.members, _values(unit, dtype), strict=True):
+            if sending:
+                own[member.name] = value.to("cpu", dtype or value.dtype, copy=True)
         unit.release()
     if not sending:
         return None
@@ -59,6 +62,15 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     if copy.rank != 0:
         return None
     return state | {name: state[first] for name, first in tied.items() if first in state}
+
+
+def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """Return the whole value of each member of `unit`, which stays gathered: the weights, or masters for a wider `dtype`."""
+    unit.gather()  # which takes the step that is owed
+    wider = dtype is not None and torch.promote_types(dtype, unit.full.dtype) != unit.full.dtype
+    if wider and unit.state is not None and not unit.is_stepped_in_place:
+        return unit.layout.views(unit.gather_master())
+    return [member.parameter.detach() for member in unit.members]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -355,3 +355,26 @@ def test_an_optimizer_of_ones_own_is_named_by_its_class() -> None:
     assert engine.client_optimizer is optimizer and engine.basic_optimizer is optimizer
     assert engine.optimizer_name() == "RMSprop" and engine.get_mom() == [0]
     assert ADAMW["type"] == build().optimizer_name()
+
+
+def masters(stage: int) -> None:
+    engine = build(stage, "frozen", bf16={"enabled": True})
+    train(engine, 2)
+    own, wide = (engine.consolidated_state_dict(dtype) or {} for dtype in (None, torch.float32))
+    with torch.random.fork_rng():
+        plain = model("frozen")
+    for name, parameter in plain.named_parameters() if engine.global_rank == 0 else ():
+        assert own[name].dtype is torch.bfloat16 and wide[name].dtype is torch.float32
+        assert torch.equal(wide[name].bfloat16(), own[name])
+        assert torch.equal(wide[name], own[name].float()) is not parameter.requires_grad, "masters of what is trained alone"
+    for unit in engine.sharded.trainable if engine.sharded is not None and engine.global_rank == 0 else ():
+        flat = torch.zeros(unit.layout.size)
+        for view, member in zip(unit.layout.views(flat), unit.members, strict=True):
+            view.copy_(wide[member.name])
+        assert unit.master is not None
+        assert torch.equal(flat[:len(unit.master_span)], unit.master), "rank 0 has the first span"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_state_dict_in_fp32_holds_the_masters_of_a_16_bit_training(stage: int) -> None:
+    run_ranks(2, masters, stage)

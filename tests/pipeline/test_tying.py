@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import shoal
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.spec import TiedLayerSpec
+from shoal.pipeline.spec import LayerSpec, TiedLayerSpec
 from shoal.pipeline.tying import Tied
+from shoal.tensor_parallel import Column, Plan, Whole, parallelize
 from shoal.testing import run_ranks
 
 from .models import WIDTH, WORDS, gpt, loss_of, tokens
@@ -84,3 +88,88 @@ def several() -> None:
 
 def test_several_weights_are_tied_in_the_order_of_their_names() -> None:
     run_ranks(1, several)
+
+
+SIZE, COUNT, STEPS = 4, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of square layers: "L" has a weight of its own, layers of any other name share theirs by that name."""
+
+    names: str
+    stages: int
+    boundaries: list[int]
+    schedule: str = "interleaved"
+    stages_per_rank: int = 2
+    zero: int = 1
+    plan: Plan | None = None
+
+    def build(self) -> shoal.PipelineEngine:
+        layers = [LayerSpec(nn.Linear, SIZE, SIZE) if name == "L" else TiedLayerSpec(name, nn.Linear, SIZE, SIZE)
+                  for name in self.names]
+        model = PipelineModule(layers, num_stages=self.stages, loss_fn=nn.functional.mse_loss, seed_layers=True,
+                               schedule=self.schedule, stages_per_rank=self.stages_per_rank,
+                               partition_method=self.boundaries)
+        mesh = shoal.Mesh(pipeline=self.stages, tensor=2 if self.plan else 1)
+        if self.plan:
+            parallelize(model, mesh.group("tensor"), self.plan, stages=mesh.group("pipeline"))
+        return shoal.initialize(model=model, mpu=mesh, config={
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": COUNT, "gradient_clipping": 0.0,
+            "timeout": 20, "zero_optimization": {"stage": self.zero},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}})[0]
+
+    def plain(self) -> nn.Sequential:
+        """The same layers in one process."""
+        model, first = nn.Sequential(), dict[str, nn.Parameter]()
+        for number, name in enumerate(self.names):
+            torch.manual_seed(1234 + number)
+            model.append(nn.Linear(SIZE, SIZE))
+            if name != "L":
+                model[number].weight = first.setdefault(name, model[number].weight)
+        return model
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    values = torch.randn(COUNT + 1, 2, SIZE, generator=torch.Generator().manual_seed(0))
+    return [(values[number], values[number + 1]) for number in range(COUNT)]
+
+
+def trained(line: Line) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    engine = line.build()
+    first = engine.consolidated_state_dict() or {}
+    losses = [engine.train_batch(iter(samples())).item() for _ in range(STEPS)]
+    return first, losses, engine.consolidated_state_dict() or {}
+
+
+CUT = Column(gather_output=True)
+LINES = {
+    "the first copy is on the higher rank": Line(names="LaaL", stages=2, boundaries=[0, 1, 2, 3, 4]),
+    "that of one of two keys is": Line(names="LbaabL", stages=2, boundaries=[0, 2, 3, 4, 6]),
+    "in a V": Line(names="LababL", stages=2, boundaries=[0, 1, 3, 5, 6], schedule="zbv", zero=2),
+    "holders overlap": Line(names="abbba", stages=3, boundaries=[0, 2, 3, 5], schedule="1f1b", stages_per_rank=1),
+    "two keys in opposite order": Line(names="baab", stages=2, boundaries=[0, 1, 2, 3, 4], zero=3),
+    "tensor ranks cut the first of two keys": Line(names="abba", stages=2, boundaries=[0, 2, 4], schedule="1f1b",
+                                                   stages_per_rank=1, plan=Plan({"[03]": CUT, "[12]": Whole()})),
+    "tensor ranks cut the second": Line(names="abba", stages=2, boundaries=[0, 2, 4], schedule="1f1b",
+                                        stages_per_rank=1, plan=Plan({"[03]": Whole(), "[12]": CUT})),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_tied_weights_start_and_train_as_in_one_process(name: str) -> None:
+    line = LINES[name]
+    plain = line.plain()
+    first, losses, weights = run_ranks(line.stages * (2 if line.plan else 1), trained, line)[0]
+    for key, value in plain.state_dict().items():
+        assert torch.equal(first[key], value), key
+    expected, optimizer = [], torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(STEPS):
+        found = [nn.functional.mse_loss(plain(value), wanted) / COUNT for value, wanted in samples()]
+        sum(found).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(found).item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)

@@ -69,6 +69,9 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
               persistent_below: int = 0, persistent_at_most: int = sys.maxsize) -> list[Share]:
     """Divide the parameters of `model` into units, in order of definition, a root's first.
 
+    Units that several stages hold come before all others and in one order on every rank, whatever the order of layers
+    there: ranks of different stages broadcast them together. They belong to the first root.
+
     `groups` gives the optimizer group of each trainable parameter; one that is in no group is never stepped and counts
     as frozen. `holders` says which ranks hold a parameter. Parameters of at most `persistent_below` elements form units of
     their own, whose weights stay whole, until they are `persistent_at_most` elements together.
@@ -83,6 +86,7 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
     shares: dict[_Key, list[Member]] = {}
     order: dict[nn.Module, int] = {}
     seen: set[nn.Parameter] = set()
+    first = next(iter(roots))
     kept = 0
     for root in roots:
         found = blocks(root)
@@ -95,14 +99,14 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
             held = holders(names[parameter])
             persistent = parameter.numel() <= persistent_below and kept + parameter.numel() <= persistent_at_most
             kept += parameter.numel() if persistent else 0
-            key = _Key(module=root if held.late else module, trainable=parameter.requires_grad and parameter in groups,
+            key = _Key(module=first if held.late else module, trainable=parameter.requires_grad and parameter in groups,
                        dtype=parameter.dtype, persistent=persistent or held.late, holders=held,
                        table=parameter if parameter in tables and not held.late else None)
             member = Member(name=names[parameter], parameter=parameter, group=groups.get(parameter, 0))
             shares.setdefault(key, []).append(member)
     several = len({key.holders for key in shares}) > 1
     return [key.share(_unit_name(paths[key.module], key, several, tables), members)
-            for key, members in sorted(shares.items(), key=lambda item: order[item[0].module])]
+            for key, members in sorted(shares.items(), key=lambda item: item[0].place(order))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,12 @@ class _Key:
     holders: Holders
     table: nn.Parameter | None = None
     """The embedding that is a unit by itself."""
+
+    def place(self, order: Mapping[nn.Module, int]) -> tuple[object, ...]:
+        """Return where the unit stands among all, of modules in `order`."""
+        if self.holders.late:
+            return 0, self.holders.order, self.trainable, str(self.dtype)
+        return 1, order[self.module]
 
     def share(self, name: str, members: list[Member]) -> Share:
         ordered = sorted(members, key=lambda member: (member.group, member.name if self.holders.late else ""))

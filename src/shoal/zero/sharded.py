@@ -74,7 +74,7 @@ class ShardedModel:
         self.by_module: dict[nn.Module, list[Unit]] = {}
         self.trainable: list[Unit] = []
         self.late: list[Unit] = []
-        """Units that several stages hold: reduced when a step begins."""
+        """Units that several stages hold, in the same order on every rank: reduced when a step begins."""
         self.passes: list[Hooks] = []
         """What drives the units of each root, in the order of the roots."""
 
@@ -97,7 +97,6 @@ class ShardedModel:
                 self.trainable.append(unit)
             if share.holders.late and share.trainable:
                 self.late.append(unit)
-        self.late.sort(key=lambda unit: self.census.communicators.index(unit.communicator))
         trim()  # the parameters' own memory is free now
         self.passes += [self._pass(root, plan, boundary, sync, announced) for root in roots or (self.model,)]
 
@@ -211,9 +210,9 @@ class ShardedModel:
         unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
                     trainable=share.trainable, columns=share.columns, by_rows=plan.by_rows, signs=plan.signs)
         flat = _flatten(unit, values, self.pool.device)
-        for communicator in (share.holders.replicas, share.holders.communicator):
-            if communicator is not None:
-                communicator.broadcast(flat, 0, f"unit '{share.name}'")
+        if share.holders.replicas is not None:
+            share.holders.replicas.broadcast(flat, 0, f"unit '{share.name}'")
+        share.holders.communicator.broadcast(flat, share.holders.source, f"unit '{share.name}'")
         unit.adopt(flat)
         return unit
 

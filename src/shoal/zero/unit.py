@@ -296,6 +296,18 @@ class Unit:
             self.state.weights.tensor.copy_(self.state.master.tensor)
             self.state.commit(part)
 
+    @torch.no_grad()
+    def gather_master(self) -> Tensor:
+        """Return the master of all ranks, the whole buffer (size,), in memory of its own; each rank of the unit calls it."""
+        assert self.state is not None
+        span, master = self.master_span, self.state.master
+        values = torch.zeros(self.layout.size, dtype=master.tensor.dtype, device=self.full.device)
+        with held(master, changed=False) as own:
+            values[span.start:span.stop] = own
+        if self.stage.master is SHARD:
+            self.communicator.all_gather(values, self._gather_label).wait()
+        return values
+
     def travel(self, *, gradient: bool, weights: bool, still: bool) -> None:
         """From the next backward pass on, let the gradient or the weights travel as signs, or as they are; or stay."""
         assert self.gradient is not None and self.state is not None
