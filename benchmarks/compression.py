@@ -20,7 +20,7 @@ import torch
 from outcome import Outcome, Sheet, Target
 from progress import progress
 
-from shoal.signs import difference, pack, packed_bytes, plain, unpack
+from shoal.onebit import difference, pack, packed_bytes, plain, unpack
 
 GIGA = 1e9
 MULTIPLY, ADD = "x.mul_(1.0001), fp32", "x.add_(1.0), fp32"

@@ -28,9 +28,9 @@ import torch
 from outcome import Outcome, Sheet, Target
 from torch import Tensor
 
+from shoal.tier.disk_span import CHUNK, DiskSpan
 from shoal.tier.span import Transfer
 from shoal.tier.swap import Swap
-from shoal.tier.swapped import CHUNK, Swapped
 
 GIGA = 1e9
 AHEAD = 8
@@ -52,7 +52,7 @@ def main() -> None:
     found: dict[str, list[Speed]] = {}
     swap = Swap(options.folder, block_bytes=options.block << 10, requests=options.requests)
     try:
-        span = Swapped(swap, (options.size << 20) // 4, torch.float32, "the span")
+        span = DiskSpan(swap, (options.size << 20) // 4, torch.float32, "the span")
         ways = _ways(span)
         ways["write"]()  # the first writing of a file is slower than any later one
         for number in range(options.rounds + 1):
@@ -100,14 +100,14 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _ways(span: Swapped) -> dict[str, Callable[[], None]]:
+def _ways(span: DiskSpan) -> dict[str, Callable[[], None]]:
     ones = torch.ones(CHUNK)
     return {"read": lambda: _pass_over(span, None),
             "write": lambda: _pass_over(span, lambda chunk: chunk.copy_(ones[:chunk.numel()]), fresh=True),
             "both": lambda: _pass_over(span, lambda chunk: chunk.add_(1))}
 
 
-def _pass_over(span: Swapped, change: Callable[[Tensor], object] | None, *, fresh: bool = False) -> None:
+def _pass_over(span: DiskSpan, change: Callable[[Tensor], object] | None, *, fresh: bool = False) -> None:
     """Fetch every chunk, change it if that is asked for, and commit it; end when all bytes have arrived."""
     size = span.tensor.numel()
     parts = [range(start, min(size, start + CHUNK)) for start in range(0, size, CHUNK)]

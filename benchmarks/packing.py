@@ -1,4 +1,4 @@
-"""What packing and unpacking take of a step: every call into `shoal.signs` is timed where it happens, on the rank itself.
+"""What packing and unpacking take of a step: every call into `shoal.onebit` is timed where it happens, on the rank itself.
 
 A call takes milliseconds, and reading the clock twice a tenth of a microsecond, so that steps may be timed at the same time.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class Packing:
-    """Adds up the `seconds` that this process has spent in the functions of `shoal.signs`."""
+    """Adds up the `seconds` that this process has spent in the functions of `shoal.onebit`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def watch(self) -> None:
         """Time every function that the package promises from now on; without the package, there is nothing to time."""
-        package = sys.modules.get("shoal.signs")
+        package = sys.modules.get("shoal.onebit")
         for name in vars(package)["__all__"] if package else ():
             if inspect.isfunction(function := vars(package)[name]):
                 setattr(package, name, self._timed(function))

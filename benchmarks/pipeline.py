@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import shoal
-from shoal.halves import Debt, current
 from shoal.pipeline.executor import Batches
 from shoal.pipeline.schedules import make_schedule
+from shoal.pipeline.split_backward import WeightGradTask, current
 from shoal.testing import run_ranks
 
 WIDTH = 8
@@ -83,7 +83,7 @@ class _Nap(torch.autograd.Function):
 
         if ctx.deferred is None:
             return gradients[0], activation(), None, None
-        ctx.deferred.owe(Debt((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
+        ctx.deferred.owe(WeightGradTask((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
         return gradients[0], None, None, None
 
 

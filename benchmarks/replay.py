@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shoal.tier import Swap, Swapped, Transfer
-from shoal.tier.opening import SPARE, WRITE_AHEAD
+from shoal.tier import DiskSpan, Swap, Transfer
+from shoal.tier.open_stores import SPARE, WRITE_AHEAD
 
 CHUNK = 1 << 20
 PIECES = 4
@@ -24,7 +24,7 @@ class Replay:
     def __init__(self, folder: str, units: list[int], *, buffers: int, in_backward: bool = False,
                  attempted: bool = False):
         self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, spare=SPARE)
-        self._units = [[Swapped(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
+        self._units = [[DiskSpan(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
         self._in_backward = in_backward
         self._attempted = in_backward and attempted
@@ -66,12 +66,12 @@ class Replay:
         """Remove the file."""
         self._swap.close()
 
-    def _step(self, units: list[list[Swapped]], *, held: Sequence[list[Swapped]] = (),
-              kept: Sequence[list[Swapped]] = ()) -> None:
+    def _step(self, units: list[list[DiskSpan]], *, held: Sequence[list[DiskSpan]] = (),
+              kept: Sequence[list[DiskSpan]] = ()) -> None:
         """Step `units`, of which the weights of those `held` are in memory, and of those `kept` stay there."""
         pieces = deque((unit, start, min(start + CHUNK, unit[0].tensor.numel()))
                        for unit in units for start in range(0, unit[0].tensor.numel(), CHUNK))
-        fetched: deque[tuple[list[Swapped], int, int, list[Transfer]]] = deque()
+        fetched: deque[tuple[list[DiskSpan], int, int, list[Transfer]]] = deque()
         while pieces or fetched:
             while pieces and len(fetched) < 2:
                 unit, start, stop = pieces.popleft()
@@ -90,12 +90,12 @@ class Replay:
         for unit in units:
             unit[1].discard()
 
-    def _stepped(self, unit: list[Swapped]) -> list[Swapped]:
+    def _stepped(self, unit: list[DiskSpan]) -> list[DiskSpan]:
         """Return what the step of a unit brings: in backward the gradient is there."""
         return [unit[0], *unit[2:]] if self._in_backward else unit
 
 
-def _ahead(units: list[list[Swapped]], buffers: int) -> Iterable[list[Swapped]]:
+def _ahead(units: list[list[DiskSpan]], buffers: int) -> Iterable[list[DiskSpan]]:
     """Yield units whose weights have arrived, with those of `buffers` units in memory at once."""
     arriving = deque(unit[0].fetch() for unit in units[:buffers])
     for number, unit in enumerate(units):

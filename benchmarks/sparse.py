@@ -27,10 +27,10 @@ from progress import progress
 from sweep import Found, sweep
 from workloads import parameters
 
-from shoal.collectives import Communicator, Label
-from shoal.row_tables import changed_rows
-from shoal.sparse_gradients import Rows
+from shoal.sparse.gradients import Rows
+from shoal.sparse.row_tables import changed_rows
 from shoal.testing import run_ranks
+from shoal.transport.collectives import Communicator, Label
 
 FEWER, FASTER = 6.0, 3.0  # bytes, and samples a second, over those of dense gradients
 ROWS, COLUMNS = 200_000, 128

@@ -13,7 +13,7 @@ from machine import available
 from sweep import Found
 from workloads import parameters, workload
 
-from shoal.signs import packed_bytes
+from shoal.onebit import packed_bytes
 
 GRAIN = 16  # a rank's span of the model is a multiple of so many elements
 

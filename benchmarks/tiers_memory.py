@@ -18,8 +18,8 @@ from workloads import _example
 
 import shoal
 from shoal.tier import trim
-from shoal.tier.opening import WRITE_AHEAD
-from shoal.zero.working import working
+from shoal.tier.open_stores import WRITE_AHEAD
+from shoal.zero.working_memory import working
 
 SETTLED = 50
 BUFFERS = 3

@@ -85,13 +85,13 @@ def _answer(answers: TextIO, **facts: Any) -> None:
 
 def _lent() -> int:
     """Return the bytes that other ranks have read from this one's memory, which no socket counts."""
-    collectives = sys.modules.get("shoal.collectives")
+    collectives = sys.modules.get("shoal.transport.collectives")
     return collectives.traffic.lent if collectives else 0
 
 
 def _kinds() -> dict[str, int]:
     """Return the payload bytes that this library itself counts, by kind; nothing for other systems."""
-    collectives = sys.modules.get("shoal.collectives")
+    collectives = sys.modules.get("shoal.transport.collectives")
     return dict(collectives.traffic.bytes) if collectives else {}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import Durations, simulate
-from shoal.pipeline.svg import svg
+from shoal.pipeline.svg_grid import svg
 from shoal.zero.placement import PARTIAL, STAGES, Placement, state_bytes
 
 IMAGES = Path(__file__).parent / "images"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shoal.optim.attempt import Attempt
+from shoal.optim.speculative_step import SpeculativeStep
 
 
 @contextmanager
@@ -17,14 +17,14 @@ def counted_ends() -> Generator[Counter[str]]:
     ends = Counter[str]()
     with pytest.MonkeyPatch.context() as patch:
         for end in ("accept", "undo"):
-            patch.setattr(Attempt, end, _counting(end, ends))
+            patch.setattr(SpeculativeStep, end, _counting(end, ends))
         yield ends
 
 
-def _counting(end: str, ends: Counter[str]) -> Callable[[Attempt], None]:
-    ending: Callable[[Attempt], None] = getattr(Attempt, end)
+def _counting(end: str, ends: Counter[str]) -> Callable[[SpeculativeStep], None]:
+    ending: Callable[[SpeculativeStep], None] = getattr(SpeculativeStep, end)
 
-    def counted(attempt: Attempt) -> None:
+    def counted(attempt: SpeculativeStep) -> None:
         ends[end] += 1
         ending(attempt)
 

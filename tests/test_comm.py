@@ -12,8 +12,8 @@ from torch import Tensor
 
 import shoal as deepspeed
 from shoal import comm
-from shoal.collectives import traffic
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 SIZE = 6
 

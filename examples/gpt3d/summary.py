@@ -14,10 +14,10 @@ from rich.table import Table
 from corpus import Blocks, Split
 from curve import History, Mark, picture, text_picture
 from display import size
-from shoal.pipeline.draw import painted
+from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.simulate import simulate
-from shoal.staged import PipelineEngine
+from shoal.pipeline.text_grid import painted
 
 HELD_OUT = 16
 """Microbatches of held-out text that are judged at the end."""

@@ -26,8 +26,8 @@ from layers import begin, cross_entropy, layers, plan
 from meter import Meter
 from model import PRESETS, Shape
 from shoal.config.load import read
+from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.errors import CheckpointError
-from shoal.staged import PipelineEngine
 from shoal.tensor_parallel import parallelize
 from summary import Summary
 from watch import Watch

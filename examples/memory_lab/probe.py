@@ -14,8 +14,8 @@ import torch
 import shoal
 from meter import memory, peak_memory
 from model import PRESETS, VOCABULARY
-from shoal.distributed import device
 from shoal.tier import trim
+from shoal.transport.process_group import device
 from shoal.zero.placement import StateBytes
 
 

@@ -26,8 +26,8 @@ from hosts import Hosts, HostsUnavailable
 from charts import System, picture, table, text_picture
 from record import Record
 from shoal.config.load import read
+from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet
-from shoal.schema import Config
 
 HERE = Path(__file__).parent
 HOSTS = 2

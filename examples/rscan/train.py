@@ -27,10 +27,10 @@ from data import Corpus, Pairs, prepare
 from judge import Judge
 from live import Live
 from record import Point, Record
-from shoal.collectives import traffic
 from shoal.config.load import read
 from shoal.data import RepeatingLoader
 from shoal.errors import CheckpointError
+from shoal.transport.collectives import traffic
 from towers import TwoTowers, matching_loss
 
 

@@ -9,18 +9,18 @@ from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import comm, zero
-    from shoal.arrange import configured_mesh
     from shoal.data import RepeatingLoader
-    from shoal.distributed import init_distributed
-    from shoal.engine import Engine
-    from shoal.entry import add_config_arguments, initialize
+    from shoal.engine.build import add_config_arguments, initialize
+    from shoal.engine.engine import Engine
+    from shoal.engine.mesh_setup import configured_mesh
     from shoal.errors import ShoalError
-    from shoal.mesh import Mesh
+    from shoal.mesh.mesh import Mesh
+    from shoal.mesh.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
     from shoal.optim import register_optimizer
     from shoal.pipeline.module import PipelineModule
     from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
     from shoal.schedule import add_tuning_arguments, register_schedule
-    from shoal.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+    from shoal.transport.process_group import init_distributed
     from shoal.zero.gathered import gathered
 
 __all__ = [
@@ -50,23 +50,23 @@ __all__ = [
 
 # Names are imported at their first use: the command line and `import shoal` pay for nothing that they do not need.
 _HOMES = {
-    "Engine": "shoal.engine",
+    "Engine": "shoal.engine.engine",
     "LayerSpec": "shoal.pipeline.spec",
-    "Mesh": "shoal.mesh",
-    "PipeDataParallelTopology": "shoal.topology",
-    "PipeModelDataParallelTopology": "shoal.topology",
+    "Mesh": "shoal.mesh.mesh",
+    "PipeDataParallelTopology": "shoal.mesh.topology",
+    "PipeModelDataParallelTopology": "shoal.mesh.topology",
     "PipelineModule": "shoal.pipeline.module",
-    "ProcessTopology": "shoal.topology",
+    "ProcessTopology": "shoal.mesh.topology",
     "RepeatingLoader": "shoal.data",
     "ShoalError": "shoal.errors",
     "TiedLayerSpec": "shoal.pipeline.spec",
     "Unpacked": "shoal.pipeline.spec",
-    "add_config_arguments": "shoal.entry",
+    "add_config_arguments": "shoal.engine.build",
     "add_tuning_arguments": "shoal.schedule",
-    "configured_mesh": "shoal.arrange",
+    "configured_mesh": "shoal.engine.mesh_setup",
     "gathered": "shoal.zero.gathered",
-    "init_distributed": "shoal.distributed",
-    "initialize": "shoal.entry",
+    "init_distributed": "shoal.transport.process_group",
+    "initialize": "shoal.engine.build",
     "register_optimizer": "shoal.optim",
     "register_schedule": "shoal.schedule",
 }

@@ -39,19 +39,19 @@ from torch.distributed import (
     recv,
 )
 
-from shoal import distributed
-from shoal.collectives import native_all_gather, native_reduce_scatter
 from shoal.config.problem import raise_all
 from shoal.config.resolve import resolve
-from shoal.distributed import init_distributed
-from shoal.distributed import local_rank as get_local_rank
 from shoal.log import warn_once
-from shoal.recording import Lateness, Recorder, Row, over, traffic
+from shoal.recording import CallStats, Lateness, Recorder, over, traffic
 from shoal.recording.call import Stamps
 from shoal.recording.report import published
 from shoal.recording.rows import Said, Wait, bus_factor, lateness, offsets
 from shoal.recording.settings import CommsLoggerSettings
 from shoal.recording.table import bytes_table, late_table, rows_table
+from shoal.transport import process_group
+from shoal.transport.collectives import native_all_gather, native_reduce_scatter
+from shoal.transport.process_group import init_distributed
+from shoal.transport.process_group import local_rank as get_local_rank
 
 __all__ = [
     "ReduceOp", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "allgather_fn", "barrier",
@@ -100,12 +100,12 @@ def reset_log() -> None:
 
 
 @overload
-def log_summary(show_straggler: bool = False, return_dict: Literal[False] = False) -> list[Row]: ...
+def log_summary(show_straggler: bool = False, return_dict: Literal[False] = False) -> list[CallStats]: ...
 @overload
 def log_summary(show_straggler: bool = False, *, return_dict: Literal[True]) -> dict[str, Any]: ...
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> list[Row] | dict[str, Any]:
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> list[CallStats] | dict[str, Any]:
     """Print on rank 0 what was recorded; every rank of the job calls it.
 
     With `show_straggler` also who came last to the collectives that are remembered (the latest 256 of each name), and what
@@ -195,7 +195,7 @@ send = _counted(dist.send, "send", "tensor")
 barrier = _counted(dist.barrier, "barrier")
 
 
-def _by_kind(rows: list[Row]) -> Counter[str]:
+def _by_kind(rows: list[CallStats]) -> Counter[str]:
     found = Counter[str]()
     for row in rows:
         found[row.key.kind] += row.sent
@@ -203,7 +203,7 @@ def _by_kind(rows: list[Row]) -> Counter[str]:
 
 
 def _exchange(value: Any) -> list[Any]:
-    return distributed.exchange(value, "the log of collectives") if is_initialized() else [value]
+    return process_group.exchange(value, "the log of collectives") if is_initialized() else [value]
 
 
 def _spoken() -> list[tuple[float, float]]:

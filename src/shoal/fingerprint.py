@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.nested import mapped
+from shoal.tree import tree_map
 
 __all__ = ["Fingerprint", "bits_of", "fingerprint_of"]
 
@@ -34,7 +34,7 @@ class Fingerprint:
 def fingerprint_of(value: object, *, values: bool = True) -> Fingerprint:
     """Return the fingerprint of the tensors within containers, in their order; of shapes alone unless `values`."""
     found: list[Tensor] = []
-    mapped(lambda tensor: found.append(tensor) or tensor, value)
+    tree_map(lambda tensor: found.append(tensor) or tensor, value)
     bits = sum((number + 1) * bits_of(tensor, ordered=True) for number, tensor in enumerate(found)) if values else 0
     return Fingerprint(shapes=tuple(tuple(tensor.shape) for tensor in found),
                        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in found), bits=bits)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 __all__ = ["RankFailed", "run_ranks"]
 
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.utils.checkpoint", "torch._dynamo",
-            "shoal.testing", "shoal.entry", "shoal.offload")
+            "shoal.testing", "shoal.engine.build", "shoal.offload")
 """What the fork server imports for all ranks; the first optimizer of a process imports torch._dynamo, two seconds."""
 
 _IF_LOADED = ("pytest", "transformers")

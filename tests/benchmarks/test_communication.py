@@ -22,7 +22,7 @@ from sweep import Cell, Found, sweep, take_turn
 from through import Through, through
 from workloads import parameters
 
-from shoal.signs import packed_bytes
+from shoal.onebit import packed_bytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PLAN = Plan(workload="30m", ranks=2, rounds=2, steps=0, warm=2 * FREEZE, microbatch=2)
@@ -165,9 +165,9 @@ def test_what_was_found_becomes_a_page_with_its_picture(tmp_path: Path) -> None:
 
 
 def test_what_a_package_promises_is_timed_and_does_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = types.ModuleType("shoal.signs")
+    package = types.ModuleType("shoal.onebit")
     vars(package).update(__all__=["BLOCK", "pack"], BLOCK=2048, pack=lambda number, *, more=0: number + more)
-    monkeypatch.setitem(sys.modules, "shoal.signs", package)
+    monkeypatch.setitem(sys.modules, "shoal.onebit", package)
     packing = Packing()
     packing.watch()
     before = packing.seconds
@@ -176,7 +176,7 @@ def test_what_a_package_promises_is_timed_and_does_what_it_did(monkeypatch: pyte
 
 
 def test_without_the_package_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "shoal.signs")
+    monkeypatch.delitem(sys.modules, "shoal.onebit")
     packing = Packing()
     packing.watch()
     assert packing.seconds == 0.0

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_cases import CUTS, assert_holds, save, state, whole
 
-from shoal.checkpoint import Pending, Ranks, Writer, read, settle
+from shoal.checkpoint import PendingSave, Ranks, Writer, read, settle
 from shoal.checkpoint import writer as module
 from shoal.errors import CheckpointError
 from shoal.testing import run_ranks
@@ -95,17 +95,17 @@ def test_an_interrupt_before_its_turn_leaves_no_save_behind(tmp_path: Path, monk
 
 
 def test_saves_may_begin_and_end_while_others_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first, second, third = (Pending(tmp_path / name) for name in "abc")
+    first, second, third = (PendingSave(tmp_path / name) for name in "abc")
     for pending in (first, second):
         pending.begin()
-    waited: list[Pending] = []
+    waited: list[PendingSave] = []
 
     def begin_and_end(pending: Any) -> None:
         waited.append(pending)
         third.begin()
         pending.end(None)
 
-    monkeypatch.setattr(Pending, "settle", begin_and_end)
+    monkeypatch.setattr(PendingSave, "settle", begin_and_end)
     settle()
     third.end(None)
     assert set(waited) == {first, second} and not module._under_way

@@ -9,7 +9,7 @@ from checkpoint_cases import calm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.piece import Box, Cut, Piece, boxes, intersect, overlaps
+from shoal.checkpoint.piece import Box, Interval, Piece, boxes, intersect, overlaps
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -22,7 +22,7 @@ def intervals(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Cut]:
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Interval]:
     """Cut a tensor into boxes along one dim, as tensor parallelism does, and each box into flat intervals."""
     dim = draw(st.integers(0, max(0, len(shape) - 1)))
     edges = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim]), max_size=2))}) if shape else [0, 1]
@@ -31,7 +31,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Cut]:
         offset = tuple(low if d == dim else 0 for d in range(len(shape)))
         size = tuple(high - low if d == dim else extent for d, extent in enumerate(shape))
         flat = sorted({0, prod(size), *draw(st.lists(st.integers(0, prod(size)), max_size=4))})
-        result += [Cut(Box(offset, size), i, j) for i, j in pairwise(flat)]
+        result += [Interval(Box(offset, size), i, j) for i, j in pairwise(flat)]
     return draw(st.permutations(result))
 
 
@@ -39,7 +39,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(i, i + n) for i, n in zip(box.offset, box.size, strict=True))
 
 
-def data_of(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+def data_of(tensor: torch.Tensor, cut: Interval) -> torch.Tensor:
     return tensor[slices(cut.box)].reshape(-1)[cut.start : cut.stop].clone()
 
 

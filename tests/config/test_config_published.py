@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shoal import log
+from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet
-from shoal.schema import Config
 
 HONOURED = "honoured"
 LATER = "later"

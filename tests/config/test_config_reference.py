@@ -9,8 +9,8 @@ import pytest
 from shoal.config.reference import docstrings, render
 from shoal.config.resolve import nested
 from shoal.config.section import Section
+from shoal.engine.schema import Config
 from shoal.launch.cli import main
-from shoal.schema import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -16,8 +16,8 @@ from shoal import log
 from shoal.config.batch import BatchSizes
 from shoal.config.resolve import nested
 from shoal.config.suggest import nearest
+from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet
-from shoal.schema import Config
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.schema import Config
 from shoal.errors import ConfigError
-from shoal.schema import Config
 from shoal.testing import run_ranks
 
 from .trained import build, configured, same, train, weights

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.collectives import Label, traffic
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.testing import run_ranks
+from shoal.transport.collectives import Label, traffic
 
 from ..zero.test_cost import Wide
 

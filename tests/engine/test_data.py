@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.data import Loader, RepeatingLoader
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ConfigError, UsageError
 from shoal.testing import run_ranks
 

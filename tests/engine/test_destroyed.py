@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.checkpoint import folder as folders
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import CheckpointError, UsageError
 from shoal.testing import run_ranks
 

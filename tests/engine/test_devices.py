@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal import gradients, reduction
-from shoal.collectives import Communicator
-from shoal.reduction import DONE, Reduction
-from shoal.signs import packing, plain
+from shoal.engine.training_state import _scalar_device
+from shoal.onebit import packing, plain
+from shoal.optim import grad_stats
 from shoal.testing import run_ranks
-from shoal.training_state import _scalar_device
+from shoal.transport import reduction
+from shoal.transport.collectives import Communicator
+from shoal.transport.reduction import DONE, Reduction
 
 DEVICE = torch.device("meta")  # of another kind than the host
 
@@ -38,7 +39,7 @@ def test_a_rank_without_units_sends_its_words_from_its_device() -> None:
 
     everyone = SimpleNamespace(gather_words=gather_words)
     census: Any = SimpleNamespace(everyone=everyone, communicators=[everyone])
-    assert gradients.judge([], census, norm=True, device=DEVICE).norm == 0.0
+    assert grad_stats.reduce_grad_stats([], census, norm=True, device=DEVICE).norm == 0.0
     assert [words.device for words in sent] == [DEVICE]
 
 
@@ -65,7 +66,7 @@ def test_triton_that_does_not_work_gives_way_to_torch_with_a_warning(monkeypatch
 
 
 def test_triton_that_works_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    working = import_module("shoal.signs.plain")
+    working = import_module("shoal.onebit.plain")
     monkeypatch.setattr(packing, "import_module", lambda name: working)
     assert packing._tried(torch.device("cpu")) is working
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import CheckpointError, UsageError
 from shoal.testing import run_ranks
 from shoal.zero import buffer

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.collectives import traffic
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from ..zero.models import Plain, batch, loss_of
 from .trained import build, configured, loss, model, same, train, weights

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import LossScaleError, UsageError
 from shoal.testing import run_ranks
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 import shoal
-from shoal.collectives import Communicator, Label
 from shoal.errors import CheckpointError, ConfigError, OptimizerError, UsageError
 from shoal.optim import Lion
 from shoal.testing import run_ranks
+from shoal.transport.collectives import Communicator, Label
 
 WIDTH = 8
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, RAdam, RMSprop, Rprop, SGD)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.optim.pipeline import Pipeline
+from shoal.optim.step_scheduler import StepScheduler
 from shoal.testing import run_ranks
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Phase, Unit
@@ -110,7 +110,7 @@ def trained_at_its_own_pace(folder: str, tier: dict[str, Any], ahead: int, seed:
     settings["zero_optimization"]["stage3_prefetch_bucket_size"] = ahead
     model = Early()
     engine = shoal.initialize(model=model, config=settings)[0]
-    late = ((Pipeline, "_next", 0.01), (Window, "use", 0.02), (ShardedModel, "run_ahead", 0.2))
+    late = ((StepScheduler, "_next", 0.01), (Window, "use", 0.02), (ShardedModel, "run_ahead", 0.2))
     for owner, name, longest in late if seed else ():
         delay(owner, name, longest, random.Random(seed + engine.global_rank))
     losses: list[float] = []

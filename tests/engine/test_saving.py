@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.checkpoint import Pending
+from shoal.checkpoint import PendingSave
 from shoal.checkpoint import folder as folders
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
 
@@ -123,15 +123,15 @@ def at_once(folder: str) -> None:
         awaited.wait()
         publish(path, tag)
 
-    def then_wait(wait: Callable[[Pending], None]) -> Callable[[Pending], None]:
-        def waiting(pending: Pending) -> None:
+    def then_wait(wait: Callable[[PendingSave], None]) -> Callable[[PendingSave], None]:
+        def waiting(pending: PendingSave) -> None:
             if not pending.done:  # as the last one is, which the next save asks for
                 awaited.set()
             wait(pending)
         return waiting
 
     folders.publish = when_awaited
-    Pending.settle, Pending.surface = then_wait(Pending.settle), then_wait(Pending.surface)
+    PendingSave.settle, PendingSave.surface = then_wait(PendingSave.settle), then_wait(PendingSave.surface)
     engine, other = build("plain", 1, 2), build("plain", 3, 2)
     for step, reader in enumerate([engine, other]):
         train(engine, step, 1)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.collectives import traffic
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from ..zero.models import Plain
 from .trained import build, configured, loss, model, same, train, weights
@@ -106,7 +106,7 @@ def test_parameters_below_the_threshold_stay_whole_until_their_total_is_reached(
 
 
 def messages(bucket: int) -> int:
-    from shoal import collectives
+    from shoal.transport import collectives
 
     counted: list[int] = []
     split = collectives.pieces

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal import offload
+from shoal.engine import storage_plan
 from shoal.errors import TierError, UsageError
 from shoal.testing import run_ranks
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_read_back_ends_the_engine(tmp_path: Path) -> None:
 
 
 def needs(folder: str) -> str:
-    offload.free_bytes = lambda path: 0
+    storage_plan.free_bytes = lambda path: 0
     with pytest.raises(TierError) as raised:
         engine_of(folder)
     return str(raised.value)

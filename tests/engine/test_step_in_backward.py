@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal import distributed
+from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet, TierError, UsageError
-from shoal.schema import Config
 from shoal.testing import run_ranks
+from shoal.transport import process_group
 
 WIDTH = 64
 DISK: dict[str, Any] = {"device": "nvme", "buffer_count": 2}
@@ -387,7 +387,7 @@ def test_what_is_decided_for_all_gradients_is_refused(more: dict[str, Any], othe
 
 
 def on_a_device(folder: str) -> str:
-    distributed.device = lambda: torch.device("meta")
+    process_group.device = lambda: torch.device("meta")
     with pytest.raises(NotSupportedYet) as raised:
         engine_of(folder, MEMORY)
     return str(raised.value)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import NotSupportedYet, ReleasedError, UsageError
 from shoal.testing import run_ranks
 from shoal.zero.unit import Phase

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal import offload
+from shoal.engine import storage_plan
+from shoal.engine.training_state import weights_to_save
 from shoal.errors import ConfigError, ShoalError, TierError
 from shoal.testing import run_ranks
-from shoal.tier import opening
-from shoal.training_state import weights_to_save
+from shoal.tier import open_stores
 from shoal.zero.guard import owner_of
 from shoal.zero.unit import Unit
 
@@ -116,7 +116,7 @@ def test_a_model_is_built_where_the_remote_device_says(tmp_path: Path) -> None:
 
 
 def away(given: dict[str, Any], **more: Any) -> bool:
-    opening.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
+    open_stores.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
     with shoal.zero.Init(config=given, **more):
         model = build()
     owner = owner_of(next(iter(model.parameters())))
@@ -289,7 +289,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def too_full(folder: str) -> str:
-    offload.free_bytes = lambda path: 50_000  # type: ignore[assignment]
+    storage_plan.free_bytes = lambda path: 50_000  # type: ignore[assignment]
     return refused(folder, ALL)
 
 
@@ -300,7 +300,7 @@ def test_a_disk_with_too_little_space_is_refused_with_what_is_needed_and_what_is
 
 
 def too_full_for_both(folder: str) -> str:
-    offload.free_bytes = lambda path: 13 * sum(p.numel() for p in build().parameters())  # type: ignore[assignment]
+    storage_plan.free_bytes = lambda path: 13 * sum(p.numel() for p in build().parameters())  # type: ignore[assignment]
     tier = {key: {"device": "nvme", "nvme_path": f"{folder}/{key}"} for key in ALL}
     given = config(folder, NOTHING)
     given["zero_optimization"] |= tier
@@ -320,7 +320,7 @@ def test_two_folders_of_one_disk_share_its_space(tmp_path: Path) -> None:
 
 def test_nvme_without_a_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match="nvme_path"):
-        shoal.schema.Config.resolve({"zero_optimization": {"offload_param": {"device": "nvme"}}}, data_ranks=1)
+        shoal.engine.schema.Config.resolve({"zero_optimization": {"offload_param": {"device": "nvme"}}}, data_ranks=1)
 
 
 # What goes wrong while training

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal import offload
+from shoal.engine import storage_plan
 from shoal.testing import run_ranks
-from shoal.tier.opening import WRITE_AHEAD
+from shoal.tier.open_stores import WRITE_AHEAD
 from shoal.tier.swap import Swap
-from shoal.zero.working import working
+from shoal.zero.working_memory import working
 
 from ..attempts import counted_ends
 from .test_step_in_backward import ALL, Block, Detached, InPart, loss_of, model_of, stepped, weights
@@ -283,8 +283,8 @@ def test_an_engine_that_is_destroyed_before_step_leaves_the_weights_of_the_last_
 
 def attempts(folder: str, free: int, left: int) -> list[bool]:
     """Return which units backward attempts where a disk has `free` bytes, and the memory `left`."""
-    offload.free_bytes = lambda path: free
-    offload.memory_left = lambda: left
+    storage_plan.free_bytes = lambda path: free
+    storage_plan.memory_left = lambda: left
     engine = engine_of(folder, 3, None)
     engine.backward(loss_of(engine))
     engine.step()

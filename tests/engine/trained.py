@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 
 from ..zero.models import FEATURES, batch, loss_of
 

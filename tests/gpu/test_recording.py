@@ -11,7 +11,7 @@ from torch import nn
 
 import shoal
 from shoal import comm
-from shoal.collectives import traffic
+from shoal.transport.collectives import traffic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
 

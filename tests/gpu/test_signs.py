@@ -9,12 +9,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from shoal.signs import is_finite, pack, packed_bytes, packing, plain, unpack
-from tests.signs.alike import DTYPES, INPUTS, SIZES, agree, normal, same
+from shoal.onebit import is_finite, pack, packed_bytes, packing, plain, unpack
+from tests.onebit.alike import DTYPES, INPUTS, SIZES, agree, normal, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
 
-WAYS: dict[str, Callable[[], object]] = {"triton": lambda: import_module("shoal.signs.kernels"), "torch": lambda: plain}
+WAYS: dict[str, Callable[[], object]] = {"triton": lambda: import_module("shoal.onebit.kernels"), "torch": lambda: plain}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -29,7 +29,7 @@ def test_a_gpu_gives_the_bits_of_the_host(way: str, kind: str, dtype: torch.dtyp
 
 def test_a_gpu_packs_in_triton_where_it_is() -> None:
     chosen = packing._way("cuda")  # but with a warning where Triton finds no C compiler
-    assert chosen is (import_module("shoal.signs.kernels") if find_spec("triton") else plain)
+    assert chosen is (import_module("shoal.onebit.kernels") if find_spec("triton") else plain)
 
 
 def test_what_a_gpu_packed_the_host_unpacks() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal import distributed
 from shoal.testing import run_ranks
 from shoal.tier import Memory, elastic
 from shoal.tier.streams import up
+from shoal.transport import process_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
 
@@ -60,8 +60,8 @@ def test_who_waits_for_a_mark_sees_what_was_copied() -> None:
 
 
 def placed() -> str:
-    distributed.init_distributed()
-    return str(distributed.device())
+    process_group.init_distributed()
+    return str(process_group.device())
 
 
 def test_ranks_of_gloo_train_on_the_cpu() -> None:

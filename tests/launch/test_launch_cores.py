@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.cores import Share, physical_cores, read_list, shares
+from shoal.launch.cores import CoreShare, physical_cores, read_list, shares
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0-3,8", [0, 1, 2, 3, 8]), ("5", [5]), ("", []), ("\n", [])])
@@ -29,11 +29,11 @@ def test_without_topology_each_core_is_its_own(tmp_path):
 
 
 def test_hardware_threads_do_not_count_as_threads_to_compute_on():
-    assert shares(2, [(0, 4), (1, 5)]) == [Share(cores=(0, 4), threads=1), Share(cores=(1, 5), threads=1)]
+    assert shares(2, [(0, 4), (1, 5)]) == [CoreShare(cores=(0, 4), threads=1), CoreShare(cores=(1, 5), threads=1)]
 
 
 def test_more_ranks_than_cores_are_not_bound_and_compute_on_one_thread():
-    assert shares(3, [(0,), (1,)]) == [Share(cores=(), threads=1)] * 3
+    assert shares(3, [(0,), (1,)]) == [CoreShare(cores=(), threads=1)] * 3
 
 
 @given(st.integers(1, 40), st.integers(1, 200))

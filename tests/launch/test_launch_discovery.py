@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.discovery import Place, discover, first_host
 from shoal.errors import LaunchError
+from shoal.transport.launcher_env import Place, discover, first_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
             "MASTER_PORT": "1234"}

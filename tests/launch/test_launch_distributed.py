@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal import distributed
-from shoal.discovery import Place
-from shoal.distributed import device, init_distributed
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import run_ranks
+from shoal.transport import process_group
+from shoal.transport.launcher_env import Place
+from shoal.transport.process_group import device, init_distributed
 
 TWO = Place(rank=1, ranks=2, local_rank=1, local_ranks=2, source="Open MPI", job="ompi-7/8")
 
@@ -99,7 +99,7 @@ def test_a_rank_that_nobody_numbered_keeps_the_gpu_that_it_has_chosen(gpus, monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device() == torch.device("cuda", 1)
-    assert distributed.local_rank() == 0
+    assert process_group.local_rank() == 0
 
 
 @pytest.mark.parametrize(("backends", "found"), [
@@ -128,31 +128,31 @@ def test_ranks_of_gloo_train_on_the_cpu_of_a_host_with_gpus():
 
 def test_nccl_refuses_a_rank_without_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(distributed, "discover", lambda variables, **more: Place(
+    monkeypatch.setattr(process_group, "discover", lambda variables, **more: Place(
         rank=6, ranks=8, local_rank=2, local_ranks=4, source="Slurm"))
     with pytest.raises(LaunchError, match="rank 6 has no GPU of its own: it is local rank 2, and this host has 2 GPUs"):
         init_distributed("nccl")
 
 
 def test_what_a_dead_job_announced_is_not_believed(monkeypatch, tmp_path):
-    monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
-    path = distributed._announcement(TWO)
+    monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = process_group._announcement(TWO)
     path.write_text(json.dumps({"port": 1, "pid": os.getpid(), "born": "an earlier life"}))
     with pytest.raises(LaunchError, match=r"rank 0 announced no port in .*ompi-7-8.json within 0.05 s"):
-        distributed._announced_port(path, timedelta(seconds=0.05))
+        process_group._announced_port(path, timedelta(seconds=0.05))
 
 
 def test_what_a_live_job_announces_is_believed(monkeypatch, tmp_path):
-    monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
-    path = distributed._announcement(TWO)
-    path.write_text(json.dumps({"port": 4321, "pid": os.getpid(), "born": distributed._born(os.getpid())}))
-    assert distributed._announced_port(path, timedelta(seconds=5)) == 4321
+    monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = process_group._announcement(TWO)
+    path.write_text(json.dumps({"port": 4321, "pid": os.getpid(), "born": process_group._born(os.getpid())}))
+    assert process_group._announced_port(path, timedelta(seconds=5)) == 4321
 
 
 def test_announcements_are_not_read_from_another_users_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(distributed.tempfile, "gettempdir", lambda: str(tmp_path))
-    distributed._announcement(TWO)
+    monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
+    process_group._announcement(TWO)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     (tmp_path / "shoal-12345").mkdir()
     with pytest.raises(LaunchError, match="shoal-12345 belongs to another user"):
-        distributed._announcement(TWO)
+        process_group._announcement(TWO)

@@ -8,7 +8,7 @@ import pytest
 
 ALL_REDUCE = """
 import os, sys, torch, torch.distributed as dist
-from shoal.distributed import init_distributed
+from shoal.transport.process_group import init_distributed
 init_distributed()
 total = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(total)
@@ -159,7 +159,7 @@ def test_a_second_signal_kills_at_once(run, script):
 def test_ranks_are_started_again_after_a_failure_and_meet_anew(run, script):
     launch = run("--ranks", "2", "--max-restarts", "1", script("""
 import os, torch, torch.distributed as dist
-from shoal.distributed import init_distributed
+from shoal.transport.process_group import init_distributed
 init_distributed()
 total = torch.ones(())
 dist.all_reduce(total)

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shoal.native import build
 from shoal.native.step import _VERSION, DTYPES, Rule, available, step  # pyright: ignore[reportPrivateUsage]
 from shoal.optim.lion import Lion
-from shoal.optim.stepping import _PLANS, is_plain, options_of  # pyright: ignore[reportPrivateUsage]
+from shoal.optim.step_pass import _PLANS, is_plain, options_of  # pyright: ignore[reportPrivateUsage]
 
 SIZE = 100_003
 pytestmark = pytest.mark.skipif(not available(), reason="native code needs a C++ compiler")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.native import step as native
-from shoal.optim import stepping
+from shoal.optim import step_pass
 from shoal.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="native code needs a C++ compiler")
@@ -44,8 +44,8 @@ def weights(engine: Any) -> list[Tensor]:
 
 def compared(stage: int, dtype: str) -> tuple[list[Tensor], list[Tensor], int]:
     calls: list[int] = []
-    kernel = stepping.step
-    stepping.step = lambda *args, **kwargs: (calls.append(1), kernel(*args, **kwargs))  # type: ignore[assignment]
+    kernel = step_pass.step
+    step_pass.step = lambda *args, **kwargs: (calls.append(1), kernel(*args, **kwargs))  # type: ignore[assignment]
     found = []
     for torch_adam in (False, True):
         engine = engine_of(stage, dtype, torch_adam=torch_adam)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.optim.compressing import Compressing
+from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.masks import boxes
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
@@ -139,7 +139,7 @@ def test_a_mask_waits_for_the_end_of_the_warm_up_and_what_it_leaves_out_does_not
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, ZeroOneAdam, OneBitLamb])
-def test_a_mask_holds_without_an_engine_too(kind: type[Compressing]) -> None:
+def test_a_mask_holds_without_an_engine_too(kind: type[CompressedOptimizer]) -> None:
     mask, gradients = torch.tensor([[1], [0]]), torch.randn(FREEZE + 4, 2, 3, generator=torch.Generator().manual_seed(0))
     found: list[Tensor] = []
     for group in ({}, {"exp_avg_mask": mask}):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal import signs
-from shoal.collectives import traffic
+from shoal import onebit
 from shoal.errors import ConfigError, NotSupportedYet, ShoalError, UsageError
 from shoal.native import step as native
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam, bounded
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from .signed import FREEZE, KINDS, PARAMS, STILL, WARM, Whole, batch, engine_of, falls, model, train, weights
 
@@ -58,12 +58,12 @@ def test_a_step_sends_a_bit_an_element_each_way_and_a_scale_a_block(ranks: int) 
     spans = [size // ranks for size in run_ranks(ranks, sizes)[0]]
     for _, _, sent in run_ranks(ranks, trained, 1, FREEZE + 2):
         assert sent[:FREEZE] == [2 * 4 * (ranks - 1) * sum(spans)] * FREEZE
-        assert sent[FREEZE:] == [2 * (ranks - 1) * sum(signs.packed_bytes(span) for span in spans)] * 2
+        assert sent[FREEZE:] == [2 * (ranks - 1) * sum(onebit.packed_bytes(span) for span in spans)] * 2
 
 
 def test_0_1_adam_sends_whole_gradients_where_its_variance_is_measured_and_just_before() -> None:
     span = [size // 2 for size in run_ranks(2, sizes)[0]]
-    whole, packed = 4 * sum(span), sum(signs.packed_bytes(each) for each in span)
+    whole, packed = 4 * sum(span), sum(onebit.packed_bytes(each) for each in span)
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], var_update_scaler=FREEZE, var_freeze_step=30)
     measured = [step for step in range(1, 51) if optimizer.measures(optimizer.param_groups[0], step)]
     assert measured == [1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 21, 25, 29]
@@ -111,9 +111,9 @@ def against_formula() -> None:
                     own.view(ranks, span)[to] += mine
                     mine.zero_()
                 else:
-                    packed = torch.zeros(signs.packed_bytes(span), dtype=torch.uint8)
-                    signs.pack(mine, packed)
-                    signs.unpack(packed, into, accumulate=True)
+                    packed = torch.zeros(onebit.packed_bytes(span), dtype=torch.uint8)
+                    onebit.pack(mine, packed)
+                    onebit.unpack(packed, into, accumulate=True)
         for buffer in (total, *residuals):
             layout.clear_gaps(buffer)
         momentum = 0.9 * momentum + 0.1 * total
@@ -123,9 +123,9 @@ def against_formula() -> None:
         least = torch.cat([torch.cat([bounded(part[:held], 0.01), part[held:]]) for part in variance.view(ranks, span)])
         full = full * (1 - 1e-3) - 1e-2 / (1 - 0.9**time) * ahead / ((least / (1 - 0.999**time)).sqrt() + 1e-8)
         for ahead, behind in zip(full.view(ranks, span), published.view(ranks, span), strict=True):
-            packed = torch.zeros(signs.packed_bytes(span), dtype=torch.uint8)
-            signs.difference(ahead.contiguous(), behind, packed)
-            signs.unpack(packed, behind, accumulate=True)
+            packed = torch.zeros(onebit.packed_bytes(span), dtype=torch.uint8)
+            onebit.difference(ahead.contiguous(), behind, packed)
+            onebit.unpack(packed, behind, accumulate=True)
         layout.clear_gaps(published)
         train(engine, range(step, step + 1))
         for parameter, values in zip(engine.module.parameters(), layout.views(published), strict=True):

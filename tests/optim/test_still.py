@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives import traffic
 from shoal.optim.onebit import ZeroOneAdam
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from .signed import STILL, Whole, batch, engine_of, falls, train, weights
 

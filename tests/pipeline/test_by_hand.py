@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.parcel import take_apart
 from shoal.pipeline.spec import LayerSpec, Unpacked
+from shoal.pipeline.value_tree import flatten_tree
 from shoal.testing import run_ranks
 
 from .models import WIDTH, Block, Head, loss_of
@@ -94,7 +94,7 @@ def channels(rank: int, ranks: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def wanting(value: Any) -> list[Tensor]:
-    return [tensor for tensor in take_apart(value, "")[1] if tensor.requires_grad]
+    return [tensor for tensor in flatten_tree(value, "")[1] if tensor.requires_grad]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives import traffic
 from shoal.errors import CollectiveTimeout, StageFailed, UsageError
 from shoal.pipeline.channel import AHEAD, HEADER_BYTES, KNOWN, SMALL, Receiver, Sender
-from shoal.pipeline.parcel import take_apart
+from shoal.pipeline.value_tree import flatten_tree
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 HOST = torch.device("cpu")
 
@@ -299,7 +299,7 @@ def test_a_message_costs_its_tensors_and_a_header_and_a_new_form_its_skeleton() 
     small, mixed = torch.zeros(10), (torch.zeros(3), torch.zeros(5, dtype=torch.bool))
     shared = torch.zeros(4)
     values: list[Any] = [small, mixed, small + 1, mixed, [shared, shared]]
-    skeleton = [len(take_apart(value, "")[0]) for value in values]
+    skeleton = [len(flatten_tree(value, "")[0]) for value in values]
     sent, received = run_ranks(2, counted, values)
     assert HEADER_BYTES == 16
     assert sent == [16 + skeleton[0] + 40, 16 + skeleton[1] + 12 + 5, 16 + 40, 16 + 12 + 5, 16 + skeleton[4] + 16]
@@ -310,7 +310,7 @@ def test_a_message_costs_its_tensors_and_a_header_and_a_new_form_its_skeleton() 
 @pytest.mark.parametrize(("floats", "header"), [(4, 0), (SMALL // 4, 0), (SMALL // 4 + 1, 16), (3, 16)])
 def test_a_small_message_that_is_foreseen_costs_its_tensors_alone(floats: int, header: int) -> None:
     """The third after two of a form is the first; one of less than a filler's bytes has a header always."""
-    skeleton, size = len(take_apart(torch.zeros(floats), "")[0]), 4 * floats
+    skeleton, size = len(flatten_tree(torch.zeros(floats), "")[0]), 4 * floats
     sent, _ = run_ranks(2, counted, [torch.zeros(floats) for _ in range(9)])
     assert sent == [16 + skeleton + size, *[16 + size] * (AHEAD + 1), *[header + size] * (8 - AHEAD - 1)]
 
@@ -318,7 +318,7 @@ def test_a_small_message_that_is_foreseen_costs_its_tensors_alone(floats: int, h
 def test_what_comes_in_place_of_a_small_message_that_was_foreseen_costs_as_much_more() -> None:
     other = torch.zeros(7)
     sent, _ = run_ranks(2, counted, [*[torch.zeros(10)] * 6, other, other, torch.zeros(10), torch.zeros(10)])
-    new = 16 + len(take_apart(other, "")[0]) + 28
+    new = 16 + len(flatten_tree(other, "")[0]) + 28
     assert sent[5:] == [40, 40 + new, 40 + 16 + 28, 40, 16 + 40], "foreseen are: 10, 10, 10, 10, nothing"
 
 

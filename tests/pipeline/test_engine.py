@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.collectives import traffic
 from shoal.errors import CollectiveFailed, PipelineError, ShoalError, UsageError
 from shoal.pipeline.links import Links
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 from shoal.zero.reducer import Reducer
 
 from .small import BLOCKS, COUNT, MICRO, STEPS, WIDTH, WORDS, Block, Case, Embed, data, loss_fn, microbatch

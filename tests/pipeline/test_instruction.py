@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.pipeline.instruction import Instruction, Kind
+from shoal.pipeline.instruction import Instruction, Op
 
 counts = st.integers(min_value=0, max_value=10_000)
 
 
-@given(counts, st.sampled_from(Kind), counts)
-def test_an_instruction_reads_back_as_it_was_written(stage: int, kind: Kind, microbatch: int) -> None:
+@given(counts, st.sampled_from(Op), counts)
+def test_an_instruction_reads_back_as_it_was_written(stage: int, kind: Op, microbatch: int) -> None:
     instruction = Instruction(stage, kind, microbatch)
     assert Instruction.parse(str(instruction)) == instruction
 
 
 def test_it_is_written_as_stage_kind_and_microbatch() -> None:
-    assert str(Instruction(2, Kind.FORWARD, 0)) == "2F0"
-    assert [Instruction.parse(text).kind for text in ("0F1", "0B1", "0I1", "0W1")] == list(Kind)
+    assert str(Instruction(2, Op.FORWARD, 0)) == "2F0"
+    assert [Instruction.parse(text).kind for text in ("0F1", "0B1", "0I1", "0W1")] == list(Op)
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 ", "2F0\n", "2F1.5", "²F0"])

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.errors import PipelineError
+from shoal.mesh.topology import PipeDataParallelTopology, ProcessTopology
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.spec import LayerSpec
 from shoal.testing import run_ranks
-from shoal.topology import PipeDataParallelTopology, ProcessTopology
 from shoal.zero.partition import blocks
 
 from .models import WIDTH, Block, gpt, loss_of, tokens

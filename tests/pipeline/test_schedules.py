@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import UsageError
 from shoal.pipeline.check import check
-from shoal.pipeline.instruction import Kind
-from shoal.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
+from shoal.pipeline.instruction import Op
+from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
 from shoal.pipeline.simulate import Durations, simulate
 
 ALL_RANKS = range(1, 9)
@@ -19,7 +19,7 @@ times = st.floats(0.1, 10)
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> PipelineSchedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     each = draw(st.integers(2, 4)) if name == "interleaved" else None
     ranks = draw(ranks_of)
@@ -36,29 +36,29 @@ def waits(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
 
 
 @given(schedules())
-def test_every_stage_does_to_every_microbatch_what_it_must(schedule: Schedule) -> None:
+def test_every_stage_does_to_every_microbatch_what_it_must(schedule: PipelineSchedule) -> None:
     check(schedule)
 
 
 @given(schedules(), times, times, times, st.floats(0, 10))
-def test_no_durations_make_ranks_wait_for_ever(schedule: Schedule, forward: float, input: float, weight: float,
+def test_no_durations_make_ranks_wait_for_ever(schedule: PipelineSchedule, forward: float, input: float, weight: float,
                                                travel: float) -> None:
     simulation = simulate(schedule, Durations(forward=forward, input=input, weight=weight, travel=travel))
     assert simulation.makespan >= max(simulation.busy)
 
 
 @given(schedules())
-def test_backward_is_split_under_zero_bubble_alone(schedule: Schedule) -> None:
+def test_backward_is_split_under_zero_bubble_alone(schedule: PipelineSchedule) -> None:
     kinds = {instruction.kind for row in schedule.rows for instruction in row}
-    split = {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
-    assert kinds == (split if schedule.name in ("zb-h1", "zb-h2", "zbv") else {Kind.FORWARD, Kind.BACKWARD})
+    split = {Op.FORWARD, Op.INPUT, Op.WEIGHT}
+    assert kinds == (split if schedule.name in ("zb-h1", "zb-h2", "zbv") else {Op.FORWARD, Op.BACKWARD})
 
 
 @given(schedules())
-def test_every_microbatch_takes_its_turn(schedule: Schedule) -> None:
+def test_every_microbatch_takes_its_turn(schedule: PipelineSchedule) -> None:
     for row in schedule.rows:
         for stage in range(schedule.stages):
-            for kind in Kind:
+            for kind in Op:
                 turns = [each.microbatch for each in row if (each.stage, each.kind) == (stage, kind)]
                 assert turns == sorted(turns)
 
@@ -153,7 +153,7 @@ def test_memory_is_bounded_by_ranks_and_not_by_microbatches(name: str) -> None:
 
 
 @given(schedules(), st.integers(1, 20))
-def test_no_rank_holds_more_than_it_is_told_to(schedule: Schedule, limit: int) -> None:
+def test_no_rank_holds_more_than_it_is_told_to(schedule: PipelineSchedule, limit: int) -> None:
     if SCHEDULES[schedule.name].room is not None and SCHEDULES[schedule.name].holds(limit, schedule.ranks):
         limited = make_schedule(schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, in_flight=limit)
         assert max(limited.peak_microbatches) <= limit
@@ -218,7 +218,7 @@ def test_an_evaluation_is_forwards_alone(ranks: int, microbatches: int, loops: i
     owner = there + there[::-1] if back else there * loops
     schedule = forward_only(ranks=ranks, microbatches=microbatches, owner=owner)
     check(schedule)
-    assert {instruction.kind for row in schedule.rows for instruction in row} == {Kind.FORWARD}
+    assert {instruction.kind for row in schedule.rows for instruction in row} == {Op.FORWARD}
     simulation = simulate(schedule)
     if loops == 1 and not back:
         assert simulation.makespan == microbatches + ranks - 1

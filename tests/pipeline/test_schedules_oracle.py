@@ -12,26 +12,26 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shoal.pipeline.instruction import Instruction, Kind
-from shoal.pipeline.schedules import Schedule, make_schedule
+from shoal.pipeline.instruction import Instruction, Op
+from shoal.pipeline.schedules import PipelineSchedule, make_schedule
 from shoal.pipeline.simulate import simulate
 
 RANKS = range(1, 9)
-KINDS = {"FORWARD": Kind.FORWARD, "FULL_BACKWARD": Kind.BACKWARD, "BACKWARD_INPUT": Kind.INPUT,
-         "BACKWARD_WEIGHT": Kind.WEIGHT}
+KINDS = {"FORWARD": Op.FORWARD, "FULL_BACKWARD": Op.BACKWARD, "BACKWARD_INPUT": Op.INPUT,
+         "BACKWARD_WEIGHT": Op.WEIGHT}
 
 
 def stage_of(index: int, stages: int, rank: int, ranks: int, told: list[Instruction] | None = None) -> Mock:
     """Return a stage that writes down in `told` what it is told to compute."""
-    def writes(kind: Kind) -> Callable[..., None]:
+    def writes(kind: Op) -> Callable[..., None]:
         return lambda microbatch, *_, **__: None if told is None else told.append(Instruction(index, kind, microbatch))
 
     stage = Mock(stage_index=index, num_stages=stages, group_rank=rank, group_size=ranks, is_first=index == 0,
                  is_last=index == stages - 1, has_backward=True, device="cpu")
     for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
         getattr(stage, name).return_value = []
-    stage.forward_one_chunk.side_effect = writes(Kind.FORWARD)
-    stage.backward_one_chunk.side_effect = writes(Kind.BACKWARD)
+    stage.forward_one_chunk.side_effect = writes(Op.FORWARD)
+    stage.backward_one_chunk.side_effect = writes(Op.BACKWARD)
     return stage
 
 
@@ -87,7 +87,8 @@ def test_zbv_is_never_slower_than_torchs_and_holds_no_more() -> None:
     for ranks in range(2, 9):
         for microbatches in range(1, 21):
             ours = make_schedule("zbv", ranks=ranks, microbatches=microbatches)
-            theirs: Schedule = replace(ours, rows=planned(torch_schedules.ScheduleZBVZeroBubble, ours.owner, microbatches))
+            theirs: PipelineSchedule = replace(
+                ours, rows=planned(torch_schedules.ScheduleZBVZeroBubble, ours.owner, microbatches))
             assert simulate(ours).makespan <= simulate(theirs).makespan
             assert max(ours.peak_activations) <= 2 * ranks
             faster += simulate(ours).makespan < simulate(theirs).makespan

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.cli import main
-from shoal.pipeline.draw import grid
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import simulate
+from shoal.pipeline.text_grid import grid
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZE = ("--stages", "4", "--microbatches", "8")

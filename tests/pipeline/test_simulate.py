@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from shoal.errors import ScheduleError, ShoalError, UsageError
 from shoal.pipeline.check import check
-from shoal.pipeline.instruction import Instruction, Kind
-from shoal.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
+from shoal.pipeline.instruction import Instruction, Op
+from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
 from shoal.pipeline.simulate import Durations, Simulation, simulate
 
 
-def written(owner: tuple[int, ...], *rows: str, microbatches: int) -> Schedule:
+def written(owner: tuple[int, ...], *rows: str, microbatches: int) -> PipelineSchedule:
     """Return a schedule of rows as text."""
-    return Schedule(name="mine", ranks=len(rows), microbatches=microbatches, owner=owner,
+    return PipelineSchedule(name="mine", ranks=len(rows), microbatches=microbatches, owner=owner,
                     rows=tuple(tuple(map(Instruction.parse, row.split())) for row in rows))
 
 
@@ -151,7 +151,7 @@ def test_rows_and_owners_are_those_of_the_ranks() -> None:
 def test_an_evaluation_is_whole_without_backwards_and_training_is_not() -> None:
     evaluation = forward_only(ranks=2, microbatches=3, owner=(0, 1))
     check(evaluation)
-    row = (*evaluation.rows[0], Instruction(0, Kind.BACKWARD, 0))
+    row = (*evaluation.rows[0], Instruction(0, Op.BACKWARD, 0))
     with pytest.raises(ScheduleError, match="rank 0 never does 0I1, nor 0B1"):
         check(replace(evaluation, rows=(row, evaluation.rows[1])))
 

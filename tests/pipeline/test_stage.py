@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import UsageError
 from shoal.pipeline.layer import named
 from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
-from shoal.pipeline.stage import Recompute, Stage
+from shoal.pipeline.stage import PipelineStage, Recompute
 
 from .models import WIDTH, Block
 
 
-def stage(layers: Any, recompute: Recompute | None = None) -> Stage:
-    made = Stage(1, [layer.build() for layer in named(layers)])
+def stage(layers: Any, recompute: Recompute | None = None) -> PipelineStage:
+    made = PipelineStage(1, [layer.build() for layer in named(layers)])
     if recompute is not None:
         made.set_recompute(recompute)
     return made

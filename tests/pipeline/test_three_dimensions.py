@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.collectives import traffic
 from shoal.tensor_parallel import Column, Head, Plan, Row, Vocabulary, parallelize
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from .small import Case, Result, data, train, train_plain
 from .test_training import WAYS, agree

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.collectives import PIECE_BYTES
-from shoal.mesh import Mesh
+from shoal.mesh.mesh import Mesh
 from shoal.pipeline import connector
 from shoal.pipeline.channel import Receiver
 from shoal.pipeline.connector import Connector, own_backends
 from shoal.pipeline.links import Edge
 from shoal.pipeline.wire import messages
 from shoal.testing import run_ranks
+from shoal.transport.collectives import PIECE_BYTES
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GLOO, NCCL, BOTH = {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}

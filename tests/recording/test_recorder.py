@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 import shoal
 from shoal import comm
-from shoal.collectives import Communicator, Label, traffic
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.schema import Config
 from shoal.errors import ConfigError
 from shoal.pipeline.module import PipelineModule
-from shoal.recording import Recorder, Row, Watched
+from shoal.recording import CallStats, Recorder, Watched
 from shoal.recording.settings import CommsLoggerSettings
-from shoal.schema import Config
 from shoal.tensor_parallel.axis import Axis
 from shoal.testing import run_ranks
+from shoal.transport.collectives import Communicator, Label, traffic
 
 from ..pipeline.small import Case, data
 from ..zero.test_cost import Wide
@@ -48,7 +48,7 @@ def gather(ranks: Communicator, elements: int = 100) -> None:
     ranks.all_gather(torch.ones(elements * ranks.ranks), GATHER).wait()
 
 
-def totals(rows: list[Row]) -> tuple[dict[str, int], dict[str, int]]:
+def totals(rows: list[CallStats]) -> tuple[dict[str, int], dict[str, int]]:
     calls, sent = Counter[str](), Counter[str]()
     for row in rows:
         calls[row.key.kind] += row.calls
@@ -200,7 +200,7 @@ def test_verbose_logs_each_collective_on_the_first_rank() -> None:
 # Lateness
 
 
-def one_is_late(late: int, calls: int) -> tuple[dict[int, Any], dict[str, Any], list[Row]]:
+def one_is_late(late: int, calls: int) -> tuple[dict[int, Any], dict[str, Any], list[CallStats]]:
     """The late rank launches when every other has told it that it has launched."""
     recorder()
     ranks = communicator(direct_bytes=1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.recording.call import Key, Stamps, operation
-from shoal.recording.rows import Row, lateness, offsets
+from shoal.recording.rows import CallStats, lateness, offsets
 from shoal.recording.settings import CommsLoggerSettings
 
 
@@ -20,14 +20,14 @@ def key(op: str = "all_gather", *, size: int = 1000, ranks: int = 4) -> Key:
     ("send", 1),
 ])  # fmt: skip
 def test_the_bus_bandwidth_is_the_algorithm_bandwidth_times_the_share_of_a_link(op: str, factor: float) -> None:
-    row = Row(key=key(op), calls=5, timed=4, seconds=2.0)
+    row = CallStats(key=key(op), calls=5, timed=4, seconds=2.0)
     assert row.latency == 0.5
     assert row.algorithm_bandwidth == 2000
     assert row.bus_bandwidth == pytest.approx(2000 * factor)
 
 
 def test_what_has_no_time_has_no_bandwidth() -> None:
-    row = Row(key=key(), calls=3)
+    row = CallStats(key=key(), calls=3)
     assert (row.latency, row.algorithm_bandwidth, row.bus_bandwidth) == (0, 0, 0)
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives import traffic
 from shoal.errors import CollectiveFailed, CollectiveTimeout
-from shoal.tensor_parallel import Axis, axis, shelf
-from shoal.tensor_parallel.shelf import PLACE_BYTES, PLACES
+from shoal.tensor_parallel import Axis, axis, shared_memory
+from shoal.tensor_parallel.shared_memory import PLACE_BYTES, PLACES
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 SIZES = (1, 5, 24, 1000)
 LARGE = PLACE_BYTES // 4 + 3  # goes by gloo
@@ -192,7 +192,7 @@ def test_tensors_of_unequal_size_are_refused_and_never_mixed() -> None:
 
 def shared_file(folder: Path) -> tuple[list[str], bool]:
     """What a reduction left in the folder of shared memory, and whether it did map a file from there."""
-    shelf._FOLDER = folder  # other processes have files of theirs in /dev/shm
+    shared_memory._FOLDER = folder  # other processes have files of theirs in /dev/shm
     Axis(world()).all_reduce(torch.zeros(3)).wait()
     return os.listdir(folder), f"{folder}/shoal-" in Path("/proc/self/maps").read_text()
 

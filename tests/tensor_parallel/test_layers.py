@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from shoal.collectives import traffic
-from shoal.cut import Cut, cuts_of, whole
 from shoal.errors import UsageError
-from shoal.tensor_parallel import Axis, ColumnLinear, QKVLinear, RowLinear, enter, parts
+from shoal.mesh.tensor_slice import TensorSlice, cuts_of, whole
+from shoal.tensor_parallel import Axis, ColumnLinear, QKVLinear, RowLinear, enter, part_init
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 HIDDEN, MIDDLE = 8, 24
 SHAPE = (3, 4, HIDDEN)
@@ -32,7 +32,7 @@ def world() -> dist.ProcessGroup:
 def joined(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors named like the model's parameters as one rank would have them; whole ones must agree to the bit."""
     cuts = cuts_of(model)
-    everyone: list[dict[str, tuple[Cut | None, Tensor]]] = [{} for _ in range(dist.get_world_size())]
+    everyone: list[dict[str, tuple[TensorSlice | None, Tensor]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, {name: (cuts.get(name), tensor.detach()) for name, tensor in tensors.items()})
     result = dict[str, Tensor]()
     for name in tensors:
@@ -296,7 +296,7 @@ def test_autocast_chooses_the_dtype_of_the_product() -> None:
 
 
 def first_weights(dtype: torch.dtype, block: int) -> list[str]:
-    parts.BLOCK = block
+    part_init.BLOCK = block
     wrong = list[str]()
     for inputs, outputs in ((4, 8), (12, 20), (100, 36), (40, 404)):
         torch.manual_seed(5)

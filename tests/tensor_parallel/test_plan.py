@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.cut import cuts_of
 from shoal.errors import RanksDisagree, UsageError
+from shoal.mesh.tensor_slice import cuts_of
 from shoal.tensor_parallel import (
     Column,
     Dropout,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives import traffic
 from shoal.errors import UsageError
 from shoal.tensor_parallel import Axis, enter, gather, leave, share, split
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 SHAPE = (4, 12, 8)
 SIZE = 4 * 4 * 12 * 8

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.collectives import traffic
-from shoal.cut import cuts_of
 from shoal.errors import UsageError
+from shoal.mesh.tensor_slice import cuts_of
 from shoal.tensor_parallel import Axis, VocabularyEmbedding, VocabularyHead, vocabulary_cross_entropy
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from .test_layers import assert_equal, gradients, joined, world
 

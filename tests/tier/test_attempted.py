@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from shoal.errors import TierError
+from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
-from shoal.tier.swapped import Swapped
 
 from .conftest import Gate
-from .test_swapped import CHUNK, filled, numbers
+from .test_disk_span import CHUNK, filled, numbers
 
 
 def test_an_attempt_is_undone_to_what_only_memory_held(swap: Swap, writes: Gate) -> None:
@@ -57,7 +57,7 @@ def test_an_attempt_writes_what_it_changed_to_one_second_place(swap: Swap) -> No
 
 
 def test_second_places_go_to_whoever_has_none(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
-    span, other = filled(swap), Swapped(swap, 4 * CHUNK, torch.float32, "another", chunk=CHUNK)
+    span, other = filled(swap), DiskSpan(swap, 4 * CHUNK, torch.float32, "another", chunk=CHUNK)
     span.double()
     other.double()
     size, held = swap.path.stat().st_size, swap.disk_bytes
@@ -71,10 +71,10 @@ def test_second_places_go_to_whoever_has_none(swap: Swap, monkeypatch: pytest.Mo
         raise TierError("the disk is full")
 
     monkeypatch.setattr(swap, "_reserve", full)
-    third = Swapped(swap, 3 * CHUNK, torch.float32, "a third", chunk=CHUNK)  # where second places of `span` were
+    third = DiskSpan(swap, 3 * CHUNK, torch.float32, "a third", chunk=CHUNK)  # where second places of `span` were
     assert (swap.path.stat().st_size, swap.disk_bytes) == (size, held - PAGE)
     with pytest.raises(TierError, match="the disk is full"):
-        Swapped(swap, 4 * CHUNK, torch.float32, "a fourth", chunk=CHUNK)  # an attempt of `other` is about to begin
+        DiskSpan(swap, 4 * CHUNK, torch.float32, "a fourth", chunk=CHUNK)  # an attempt of `other` is about to begin
     other.single()
     swap.reclaim()
     assert swap.path.stat().st_size < size

@@ -12,14 +12,14 @@ import pytest
 from shoal.errors import TierError
 from shoal.launch.cli import main
 from shoal.tier import bench
-from shoal.tier.bench import ROUNDS, SMALLEST, Row, Setting, best, measure, merged
+from shoal.tier.bench import ROUNDS, SMALLEST, BenchRow, Setting, best, measure, merged
 
 SMALL = Setting(block_bytes=1 << 20, requests=2)
 LARGE = Setting(block_bytes=4 << 20, requests=8)
 
 
-def row(setting: Setting, read: float, write: float) -> Row:
-    return Row(setting=setting, read=read, write=write)
+def row(setting: Setting, read: float, write: float) -> BenchRow:
+    return BenchRow(setting=setting, read=read, write=write)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_setting_has_its_turn_in_every_round_and_nothing_is_left(tmp_path: Path) -> None:
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for found in measure(tmp_path, (SMALL, LARGE), bytes=SMALLEST, seconds=0.1):
         assert list(tmp_path.iterdir()) == [], "its file has no name, so that it cannot outlive the process"
         rows.append(found)

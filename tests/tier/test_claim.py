@@ -20,12 +20,12 @@ from shoal.log import _warned  # pyright: ignore[reportPrivateUsage]
 from shoal.tier.claim import _sweep  # pyright: ignore[reportPrivateUsage]
 from shoal.tier.swap import Swap
 
-from .test_swapped import filled, numbers
+from .test_disk_span import filled, numbers
 
 PROLOGUE = """
 import os, sys, signal, torch
 from shoal.tier.swap import Swap
-from shoal.tier.swapped import Swapped
+from shoal.tier.disk_span import Swapped
 swap = Swap(sys.argv[1], block_bytes=65536)
 span = Swapped(swap, 4 << 20, torch.float32, "w")
 span.fetch(fresh=True).wait()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.tier import Disk, Kept, Memory, Store, elastic
+from shoal.tier import Disk, Memory, ResidentSpan, Store, elastic
 from shoal.tier.memory import PAGED_FROM
 from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
 
-from .test_swapped import resident
+from .test_disk_span import resident
 
 CPU = torch.device("cpu")
 SIZES = {"resized": PAGE, "paged": PAGED_FROM, "beneath": PAGED_FROM}
@@ -27,7 +27,7 @@ def test_what_is_lent_stays_and_is_given_back_later(kind: str, swap: Swap) -> No
     def there() -> int:
         """Return how many bytes of the buffer are in memory."""
         kept = buffer.full.untyped_storage().nbytes()  # where it is emptied, its pages are the heap's
-        return kept if kind == "resized" else sum(resident(Kept(buffer.full))) * PAGE
+        return kept if kind == "resized" else sum(resident(ResidentSpan(buffer.full))) * PAGE
 
     buffer.full.fill_(1)
     buffer.keep()

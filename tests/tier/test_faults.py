@@ -15,12 +15,12 @@ import torch
 
 from shoal.errors import TierError
 from shoal.tier import held
+from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
-from shoal.tier.swapped import Swapped
 
 from .conftest import Gate
-from .test_swapped import CHUNK, filled, numbers, resident
+from .test_disk_span import CHUNK, filled, numbers, resident
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_changed_byte_is_reported(swap: Swap) -> None:
 
 def test_errors_name_the_parameters_of_the_block(swap: Swap) -> None:
     part = range(CHUNK // 2, 4 * CHUNK)
-    span = Swapped(swap, 4 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK,
+    span = DiskSpan(swap, 4 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK,
                    names=lambda among: [f"{number}" for number in range(among.start // 300, -(-among.stop // 300))])
     span.fetch(fresh=True).wait()
     span.commit().wait()
@@ -102,7 +102,7 @@ def test_a_closed_file_is_reported(swap: Swap) -> None:
 
 def test_what_is_queued_when_the_file_is_closed_fails(swap: Swap, writes: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.tier.transfer._PATIENCE", 0.01)
-    span = Swapped(swap, 30 * CHUNK, torch.float32, "w", chunk=CHUNK)
+    span = DiskSpan(swap, 30 * CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True)
     writes.open.clear()
     leaving = span.commit()
@@ -114,13 +114,13 @@ def test_what_is_queued_when_the_file_is_closed_fails(swap: Swap, writes: Gate, 
 
 def test_a_full_disk_says_what_is_needed_and_what_is_free(small_disk: Path) -> None:
     swap = Swap(small_disk, rank=3)
-    Swapped(swap, 8 * CHUNK, torch.float32, "layers.0.weight", chunk=CHUNK)
+    DiskSpan(swap, 8 * CHUNK, torch.float32, "layers.0.weight", chunk=CHUNK)
     with pytest.raises(TierError, match=r"rank 3: layers\.1\.weight could not be written to .*rank3\.swap at byte 32,768: "
                                         r"No space left on device: needed 65,536 bytes, 32,768 are free; make room, or give "
                                         r"another folder in nvme_path"):
-        Swapped(swap, 16 * CHUNK, torch.float32, "layers.1.weight", chunk=CHUNK)
+        DiskSpan(swap, 16 * CHUNK, torch.float32, "layers.1.weight", chunk=CHUNK)
     assert swap.path.stat().st_size == swap.disk_bytes == 32_768
-    Swapped(swap, 8 * CHUNK, torch.float32, "layers.2.weight", chunk=CHUNK)
+    DiskSpan(swap, 8 * CHUNK, torch.float32, "layers.2.weight", chunk=CHUNK)
     swap.close()
 
 
@@ -147,7 +147,7 @@ def test_what_could_not_be_brought_is_not_held(swap: Swap, reads: Gate) -> None:
 def test_a_closed_file_gives_no_place(swap: Swap) -> None:
     swap.close()
     with pytest.raises(TierError, match=r"w could not be written to .* at byte 0: the file is closed"):
-        Swapped(swap, CHUNK, torch.float32, "w", chunk=CHUNK)
+        DiskSpan(swap, CHUNK, torch.float32, "w", chunk=CHUNK)
 
 
 def test_after_a_failed_read_the_next_fetch_tries_again(swap: Swap, reads: Gate) -> None:
@@ -214,7 +214,7 @@ def test_short_reads_and_writes_are_continued(most: int, moved: int, tmp_path: P
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [Short(monkeypatch, name, most) for name in ("preadv", "pwritev")]
     swap = Swap(tmp_path)
-    span = Swapped(swap, 25 * CHUNK, torch.float32, "w")
+    span = DiskSpan(swap, 25 * CHUNK, torch.float32, "w")
     span.fetch(fresh=True)
     span.tensor.copy_(numbers(span))
     span.commit().wait()

@@ -21,7 +21,7 @@ from shoal.tier.swap import Swap
 from shoal.tier.trace import Event, Trace
 
 from .conftest import Gate
-from .test_swapped import filled, resident
+from .test_disk_span import filled, resident
 
 # Checksums
 
@@ -36,7 +36,7 @@ def test_a_changed_byte_changes_the_checksum(content: bytes, data: st.DataObject
 
 
 @pytest.mark.parametrize("step", [1, 8, 128, 4096])
-def test_swapped_bytes_change_the_checksum(step: int) -> None:
+def test_disk_span_bytes_change_the_checksum(step: int) -> None:
     block = bytearray(Random(1).randbytes(4 * step))
     other = bytearray(block)
     other[:step], other[step:2 * step] = block[step:2 * step], block[:step]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.collectives import traffic
+from shoal.transport.collectives import traffic
 
 WORDS, COLUMNS, TAKEN = 600, 24, 6
 ROW = 4 * COLUMNS + 4

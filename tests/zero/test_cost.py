@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.collectives import traffic
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 from shoal.zero.placement import state_bytes
 from shoal.zero.unit import Phase
 

@@ -19,7 +19,7 @@ from shoal.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from shoal.zero.reducer import IN_FLIGHT
-from shoal.zero.working import Working, working
+from shoal.zero.working_memory import WorkingMemory, working
 
 P, L = 1_000_003, 70_001
 
@@ -148,12 +148,12 @@ def test_a_device_that_is_none_is_refused() -> None:
         estimate(10, 1, offload_param="disk")
 
 
-def held(stage: int, ranks: int = 1, **more: Any) -> Working:
+def held(stage: int, ranks: int = 1, **more: Any) -> WorkingMemory:
     return working([100, 300, 200], stage, ranks, compute=torch.bfloat16, accumulate=torch.float32, **more)
 
 
 def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
-    assert held(0) == Working(weights=0, gradients=0, pool=0, step=0)
+    assert held(0) == WorkingMemory(weights=0, gradients=0, pool=0, step=0)
     assert held(3).pool == 0, "one rank: gradients rest where they are collected"
     assert held(3, 2).pool == 300 * 4 * (1 + 2 * IN_FLIGHT), "two: the one that is collected, and those that travel"
     assert held(3, weights_away=True, window=2).weights == 500 * 2, "the two largest that follow each other"

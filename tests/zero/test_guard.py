@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ReleasedError
 from shoal.testing import run_ranks
 

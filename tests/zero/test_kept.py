@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.testing import run_ranks
-from shoal.tier import opening
-from shoal.tier.elastic import Beneath
-from shoal.tier.swapped import _Chunk
+from shoal.tier import open_stores
+from shoal.tier.disk_span import _Chunk
+from shoal.tier.elastic import DiskBuffer
 from shoal.zero.unit import Unit
 
 UNITS, WIDTH = 8, 64
@@ -65,7 +65,7 @@ def pinned(unit: Unit) -> bool:
 
 def chunks_of(unit: Unit) -> list[_Chunk]:
     memory = unit._memory
-    return memory._memory._chunks if isinstance(memory, Beneath) else []
+    return memory._memory._chunks if isinstance(memory, DiskBuffer) else []
 
 
 def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
@@ -208,7 +208,7 @@ def test_a_forward_that_no_backward_follows_leaves_nothing(stage: int, tiers: bo
 
 def waiting(folder: str, stage: int) -> list[bool]:
     """Return which chunks of a unit's weights are in memory while it waits for its step within backward."""
-    opening.CHUNK = WIDTH * WIDTH // 4
+    open_stores.CHUNK = WIDTH * WIDTH // 4
     engine = engine_of(folder, 1, within=True, zero={"stage": stage})
     step(engine)
     assert engine.sharded is not None

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.collectives import traffic
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 WIDTH, DEPTH, RATE = 16, 8, 0.1
 

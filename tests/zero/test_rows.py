@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.collectives import traffic
 from shoal.testing import run_ranks
+from shoal.transport.collectives import traffic
 
 from .looking import COLUMNS, ROW, TAKEN, WORDS, Alone, Shared, Tied, Towers, beside_dense, differing, half, some, train
 

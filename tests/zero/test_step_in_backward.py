@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.testing import run_ranks
-from shoal.tier import opening
+from shoal.tier import open_stores
 
 from .models import FEATURES, turn_of
 from .trained import Result, precision, train
@@ -52,7 +52,7 @@ def train_all(feature: str, stage: int, folder: str) -> list[tuple[str, Result, 
     case = CASES[turn_of(feature, stage) % len(CASES)]
     plain = train(feature, config(case, stage, {"offload_optimizer": {}}, folder, within=False), steps=STEPS)
     for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), APART)):  # torch takes them for two
-        opening.HOST = host
+        open_stores.HOST = host
         found += [(f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS))
                   for name, tier in tiers.items()]
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.testing import run_ranks
-from shoal.tier import opening
+from shoal.tier import open_stores
 
 from .models import FEATURES, turn_of
 from .trained import Result, precision, train
@@ -74,7 +74,7 @@ def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Re
     for case, plain in zip(taken, plains, strict=True):
         apart = APART if case is taken[turn // len(others) % len(taken)] else {}
         for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), apart)):  # torch takes them for two
-            opening.HOST = host
+            open_stores.HOST = host
             found += [(case, name, plain, run(replace(case, tier=tier), stage, folder)) for name, tier in tiers.items()]
     return found
 

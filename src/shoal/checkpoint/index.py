@@ -1,7 +1,7 @@
 """The index says where every element of a checkpoint lies: name -> shape, dtype, ranges; range -> file, byte, checksums.
 
 `index.json` is one JSON object whose first fields (format, version, checksum) may be read by any version, and whose last
-field, `index`, is covered by the checksum. Each rank describes its own files in a `Part`; rank 0 merges the parts.
+field, `index`, is covered by the checksum. Each rank describes its own files in a `RankPart`; rank 0 merges the parts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from shoal.checkpoint.piece import Box, Cut, intersect, overlaps
+from shoal.checkpoint.piece import Box, Interval, intersect, overlaps
 from shoal.checkpoint.tensor_file import DTYPES
 from shoal.errors import CheckpointError
 
-__all__ = ["INDEX", "VERSION", "File", "Index", "Part", "Range", "Stored", "gaps", "merge", "parse", "parse_part"]
+__all__ = ["INDEX", "VERSION", "File", "Index", "Range", "RankPart", "Stored", "gaps", "merge", "parse", "parse_part"]
 
 INDEX = "index.json"
 FORMAT = "shoal checkpoint"
@@ -57,8 +57,8 @@ class Range:
     """CRC-32 of each block of `tensor_file.BLOCK` bytes."""
 
     @property
-    def cut(self) -> Cut:
-        return Cut(Box(self.offset, self.size), self.start, self.stop)
+    def cut(self) -> Interval:
+        return Interval(Box(self.offset, self.size), self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """What one rank wrote."""
 
     files: list[File] = field(default_factory=list[File])
@@ -109,13 +109,13 @@ class Index:
         return head.removesuffix("}").encode() + _SEAM + body + b"}\n"
 
 
-_PART = TypeAdapter(Part)
+_PART = TypeAdapter(RankPart)
 _INDEX = TypeAdapter(Index)
 _SEAM = b', "index": '
 
 
-def parse_part(text: bytes) -> Part:
-    """Read what `Part.dump` wrote."""
+def parse_part(text: bytes) -> RankPart:
+    """Read what `RankPart.dump` wrote."""
     return _PART.validate_json(text)
 
 
@@ -148,7 +148,7 @@ def parse(text: bytes, path: Path) -> Index:
     return index
 
 
-def merge(parts: Iterable[Part], step: int) -> Index:
+def merge(parts: Iterable[RankPart], step: int) -> Index:
     """Join what the ranks wrote; raises CheckpointError unless the pieces cover every tensor exactly once."""
     files: list[File] = []
     tensors: dict[str, Stored] = {}
@@ -175,7 +175,7 @@ def merge(parts: Iterable[Part], step: int) -> Index:
 def gaps(stored: Stored) -> Iterator[str]:
     """Say where the ranges of a tensor fail to cover it exactly once."""
     held = sum(r.stop - r.start for r in stored.ranges)
-    by_box: dict[Box, list[Cut]] = {}
+    by_box: dict[Box, list[Interval]] = {}
     for found in stored.ranges:
         by_box.setdefault(found.cut.box, []).append(found.cut)
     for cuts in by_box.values():
@@ -191,11 +191,11 @@ def gaps(stored: Stored) -> Iterator[str]:
         yield f"{stored.elements - held} of {stored.elements} elements are in no piece{where}"
 
 
-def _touch(ones: list[Cut], others: list[Cut]) -> bool:
+def _touch(ones: list[Interval], others: list[Interval]) -> bool:
     return any(next(overlaps(one, other), None) is not None for one in ones for other in others)
 
 
-def _holes(stored: Stored, by_box: dict[Box, list[Cut]]) -> Iterator[str]:
+def _holes(stored: Stored, by_box: dict[Box, list[Interval]]) -> Iterator[str]:
     ((box, cuts),) = by_box.items()
     if box.elements == stored.elements:
         ends = [0, *(cut.stop for cut in cuts)]

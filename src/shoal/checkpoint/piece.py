@@ -14,7 +14,7 @@ from math import prod
 
 from torch import Tensor
 
-__all__ = ["Box", "Cut", "Overlap", "Piece", "View", "boxes", "intersect", "overlaps"]
+__all__ = ["Box", "Interval", "Overlap", "Piece", "StridedView", "boxes", "intersect", "overlaps"]
 
 Shape = tuple[int, ...]
 
@@ -32,7 +32,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Interval:
     """Elements [start, stop) of `box`, counted in the row-major order of the box."""
 
     box: Box
@@ -45,7 +45,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class StridedView:
     """Where a box lies in one-dimensional data: its first element, and the stride of each dim."""
 
     start: int
@@ -61,8 +61,8 @@ class Overlap:
     """One box that two cuts share, and where it lies in the data of each."""
 
     size: Shape
-    source: View
-    target: View
+    source: StridedView
+    target: StridedView
 
     @property
     def elements(self) -> int:
@@ -95,10 +95,10 @@ class Piece:
     """Brings `data` into memory while it is read, or with True while it is filled; None: it is always there."""
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> Interval:
         if self.offset is None or self.size is None:
-            return Cut(Box((0,) * len(self.shape), self.shape), self.start, self.stop)
-        return Cut(Box(self.offset, self.size), self.start, self.stop)
+            return Interval(Box((0,) * len(self.shape), self.shape), self.start, self.stop)
+        return Interval(Box(self.offset, self.size), self.start, self.stop)
 
     def fault(self) -> str | None:
         """Say what makes this piece impossible, or None."""
@@ -152,13 +152,13 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(low, size) if all(extent > 0 for extent in size) else None
 
 
-def overlaps(source: Cut, target: Cut) -> Iterator[Overlap]:
+def overlaps(source: Interval, target: Interval) -> Iterator[Overlap]:
     """Yield the disjoint boxes that two cuts of one tensor share, with their place in the data of each."""
     if source.box == target.box:  # both count elements alike, so the flat intervals intersect
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
-            yield Overlap(size=(stop - start,), source=View(start=start - source.start, strides=(1,)),
-                          target=View(start=start - target.start, strides=(1,)))
+            yield Overlap(size=(stop - start,), source=StridedView(start=start - source.start, strides=(1,)),
+                          target=StridedView(start=start - target.start, strides=(1,)))
         return
     if intersect(source.box, target.box) is None:
         return
@@ -169,7 +169,7 @@ def overlaps(source: Cut, target: Cut) -> Iterator[Overlap]:
                 yield Overlap(size=shared.size, source=_view(shared, chunk, at), target=_view(shared, other, goal))
 
 
-def _chunks(cut: Cut) -> Iterator[tuple[int, Box]]:
+def _chunks(cut: Interval) -> Iterator[tuple[int, Box]]:
     """Yield the boxes of a cut in the tensor's coordinates, each with its place in the cut's data."""
     at = 0
     for box in boxes(cut.box.size, cut.start, cut.stop):
@@ -177,8 +177,8 @@ def _chunks(cut: Cut) -> Iterator[tuple[int, Box]]:
         at += box.elements
 
 
-def _view(shared: Box, chunk: Box, at: int) -> View:
+def _view(shared: Box, chunk: Box, at: int) -> StridedView:
     """Locate `shared` in data where `chunk`, which contains it, lies in row-major order from `at` on."""
     strides = tuple(accumulate(reversed(chunk.size[1:]), int.__mul__, initial=1))[::-1][: len(chunk.size)]
     inside = (i - j for i, j in zip(shared.offset, chunk.offset, strict=True))
-    return View(start=at + sum(map(int.__mul__, inside, strides)), strides=strides)
+    return StridedView(start=at + sum(map(int.__mul__, inside, strides)), strides=strides)

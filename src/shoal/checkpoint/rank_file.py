@@ -19,18 +19,18 @@ from shoal.checkpoint.staging import StagedFile
 from shoal.checkpoint.tensor_file import BLOCK, checksums, header, write_all
 from shoal.errors import CheckpointError
 
-__all__ = ["Written", "disk_full", "write_rank_file"]
+__all__ = ["WrittenFile", "disk_full", "write_rank_file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenFile:
     """One file on disk: what it is, and the range of each of its pieces, in their order."""
 
     file: File
     ranges: list[Range]
 
 
-def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: bool) -> Written:
+def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: bool) -> WrittenFile:
     """Write `staged` to the new file `path` and make it durable.
 
     Raises OSError, and CheckpointError when `read_back` finds other bytes on the disk.
@@ -47,7 +47,7 @@ def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: boo
             _compare(descriptor, path, file, ranges)
     finally:
         os.close(descriptor)
-    return Written(file=file, ranges=ranges)
+    return WrittenFile(file=file, ranges=ranges)
 
 
 def _ranges(file: File, staged: StagedFile) -> list[Range]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.index import Index, Range, Stored
-from shoal.checkpoint.piece import Cut, Overlap, Piece, overlaps
+from shoal.checkpoint.piece import Interval, Overlap, Piece, overlaps
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.tensor_file import BLOCK, DTYPES, memory
 from shoal.checkpoint.values import decode
@@ -230,7 +230,7 @@ class Snapshot:
         return self._open[name]
 
 
-def _blocks(found: Range, wanted: Cut, width: int) -> range:
+def _blocks(found: Range, wanted: Interval, width: int) -> range:
     """Return the numbers of the blocks of a range that may hold wanted elements."""
     count = len(found.checksums)
     if found.cut.box != wanted.box:
@@ -240,9 +240,9 @@ def _blocks(found: Range, wanted: Cut, width: int) -> range:
     return range(first, max(first, min(count, -(-(wanted.stop - found.start) // step))))
 
 
-def _block_cut(found: Range, block: int, width: int) -> Cut:
+def _block_cut(found: Range, block: int, width: int) -> Interval:
     start = found.start + block * (BLOCK // width)
-    return Cut(found.cut.box, start, min(found.stop, start + BLOCK // width))
+    return Interval(found.cut.box, start, min(found.stop, start + BLOCK // width))
 
 
 def _read_of(name: str, stored: Stored, found: Range, block: int) -> _Read:

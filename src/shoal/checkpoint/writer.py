@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from shoal.checkpoint import folder as folders
-from shoal.checkpoint.index import INDEX, Part, Stored, merge, parse_part
+from shoal.checkpoint.index import INDEX, RankPart, Stored, merge, parse_part
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import disk_full, write_rank_file
 from shoal.checkpoint.ranks import Ranks
@@ -32,7 +32,7 @@ from shoal.checkpoint.values import encode
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger
 
-__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "Pending", "Writer", "settle", "write"]
+__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "PendingSave", "Writer", "settle", "write"]
 
 SHARED, PRIVATE = "shared/", "private/"
 FILE_BYTES = 4 << 30
@@ -59,7 +59,7 @@ class _Save:
     read_back: bool
 
 
-class Pending:
+class PendingSave:
     """A save that may still be under way."""
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Pending:
         _under_way.discard(self)
 
 
-_under_way: set[Pending] = set()
+_under_way: set[PendingSave] = set()
 """The saves of this process that have not ended, whoever began them."""
 
 
@@ -132,7 +132,7 @@ class Writer:
         """Write with `ranks` (see `Ranks.join`); None: this process alone."""
         self.ranks = ranks or Ranks()
         self._staging = Staging()
-        self._pending: Pending | None = None
+        self._pending: PendingSave | None = None
 
     def wait(self) -> None:
         """Wait for the save that is under way, if any; raises its CheckpointError unless that was raised already."""
@@ -141,7 +141,7 @@ class Writer:
 
     def write(self, folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, step: int = 0,
               shared: dict[str, object] | None = None, private: dict[str, object] | None = None, latest: bool = True,
-              keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES) -> Pending:
+              keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES) -> PendingSave:
         """Begin to save `pieces` as `folder/tag`; every rank calls it.
 
         On return the pieces may change again. Over all ranks they are disjoint and cover every tensor. `shared` is kept
@@ -150,11 +150,11 @@ class Writer:
         meant, `file_bytes` bounds a file. An earlier save is waited for first.
 
         Raises UsageError (an impossible tag or `keep_last`, a value that needs pickle) and CheckpointError (impossible
-        pieces, or the earlier save's failure if nobody has seen it). The other ranks learn of it from `Pending.wait`.
+        pieces, or the earlier save's failure if nobody has seen it). The other ranks learn of it from `PendingSave.wait`.
         """
         self.wait()
         save = _Save(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back)
-        pending = Pending(save.folder / tag)
+        pending = PendingSave(save.folder / tag)
         self.ranks.turn.acquire()  # given back when the save has ended
         try:
             self._pending = pending
@@ -180,7 +180,7 @@ class Writer:
         staged = self._staging.copy([*pieces, *values], file_bytes)
         return _Content(staged=staged, shared=common.json, private=own.json)
 
-    def _run(self, save: _Save, content: _Content | Exception, pending: Pending) -> None:
+    def _run(self, save: _Save, content: _Content | Exception, pending: PendingSave) -> None:
         """Hold the whole conversation; the thread's body. It is no daemon: the interpreter waits for it before it ends.
 
         Who comes second, as where an interrupt of the one that started the thread made it look as if none had, does nothing.
@@ -249,12 +249,12 @@ def _prepare(save: _Save, content: _Content | Exception, held: ExitStack, rank: 
     return content
 
 
-def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> Part:
+def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> RankPart:
     """Write the files of one rank and describe them."""
     if not hidden.is_dir():
         raise CheckpointError(f"{save.folder}: rank 0 made {hidden.name} there, this rank does not see it; "
                               "a checkpoint needs a folder that all ranks share")
-    part = Part(shared=content.shared if rank == 0 else None, private=content.private)
+    part = RankPart(shared=content.shared if rank == 0 else None, private=content.private)
     try:
         for number, staged in enumerate(content.staged.files):
             path = hidden / f"rank{rank:05d}-{number:03d}.safetensors"
@@ -269,7 +269,7 @@ def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> Part
     return part
 
 
-def _stored(part: Part, piece: Piece) -> Stored:
+def _stored(part: RankPart, piece: Piece) -> Stored:
     empty = Stored(shape=piece.shape, dtype=CODES[piece.data.dtype], ranges=[])
     return part.tensors.setdefault(piece.name, empty)
 

@@ -17,7 +17,7 @@ from shoal.data.order import Deal, Position, generator, permutation
 from shoal.errors import UsageError
 from shoal.log import logger
 
-__all__ = ["Collate", "Indexed", "Options", "Source", "Stream", "source"]
+__all__ = ["BatchSource", "Collate", "IndexedSource", "Options", "StreamSource", "source"]
 
 Collate = Callable[[list[Any]], Any]
 Batches = Iterator[tuple[Any, int]]
@@ -32,7 +32,7 @@ class Options:
     pin_memory: bool
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Batches of this rank from any position."""
 
     length: int | None
@@ -54,10 +54,10 @@ class _FollowsEpochs(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-def source(dataset: object, deal: Deal, options: Options, *, shuffle: bool) -> Source:
+def source(dataset: object, deal: Deal, options: Options, *, shuffle: bool) -> BatchSource:
     """Return the source for `dataset`; raise `UsageError` for what is no dataset or can fill no batch."""
     if isinstance(dataset, IterableDataset):
-        return Stream(cast(Iterable[Any], dataset), deal, options)
+        return StreamSource(cast(Iterable[Any], dataset), deal, options)
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping):
         keys = ", ".join(str(key) for key in cast(Mapping[object, object], dataset))
@@ -71,7 +71,7 @@ def source(dataset: object, deal: Deal, options: Options, *, shuffle: bool) -> S
         raise UsageError(f"training_data: got {kind} with {len(dataset)} samples, fewer than one global batch of "
                          f"{deal.step} ({deal.size} a rank on {deal.ranks} ranks), so dropping the last batch leaves "
                          f"none; set dataloader_drop_last to false, or make the batch smaller")
-    return Indexed(dataset, deal, options, shuffle=shuffle)
+    return IndexedSource(dataset, deal, options, shuffle=shuffle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Steps:
             start += samples
 
 
-class Indexed:
+class IndexedSource:
     """A dataset with `len` and an index: one permutation per epoch, and only the samples of this rank are read."""
 
     def __init__(self, dataset: _Index, deal: Deal, options: Options, *, shuffle: bool) -> None:
@@ -110,7 +110,7 @@ class Indexed:
         yield from zip(loader, deal.taken(len(order)), strict=True)
 
 
-class _Share(IterableDataset[tuple[list[Any], int]]):
+class _StreamShare(IterableDataset[tuple[list[Any], int]]):
     """This rank's part of each step of a stream, and of those only every n-th with n worker processes."""
 
     def __init__(self, stream: Iterable[Any], deal: Deal, start: int) -> None:
@@ -138,7 +138,7 @@ class _CollateShare:
         return self.collate(samples), taken
 
 
-class Stream:
+class StreamSource:
     """A dataset that is only iterated: every rank and worker reads all of it and keeps its own part.
 
     The stream must be the same on every rank, and the same again for a resume, which reads and throws away what was
@@ -158,7 +158,7 @@ class Stream:
             logger.warning(f"training_data: {type(self._dataset).__name__} is a stream, so resuming reads it from its "
                            f"start and throws {position.samples} samples away")
         options = self._options
-        share = _Share(self._dataset, self._deal, position.samples)
+        share = _StreamShare(self._dataset, self._deal, position.samples)
         yield from DataLoader[Any](share, batch_size=None, collate_fn=_CollateShare(options.collate or default_collate),
                                    num_workers=options.workers, pin_memory=options.pin_memory,
                                    generator=generator(seed, position.epoch, self._deal.rank))

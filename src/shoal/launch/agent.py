@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
 from shoal.launch.failure import Failure
-from shoal.launch.meeting import OneNode, several_nodes
 from shoal.launch.orphans import sweep
-from shoal.launch.run import Plan, say
+from shoal.launch.rendezvous import OneNode, several_nodes
+from shoal.launch.run import LaunchPlan, say
 
 __all__ = ["Agent", "launch"]
 
@@ -35,7 +35,7 @@ STRAGGLERS = 5.0
 """Seconds that processes which ranks left behind get to end by themselves."""
 
 
-def launch(plan: Plan, mark: str, folder: str) -> int:
+def launch(plan: LaunchPlan, mark: str, folder: str) -> int:
     """Run the ranks of this node to their end and return the exit code that tells how it went."""
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # torch's agent reports in its own way what is reported here
@@ -95,7 +95,7 @@ class Files(LogsSpecs):
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
-    def __init__(self, spec: WorkerSpec, files: Files, plan: Plan, mark: str) -> None:
+    def __init__(self, spec: WorkerSpec, files: Files, plan: LaunchPlan, mark: str) -> None:
         super().__init__(spec, files, log_line_prefix_template="[rank ${rank}] " if plan.log_dir else None)
         self.plan = plan
         self.mark = mark
@@ -194,9 +194,9 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _shares(plan: Plan, ranks: int) -> list[cores.Share]:
+def _shares(plan: LaunchPlan, ranks: int) -> list[cores.CoreShare]:
     groups = cores.physical_cores(cores.usable())
     if ranks > len(groups):
         say(f"shoal run: {_count(ranks)} on {len(groups)} cores: none is bound, and each computes on one thread")
     shares = cores.shares(ranks, groups)
-    return shares if plan.bind_cores else [cores.Share(cores=(), threads=share.threads) for share in shares]
+    return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.config.reference import render
 from shoal.config.resolve import DEFAULT, leaves
-from shoal.schema import Config
+from shoal.engine.schema import Config
 
 __all__ = ["add_arguments", "main"]
 

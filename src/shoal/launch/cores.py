@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Share", "physical_cores", "read_list", "shares", "usable"]
+__all__ = ["CoreShare", "physical_cores", "read_list", "shares", "usable"]
 
 SYSTEM = Path("/sys/devices/system")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class CoreShare:
     """What one rank gets: its logical cores (empty: not bound), and how many threads compute on them."""
 
     cores: tuple[int, ...]
@@ -45,15 +45,15 @@ def physical_cores(usable: Iterable[int], system: Path = SYSTEM) -> list[tuple[i
     return sorted((tuple(group) for group in groups.values()), key=lambda group: (node_of.get(group[0], 0), group[0]))
 
 
-def shares(ranks: int, cores: Sequence[tuple[int, ...]]) -> list[Share]:
+def shares(ranks: int, cores: Sequence[tuple[int, ...]]) -> list[CoreShare]:
     """Cut `cores` (physical cores as tuples of logical ones) into one contiguous share a rank.
 
     With more ranks than cores nobody is bound, and each rank computes on one thread.
     """
     if ranks > len(cores):
-        return [Share(cores=(), threads=1)] * ranks
+        return [CoreShare(cores=(), threads=1)] * ranks
     cuts = [rank * len(cores) // ranks for rank in range(ranks + 1)]
-    return [Share(cores=tuple(core for group in cores[start:stop] for core in group), threads=stop - start)
+    return [CoreShare(cores=tuple(core for group in cores[start:stop] for core in group), threads=stop - start)
             for start, stop in pairwise(cuts)]
 
 

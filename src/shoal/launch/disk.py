@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.tier.bench import Row
+    from shoal.tier.bench import BenchRow
 
 __all__ = ["add_arguments", "main"]
 
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     from rich.progress import track
 
     from shoal.tier.bench import ROUNDS, SETTINGS, SMALLEST, best, measure, merged
-    from shoal.tier.place import slow_reason
+    from shoal.tier.folder_check import slow_reason
 
     if args.size < SMALLEST:
         raise UsageError(f"--size: got {_short(args.size)}; give at least {_short(SMALLEST)}")
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(rows: Sequence[Row], chosen: Row) -> Table:
+def _table(rows: Sequence[BenchRow], chosen: BenchRow) -> Table:
     from rich.bar import Bar
     from rich.table import Table
 
@@ -85,7 +85,7 @@ def _table(rows: Sequence[Row], chosen: Row) -> Table:
     return table
 
 
-def _plain(row: Row) -> dict[str, float]:
+def _plain(row: BenchRow) -> dict[str, float]:
     return {"block_size": row.setting.block_bytes, "requests": row.setting.requests,
             "read_bytes_per_second": row.read, "write_bytes_per_second": row.write}
 

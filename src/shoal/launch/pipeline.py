@@ -102,8 +102,8 @@ def _durations(args: argparse.Namespace, stages_per_rank: int) -> Durations:
 
 def _show(simulation: Simulation, usual: float, console: Console) -> None:
     """Print the grid, and what it says; `usual` is what each rank waits with 1F1B."""
-    from shoal.pipeline.draw import painted
     from shoal.pipeline.schedules import SCHEDULES
+    from shoal.pipeline.text_grid import painted
 
     schedule = simulation.schedule
     each = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
@@ -144,8 +144,8 @@ def _wait(simulation: Simulation) -> float:
 
 
 def _write(path: str, simulation: Simulation) -> None:
-    from shoal.pipeline.draw import VOID, is_void
-    from shoal.pipeline.svg import svg
+    from shoal.pipeline.svg_grid import svg
+    from shoal.pipeline.text_grid import VOID, is_void
 
     if is_void(simulation.rows):
         raise UsageError(f"--svg: {VOID}")

@@ -20,11 +20,11 @@ from pathlib import Path
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.orphans import MARK, Guardian
 
-__all__ = ["Plan", "add_arguments", "main"]
+__all__ = ["LaunchPlan", "add_arguments", "main"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """A launch, as the command line describes it."""
 
     kind: str
@@ -93,7 +93,7 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def read_plan(args: argparse.Namespace) -> Plan:
+def read_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn parsed arguments into a plan. Raises `UsageError` for values that cannot be meant."""
     if args.module and args.no_python:
         raise UsageError("--module and --no-python: SCRIPT cannot be both a Python module and a program; drop one")
@@ -109,7 +109,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
         raise UsageError(f"--max-restarts: got {args.max_restarts}; 0 (never start again) or more")
     if args.grace < 0:
         raise UsageError(f"--grace: got {args.grace:g} seconds; 0 (kill at once) or more")
-    return Plan(
+    return LaunchPlan(
         kind="module" if args.module else "program" if args.no_python else "script",
         target=args.script, args=tuple(args.args),
         ranks=None if args.ranks == "auto" else _count("--ranks", args.ranks, least=1),
@@ -134,7 +134,7 @@ def _endpoint(text: str | None) -> str | None:
     return text
 
 
-def check_target(plan: Plan) -> None:
+def check_target(plan: LaunchPlan) -> None:
     """Raise `LaunchError` if what is to run is missing, or is no Python: once, not once for every rank."""
     if plan.kind == "program":
         if shutil.which(plan.target) is None:

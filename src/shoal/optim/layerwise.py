@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.collectives import Communicator
 from shoal.errors import OptimizerError
-from shoal.holders import Census
+from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.native import step as native
-from shoal.optim.compressing import Compressing
+from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.lamb import AT_ONCE, Lamb
-from shoal.optim.stepping import Options, Sweep, fits, is_unhooked, moments_of, round_off, rounding, settle
-from shoal.optim.views import View
-from shoal.zero.state import Use
+from shoal.optim.step_pass import Options, StepPass, fits, is_unhooked, moments_of, round_off, rounding, settle
+from shoal.optim.views import MasterView
+from shoal.transport.collectives import Communicator
+from shoal.zero.optimizer_state import Use
 from shoal.zero.unit import Unit
 
 __all__ = ["Layerwise"]
@@ -36,10 +36,11 @@ MEASURE, APPLY, AHEAD = Use(weights=False), Use(gradient=False, moments=False), 
 class Layerwise:
     """What of a step is more than elementwise, for one optimizer."""
 
-    def __init__(self, optimizer: Lamb, census: Census, *, native: bool):
+    def __init__(self, optimizer: Lamb, census: ParameterGroups, *, native: bool):
         """With `native` the sweeps are passes of native code where it can take them."""
         self._optimizer = optimizer
-        self._keeps = isinstance(optimizer, Compressing)  # numbers of each parameter, and gradients for the second sweep
+        # Such an optimizer keeps numbers of each parameter, and gradients for the second pass
+        self._keeps = isinstance(optimizer, CompressedOptimizer)
         self._census = census
         self._native = native
         self._cutting = census.communicator("tensor") if census.mesh.size("tensor") > 1 else None
@@ -48,18 +49,18 @@ class Layerwise:
         self.coefficients: dict[str, float] = {}
         """By parameter: those that the last step multiplied updates by."""
 
-    def measure(self, factor: float, options: Options) -> Sweep:
+    def measure(self, factor: float, options: Options) -> StepPass:
         """Return the sweep that consumes the gradients, times `factor`."""
         if not is_unhooked(self._optimizer):
             raise OptimizerError(f"optimizer: {type(self._optimizer).__name__} has a step hook, or another step in place of "
                                  f"its own, which nobody calls: its step is taken in two sweeps over slices; remove them")
-        return Sweep(step=self._measure, factor=factor, options=options, use=MEASURE)
+        return StepPass(step=self._measure, factor=factor, options=options, use=MEASURE)
 
-    def apply(self, factor: float, options: Options) -> Sweep:
+    def apply(self, factor: float, options: Options) -> StepPass:
         """Return the sweep that changes the weights, once the ranks agree; `factor` and `options` are those of `measure`."""
-        return Sweep(step=self._apply, factor=factor, options=options, use=AHEAD if self._keeps else APPLY)
+        return StepPass(step=self._apply, factor=factor, options=options, use=AHEAD if self._keeps else APPLY)
 
-    def agree(self, touched: Mapping[Unit, int], views: Sequence[View], options: Options) -> None:
+    def agree(self, touched: Mapping[Unit, int], views: Sequence[MasterView], options: Options) -> None:
         """Add up what the ranks have measured; all ranks call it, with all units that they train.
 
         `touched` has a bit for each slot that was stepped, and `views` are of those.
@@ -86,7 +87,7 @@ class Layerwise:
                     if here:
                         self._scales[unit][index] = float(group["lr"]) * self.coefficients[slot.name]
 
-    def _measure(self, some: Sequence[View], factor: float, options: Options) -> None:
+    def _measure(self, some: Sequence[MasterView], factor: float, options: Options) -> None:
         for view in some:
             unit, group = view.unit, options[view.group]
             own = range(unit.span.start - unit.master_span.start, unit.span.stop - unit.master_span.start)
@@ -97,7 +98,7 @@ class Layerwise:
                 if stretch.slot is not None:
                     sums[stretch.slot] += row
 
-    def _measured(self, view: View, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
+    def _measured(self, view: MasterView, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
         """Let the moments take the gradient, and return the two sums of squares of each stretch, of no slot anything."""
         optimizer, weight = self._optimizer, view.parameter.detach()
         addend, addends = view.unit.addend(view.part) or (None, 1)
@@ -118,7 +119,7 @@ class Layerwise:
                 row += optimizer.sums(view.parameter, group, part)
         return sums
 
-    def _apply(self, some: Sequence[View], factor: float, options: Options) -> None:
+    def _apply(self, some: Sequence[MasterView], factor: float, options: Options) -> None:
         optimizer = self._optimizer
         for view in some:
             group, weight, scales = options[view.group], view.parameter.detach(), self._scales[view.unit]
@@ -138,7 +139,7 @@ class Layerwise:
                     weight[part].add_(optimizer.direction(view.parameter, group, part, gradient), alpha=-length)
             round_off(view)
 
-    def _is_native(self, view: View) -> bool:
+    def _is_native(self, view: MasterView) -> bool:
         return self._native and native.available() and fits(view)
 
 
@@ -151,7 +152,7 @@ class _Stretch:
     stop: int
 
 
-def _stretches(view: View, within: range) -> Iterator[_Stretch]:
+def _stretches(view: MasterView, within: range) -> Iterator[_Stretch]:
     """Cover a view; what of a slot does not lie `within`, counted as the master's elements are, does not count."""
     at = 0
     for part in view.parts:

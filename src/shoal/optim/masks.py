@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.cut import Cut, slice_of
 from shoal.errors import ConfigError
 from shoal.log import warn_once
-from shoal.optim.compressing import Compressing, next_time
-from shoal.optim.views import View
+from shoal.mesh.tensor_slice import TensorSlice, slice_of
+from shoal.optim.compressed import CompressedOptimizer, next_time
+from shoal.optim.views import MasterView
 from shoal.zero.unit import Unit
 
 __all__ = ["MASK", "boxes", "check_masks", "kept_of", "leave_out", "warn_of_masks"]
@@ -32,7 +32,7 @@ MASK = "exp_avg_mask"
 _Groups = Sequence[Mapping[str, Any]]
 
 
-def check_masks(units: Iterable[Unit], groups: _Groups, cuts: Mapping[str, Cut]) -> None:
+def check_masks(units: Iterable[Unit], groups: _Groups, cuts: Mapping[str, TensorSlice]) -> None:
     """Raise `ConfigError` unless the mask of each group fits each of its parameters, or the tensors that `cuts` cut."""
     for unit in units:
         for slot in unit.layout.slots:
@@ -48,7 +48,8 @@ def warn_of_masks(groups: _Groups, name: str) -> None:
                   f"nothing travels as signs; name OneBitAdam, ZeroOneAdam or OneBitLamb, or remove it")
 
 
-def leave_out(optimizer: Compressing, units: Sequence[Unit], views: Iterable[View], cuts: Mapping[str, Cut]) -> None:
+def leave_out(optimizer: CompressedOptimizer, units: Sequence[Unit], views: Iterable[MasterView],
+              cuts: Mapping[str, TensorSlice]) -> None:
     """Take what the masks leave out from the reduced gradients, their exact addends and the momenta of `views`, those of
     `units`, where they rest: before a step judges them.
 
@@ -72,7 +73,7 @@ def leave_out(optimizer: Compressing, units: Sequence[Unit], views: Iterable[Vie
                 at = end
 
 
-def kept_of(optimizer: Compressing, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+def kept_of(optimizer: CompressedOptimizer, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Return the gradient of a whole parameter that `optimizer` steps by itself, without what its mask leaves out, of which
     its momentum then holds nothing.
 
@@ -115,7 +116,7 @@ def _rows(mask: Tensor, first: int, count: int) -> Tensor:
     return mask if mask.shape[0] == 1 else mask[first:first + count]
 
 
-def _mask_of(optimizer: Compressing, group: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+def _mask_of(optimizer: CompressedOptimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
     """Return what is given as the mask of a group, if the next step of a tensor of `state` is past the warm-up."""
     given = group.get(MASK)
     if given is None:
@@ -124,7 +125,7 @@ def _mask_of(optimizer: Compressing, group: Mapping[str, Any], state: Mapping[st
     return given if time > optimizer.warm_up(group) else None
 
 
-def _fitted(given: Any, shape: tuple[int, ...], cut: Cut | None, where: str, what: str) -> Tensor:
+def _fitted(given: Any, shape: tuple[int, ...], cut: TensorSlice | None, where: str, what: str) -> Tensor:
     """Return the mask of a parameter of `shape`, with as many dims: `given` is of that shape, or of the one that is `cut`.
 
     Raises `ConfigError`, which says `where` and of `what`, if it is of neither, and expands to neither.

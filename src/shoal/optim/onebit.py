@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.optim.compressing import Compressing, next_time, time_of
+from shoal.optim.compressed import CompressedOptimizer, next_time, time_of
 from shoal.optim.masks import kept_of
 
-__all__ = ["BLOCK", "OneBitAdam", "SignedAdam", "ZeroOneAdam", "bounded", "check_group"]
+__all__ = ["BLOCK", "CompressedAdam", "OneBitAdam", "ZeroOneAdam", "bounded", "check_group"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 _WAITING, _TOGETHER, _LARGEST = "waiting_steps", "joined_steps", "largest_lr"
@@ -74,7 +74,7 @@ class Terms:
     """What fraction of its block's mean a variance counts as at least."""
 
 
-class SignedAdam(Compressing):
+class CompressedAdam(CompressedOptimizer):
     """What 1-bit Adam and 0/1 Adam have in common. By itself, without an engine, nothing travels.
 
     Raises `ConfigError` for values out of range.
@@ -169,7 +169,7 @@ def bounded(variance: Tensor, floor: float) -> Tensor:
     return copy
 
 
-class OneBitAdam(SignedAdam):
+class OneBitAdam(CompressedAdam):
     """Step parameters by 1-bit Adam: `freeze_step` steps are Adam's; 15 to 25 % of training is what the paper warms up for.
     Raises `ConfigError` for values out of range.
     """
@@ -185,7 +185,7 @@ class OneBitAdam(SignedAdam):
         return group["freeze_step"]
 
 
-class ZeroOneAdam(SignedAdam):
+class ZeroOneAdam(CompressedAdam):
     """Step parameters by 0/1 Adam: the first `var_update_scaler` steps are measured, then as many at every second step, as
     many at every fourth, and so on until `var_freeze_step`. From then on the gradients of 1 step travel for
     `local_step_scaler` steps, then those of 2 together for as many, of 4, and so on up to `local_step_clipper`, but never of

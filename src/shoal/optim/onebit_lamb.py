@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.optim.compressing import Compressing, time_of
+from shoal.optim.compressed import CompressedOptimizer, time_of
 from shoal.optim.lamb import Constants, Lamb
 from shoal.optim.masks import kept_of
 from shoal.optim.onebit import bounded, check_group
@@ -32,7 +32,7 @@ __all__ = ["OneBitLamb"]
 _AVERAGE, _FACTOR = "coefficient", "factor"
 
 
-class OneBitLamb(Lamb, Compressing):  # pyright: ignore[reportIncompatibleMethodOverride]  torch overloads `step`
+class OneBitLamb(Lamb, CompressedOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]  torch overloads `step`
     """Step whole parameters by 1-bit LAMB; an engine steps slices of them alike. By itself, nothing travels.
 
     Raises `ConfigError` for values out of range.

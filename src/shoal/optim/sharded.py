@@ -15,24 +15,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.gradients import Verdict, judge
-from shoal.holders import Census
-from shoal.optim.brought import Brought
-from shoal.optim.compressing import Compressing
+from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.optim.backward_step import BackwardStepper
+from shoal.optim.compressed import CompressedOptimizer
+from shoal.optim.grad_stats import GradStats, reduce_grad_stats
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
 from shoal.optim.masks import leave_out
-from shoal.optim.onebit import SignedAdam
+from shoal.optim.offloaded_state import OffloadedStateView
+from shoal.optim.onebit import CompressedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
-from shoal.optim.pipeline import Pipeline
 from shoal.optim.rules import StepRules
-from shoal.optim.stepping import Options, Sweep, by_native, by_optimizer, by_signs, is_native, natively, settle
+from shoal.optim.step_pass import Options, StepPass, by_native, by_optimizer, by_signs, is_native, natively, settle
+from shoal.optim.step_scheduler import StepScheduler
 from shoal.optim.views import Views
-from shoal.optim.within import Within
-from shoal.optim.written import Written
+from shoal.optim.write_check import MasterWriteCheck
 from shoal.precision.loss_scale import LossScale
+from shoal.zero.optimizer_state import Use
 from shoal.zero.sharded import ShardedModel
-from shoal.zero.state import Use
 from shoal.zero.unit import Unit
 
 CLIP_EPSILON = 1e-6
@@ -56,8 +56,8 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
-        self._written = Written(model.trainable)
-        if isinstance(optimizer, SignedAdam):
+        self._written = MasterWriteCheck(model.trainable)
+        if isinstance(optimizer, CompressedAdam):
             self._step = by_signs(optimizer, native=rules.native)
         else:
             step = by_optimizer(optimizer, views)
@@ -66,10 +66,10 @@ class ShardedOptimizer:
         if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
             views.regroup(lambda view, part: part.slot, optimizer)
         self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
-        self._stepping = Pipeline(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
+        self._stepping = StepScheduler(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
                                   waiting=rules.waiting, lanes=model.residence.lanes)
-        self._within = Within(model, views, optimizer, rules, self._stepping, self._step)
-        if isinstance(optimizer, Compressing):
+        self._within = BackwardStepper(model, views, optimizer, rules, self._stepping, self._step)
+        if isinstance(optimizer, CompressedOptimizer):
             optimizer.exchanging = model.census.slices > 1
         self.route()
         for view in views.views:
@@ -88,7 +88,7 @@ class ShardedOptimizer:
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """The inner optimizer's state; moments that rest on disk are read as they are looked at."""
-        return Brought(self.views, self.optimizer, self._show)
+        return OffloadedStateView(self.views, self.optimizer, self._show)
 
     @property
     def loss_scale(self) -> float:
@@ -143,7 +143,7 @@ class ShardedOptimizer:
             if not self.overflow:
                 self._change(verdict.touched, factor, options)
                 self._count()
-            elif isinstance(self.optimizer, Compressing):
+            elif isinstance(self.optimizer, CompressedOptimizer):
                 self.optimizer.drop()
         except BaseException as error:
             if calm and self.begun:  # and concluded: what backward has stepped stands, and is not all
@@ -160,14 +160,14 @@ class ShardedOptimizer:
             self._model.run_ahead()
         return not self.overflow
 
-    def _judge(self, units: list[Unit]) -> Verdict:
+    def _judge(self, units: list[Unit]) -> GradStats:
         """Return what all ranks know of the gradients of `units`."""
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._written.check()
         self._model.flush()
-        if isinstance(self.optimizer, Compressing):
+        if isinstance(self.optimizer, CompressedOptimizer):
             leave_out(self.optimizer, units, self.views.views, self._model.cuts)
-        return judge(units, self._model.census, norm=self.rules.measures, device=self._model.residence.device)
+        return reduce_grad_stats(units, self._model.census, norm=self.rules.measures, device=self._model.residence.device)
 
     def _show(self) -> None:
         """Have the state be that of the last step, for somebody to look at."""
@@ -187,13 +187,13 @@ class ShardedOptimizer:
     def _count(self) -> None:
         """Note that a step was applied."""
         vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
-        if isinstance(self.optimizer, Compressing):
+        if isinstance(self.optimizer, CompressedOptimizer):
             self.optimizer.count_step()
 
     @property
     def _joined(self) -> int:
         """Of how many steps the gradient is."""
-        if not isinstance(self.optimizer, Compressing):
+        if not isinstance(self.optimizer, CompressedOptimizer):
             return 1
         return max(map(self.optimizer.due, self.optimizer.param_groups))
 
@@ -201,7 +201,7 @@ class ShardedOptimizer:
         """Step what received gradients, times `factor`, and publish it."""
         views = self.views.touched(touched, self.optimizer)
         native = self.rules.native and is_native(self.optimizer, views, options)
-        sweep = Sweep(step=(native and self._natively) or self._step, factor=factor, options=options)
+        sweep = StepPass(step=(native and self._natively) or self._step, factor=factor, options=options)
         if (layers := self._layers) is not None:
             self._stepping.measure(touched, views, layers.measure(factor, options),
                                    lambda: layers.agree(touched, views, options))
@@ -237,7 +237,7 @@ class ShardedOptimizer:
 
     def route(self) -> None:
         """Let the next step travel as the optimizer says."""
-        if isinstance(self.optimizer, Compressing):
+        if isinstance(self.optimizer, CompressedOptimizer):
             wire = self.optimizer.wire()
             self._model.travel(gradient=wire.gradient, weights=wire.weights, still=wire.still)
 
@@ -299,7 +299,7 @@ class ShardedOptimizer:
         return coefficient / loss_scale
 
 
-def _refuse_unused(verdict: Verdict, census: Census) -> None:
+def _refuse_unused(verdict: GradStats, census: ParameterGroups) -> None:
     """Raise on every rank unless every parameter received a gradient on some rank."""
     unused = [member.name for unit, touched in verdict.touched.items()
               for index, member in enumerate(unit.members) if not touched >> index & 1 and member.parameter.requires_grad]

@@ -21,7 +21,7 @@ from shoal.zero.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class MasterView:
     """Elements [start, stop) of the master that rests on this rank, as the optimizer's parameter.
 
     With the padding behind its last slot: a view is whole vectors, so that no kernel takes the last elements one by one, and
@@ -64,24 +64,24 @@ class Views:
         """Return the parameters of one optimizer group."""
         return [view.parameter for view in self.views if view.group == group]
 
-    def lend(self, views: Sequence[View], factor: float) -> None:
+    def lend(self, views: Sequence[MasterView], factor: float) -> None:
         """Give `views` their reduced gradients times `factor`, for the optimizer to step."""
         for view in views:
             view.parameter.grad = view.gradient(factor)
 
-    def take_back(self, views: Sequence[View]) -> None:
+    def take_back(self, views: Sequence[MasterView]) -> None:
         """Take the gradients of `views` back."""
         for view in views:
             view.parameter.grad = None
 
-    def touched(self, touched: dict[Unit, int], optimizer: Optimizer) -> list[View]:
+    def touched(self, touched: dict[Unit, int], optimizer: Optimizer) -> list[MasterView]:
         """Return the views of the slots that received a gradient, after splitting those where slots differ in that."""
         self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
         return [view for view in self.views if touched[view.unit] >> view.parts[0].slot & 1]
 
-    def regroup(self, key: Callable[[View, Part], Hashable], optimizer: Optimizer) -> None:
+    def regroup(self, key: Callable[[MasterView, Part], Hashable], optimizer: Optimizer) -> None:
         """Split every view where `key` changes from one slot to the next."""
-        views: list[View] = []
+        views: list[MasterView] = []
         for view in self.views:
             keys = [key(view, part) for part in view.parts]
             views += _divide(view, keys, optimizer) if len(set(keys)) > 1 else [view]
@@ -91,7 +91,7 @@ class Views:
         for group, options in enumerate(optimizer.param_groups[:self.groups]):
             options["params"] = self.of_group(group)
 
-    def states(self, optimizer: Optimizer) -> Iterator[tuple[View, str, Tensor | float]]:
+    def states(self, optimizer: Optimizer) -> Iterator[tuple[MasterView, str, Tensor | float]]:
         """Yield every piece of optimizer state: (view, name, tensor of the view's shape or a scalar)."""
         for view in self.views:
             for name, value in optimizer.state.get(view.parameter, {}).items():
@@ -103,7 +103,7 @@ class Views:
                         f"{tuple(view.parameter.shape)}: only elementwise state can be sharded")
 
 
-def _cut(unit: Unit) -> Iterator[View]:
+def _cut(unit: Unit) -> Iterator[MasterView]:
     """Cut a unit at the borders of optimizer groups, and where its state is brought piece by piece, between the pieces."""
     assert unit.state is not None
     parts = list(unit.layout.parts(unit.master_span))
@@ -127,15 +127,15 @@ def _pieces(part: Part, granule: int) -> Iterator[Part]:
         start = stop
 
 
-def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> View:
+def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> MasterView:
     assert unit.master is not None
     start, stop = parts[0].offset, parts[-1].offset + parts[-1].stop - parts[-1].start
     stop += -stop % ALIGNMENT
-    return View(unit=unit, group=group, start=start, stop=stop, parts=parts,
+    return MasterView(unit=unit, group=group, start=start, stop=stop, parts=parts,
                 parameter=nn.Parameter(unit.master[start:stop]))
 
 
-def _divide(view: View, keys: list[Hashable], optimizer: Optimizer) -> Iterator[View]:
+def _divide(view: MasterView, keys: list[Hashable], optimizer: Optimizer) -> Iterator[MasterView]:
     """Split a view where the key of its parts changes; the state is divided with it."""
     state = optimizer.state.pop(view.parameter, {})
     for _, found in groupby(zip(view.parts, keys, strict=True), lambda pair: pair[1]):

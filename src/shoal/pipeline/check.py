@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shoal.errors import ScheduleError
-from shoal.pipeline.instruction import Instruction, Kind
-from shoal.pipeline.schedules import Schedule
+from shoal.pipeline.instruction import Instruction, Op
+from shoal.pipeline.schedules import PipelineSchedule
 from shoal.pipeline.simulate import simulate
 
 __all__ = ["check"]
 
-_HALVES = (Kind.INPUT, Kind.WEIGHT)
+_HALVES = (Op.INPUT, Op.WEIGHT)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: PipelineSchedule) -> None:
     """Return if a schedule can be carried out; one that has forwards alone, for evaluation, needs no backwards.
 
     Raises `ScheduleError` naming the instruction that is missing, too many, out of place or out of order, and, with the
@@ -28,7 +28,7 @@ def check(schedule: Schedule) -> None:
     simulate(schedule)
 
 
-def _faults(schedule: Schedule) -> Iterable[str]:
+def _faults(schedule: PipelineSchedule) -> Iterable[str]:
     if len(schedule.rows) != schedule.ranks:
         yield f"it has {len(schedule.rows)} rows; give one to each rank"
     for stage, rank in enumerate(schedule.owner):
@@ -42,7 +42,7 @@ def _faults(schedule: Schedule) -> Iterable[str]:
     yield from _missing(schedule, seen)
 
 
-def _misplaced(schedule: Schedule, rank: int, instruction: Instruction, seen: set[Instruction]) -> Iterable[str]:
+def _misplaced(schedule: PipelineSchedule, rank: int, instruction: Instruction, seen: set[Instruction]) -> Iterable[str]:
     """Yield what is wrong with an instruction of `rank`, after those that are `seen` already."""
     if not (0 <= instruction.stage < schedule.stages and 0 <= instruction.microbatch < schedule.microbatches):
         yield (f"rank {rank} does {instruction}; stages are 0 to {schedule.stages - 1}, microbatches 0 to "
@@ -59,11 +59,11 @@ def _misplaced(schedule: Schedule, rank: int, instruction: Instruction, seen: se
             yield f"rank {rank} does {instruction} before {needed}"
 
 
-def _missing(schedule: Schedule, seen: set[Instruction]) -> Iterable[str]:
-    backwards = any(instruction.kind is not Kind.FORWARD for instruction in seen)
+def _missing(schedule: PipelineSchedule, seen: set[Instruction]) -> Iterable[str]:
+    backwards = any(instruction.kind is not Op.FORWARD for instruction in seen)
     for stage, rank in enumerate(schedule.owner):
         for microbatch in range(schedule.microbatches):
-            for kind in (Kind.FORWARD, *(_HALVES if backwards else ())):
+            for kind in (Op.FORWARD, *(_HALVES if backwards else ())):
                 if Instruction(stage, kind, microbatch) not in seen:
-                    other = "" if kind is Kind.FORWARD else f", nor {Instruction(stage, Kind.BACKWARD, microbatch)}"
+                    other = "" if kind is Op.FORWARD else f", nor {Instruction(stage, Op.BACKWARD, microbatch)}"
                     yield f"rank {rank} never does {Instruction(stage, kind, microbatch)}{other}"

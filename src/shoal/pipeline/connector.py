@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shoal import distributed
-from shoal.board import end_waits
-from shoal.mesh import Mesh
+from shoal.mesh.mesh import Mesh
 from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.links import Edge
+from shoal.transport import process_group
+from shoal.transport.failure_board import end_waits
 
 __all__ = ["Connector"]
 
@@ -35,8 +35,8 @@ class Connector:
         self._first = _channels.get(self._group, 0)
         _channels[self._group] = self._first + 2 * stages
         self._own: list[dist.ProcessGroup | None] = []
-        if (apart := own_backends(distributed.backends(self._group), device)) is not None:
-            self._own = [distributed.group_of(mesh.lines("pipeline"), apart=apart) for _ in range(2 * stages)]
+        if (apart := own_backends(process_group.backends(self._group), device)) is not None:
+            self._own = [process_group.group_of(mesh.lines("pipeline"), apart=apart) for _ in range(2 * stages)]
 
     def sender(self, edge: Edge, peer: int) -> Sender:
         return Sender(self._of(edge), peer, self._first + edge.number, device=self._device, timeout=self._timeout,

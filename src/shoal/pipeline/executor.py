@@ -21,14 +21,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.board import Board, cause, waiting
 from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineError, UsageError
-from shoal.halves import Deferred, backward, deferring, rounds
-from shoal.pipeline.border import tensors_in
-from shoal.pipeline.draw import fault
-from shoal.pipeline.instruction import Instruction, Kind
+from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
-from shoal.pipeline.schedules import Schedule
+from shoal.pipeline.schedules import PipelineSchedule
+from shoal.pipeline.split_backward import WeightGradQueue, backward, deferring, rounds
+from shoal.pipeline.stage_io import tensors_in
+from shoal.pipeline.text_grid import fault
+from shoal.transport.failure_board import FailureBoard, cause, waiting
 
 __all__ = ["Batches", "Executor"]
 
@@ -59,19 +59,19 @@ class Batches:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
+class _SavedMicrobatch:
     """What a microbatch leaves at a stage between its forward and its backward."""
 
     inputs: list[Tensor]
     """Those of the stage's inputs that want a gradient."""
     outputs: list[Tensor]
     """Those of its outputs that have one, or its loss."""
-    deferred: Deferred | None
+    deferred: WeightGradQueue | None
     """What its weights are owed; None where backward is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _RankSchedule:
     """What a rank does in each step, and what follows from it."""
 
     instructions: tuple[Instruction, ...]
@@ -83,15 +83,15 @@ class _Row:
     """The W of one stage that come one after the other, by the position of their last."""
 
     @classmethod
-    def of(cls, instructions: tuple[Instruction, ...]) -> _Row:
+    def of(cls, instructions: tuple[Instruction, ...]) -> _RankSchedule:
         final = {instruction.stage: position for position, instruction in enumerate(instructions)
-                 if instruction.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        split = frozenset(instruction.stage for instruction in instructions if instruction.kind is Kind.INPUT)
+                 if instruction.kind in (Op.BACKWARD, Op.WEIGHT)}
+        split = frozenset(instruction.stage for instruction in instructions if instruction.kind is Op.INPUT)
         payments, position = dict[int, tuple[Instruction, ...]](), 0
         for (kind, _), run in groupby(instructions, key=lambda instruction: (instruction.kind, instruction.stage)):
             together = tuple(run)
             position += len(together)
-            if kind is Kind.WEIGHT:
+            if kind is Op.WEIGHT:
                 payments[position - 1] = together
         return cls(instructions=instructions, final=frozenset(final.values()), split=split, payments=payments)
 
@@ -100,7 +100,7 @@ class Executor:
     """Runs this rank's row of a schedule over its stages, by their numbers."""
 
     def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
-                 as_pass: Pass, *, leaves: Callable[[Tensor], bool], where: str, board: Board):
+                 as_pass: Pass, *, leaves: Callable[[Tensor], bool], where: str, board: FailureBoard):
         """`leaves` says of a tensor whether its memory may be given up between forward and backward."""
         self._stages = stages
         self._last = last
@@ -111,34 +111,34 @@ class Executor:
         self._where = where
         self._board = board
         self._failure: str | None = None
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int], _SavedMicrobatch] = {}
         self._position = 0
-        self._row = _Row.of(())
+        self._row = _RankSchedule.of(())
 
-    def run(self, schedule: Schedule, rank: int, batches: Batches, factor: float) -> list[Tensor]:
+    def run(self, schedule: PipelineSchedule, rank: int, batches: Batches, factor: float) -> list[Tensor]:
         """Run `rank`'s row for training, each loss times `factor`; return the losses, of the last stage, by microbatch.
 
         Raises `PipelineError` when an instruction fails here or on another rank; no step may follow.
         """
         losses: list[Tensor] = []
         if self._row.instructions is not schedule.rows[rank]:  # the same from step to step
-            self._row = _Row.of(schedule.rows[rank])
+            self._row = _RankSchedule.of(schedule.rows[rank])
         row = self._row
         with self._telling(schedule, rank):
             for position, instruction in enumerate(row.instructions):
                 self._position = position
                 match instruction.kind:
-                    case Kind.FORWARD:
+                    case Op.FORWARD:
                         losses += self._forward(instruction, batches, split=instruction.stage in row.split)
-                    case Kind.BACKWARD | Kind.INPUT:
+                    case Op.BACKWARD | Op.INPUT:
                         self._backward(instruction, factor, last=position in row.final)
-                    case Kind.WEIGHT if position in row.payments:
+                    case Op.WEIGHT if position in row.payments:
                         self._weights(row.payments[position], last=position in row.final)
-                    case Kind.WEIGHT:
+                    case Op.WEIGHT:
                         pass  # the last of its run pays for all
         return losses
 
-    def evaluate(self, schedule: Schedule, rank: int, batches: Batches, *, losses: bool,
+    def evaluate(self, schedule: PipelineSchedule, rank: int, batches: Batches, *, losses: bool,
                  outputs: bool) -> list[tuple[Any, Any]]:
         """Run `rank`'s row of forwards; return (output, loss) of the last stage, each None unless asked for."""
         found: list[tuple[Any, Any]] = []
@@ -166,7 +166,7 @@ class Executor:
     def _forward(self, instruction: Instruction, batches: Batches, *, split: bool) -> list[Tensor]:
         """Run a stage; return its loss, if it is the last."""
         value = self._input(instruction, batches)
-        deferred = Deferred(self._leaves) if split else None
+        deferred = WeightGradQueue(self._leaves) if split else None
         with nullcontext() if deferred is None else deferring(deferred):
             output = self._stages[instruction.stage](value)
             if instruction.stage == self._last:
@@ -174,14 +174,14 @@ class Executor:
         if instruction.stage < self._last:
             self._links.send(ACTIVATIONS, instruction.stage + 1, output)
         stage = instruction.stage
-        self._held[stage, instruction.microbatch] = _Held(
+        self._held[stage, instruction.microbatch] = _SavedMicrobatch(
             inputs=_wanting(value, "the input", stage) if stage > 0 else [],
             outputs=_wanting(output, "the output", stage), deferred=deferred)
         return [output.detach()] if instruction.stage == self._last else []
 
     def _backward(self, instruction: Instruction, factor: float, *, last: bool) -> None:
         stage, key = instruction.stage, (instruction.stage, instruction.microbatch)
-        whole = instruction.kind is Kind.BACKWARD
+        whole = instruction.kind is Op.BACKWARD
         held = self._held.pop(key) if whole else self._held[key]
         half = backward if held.deferred is None else held.deferred.backward
         if stage == self._last:
@@ -229,7 +229,7 @@ class Executor:
         return loss
 
     @contextmanager
-    def _telling(self, schedule: Schedule, rank: int) -> Generator[None]:
+    def _telling(self, schedule: PipelineSchedule, rank: int) -> Generator[None]:
         """Run a row; what goes wrong is told to everybody."""
         self.refuse_failed()
         self._held.clear()

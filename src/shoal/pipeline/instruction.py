@@ -18,10 +18,10 @@ from enum import StrEnum
 
 from shoal.errors import UsageError
 
-__all__ = ["Instruction", "Kind"]
+__all__ = ["Instruction", "Op"]
 
 
-class Kind(StrEnum):
+class Op(StrEnum):
     """What is done to a microbatch at a stage."""
 
     FORWARD = "F"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     """The half of backward that gives the gradients of the stage's weights."""
 
 
-_TEXT = re.compile(rf"(\d+)([{''.join(Kind)}])(\d+)", re.ASCII)
+_TEXT = re.compile(rf"(\d+)([{''.join(Op)}])(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,7 +41,7 @@ class Instruction:
     """One piece of compute. `stage` counts the stages of the whole pipeline, several per rank included."""
 
     stage: int
-    kind: Kind
+    kind: Op
     microbatch: int
 
     def __str__(self) -> str:
@@ -52,24 +52,24 @@ class Instruction:
         """Read what `str` wrote. Raises `UsageError` for anything else."""
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise UsageError(f"instruction: got {text!r}; write stage, one of {', '.join(Kind)}, microbatch, such as 2F0")
-        return cls(int(found[1]), Kind(found[2]), int(found[3]))
+            raise UsageError(f"instruction: got {text!r}; write stage, one of {', '.join(Op)}, microbatch, such as 2F0")
+        return cls(int(found[1]), Op(found[2]), int(found[3]))
 
     def halves(self) -> tuple[Instruction, ...]:
         """Return what is there when this has ended: of a B its I and its W, of any other itself."""
-        if self.kind is not Kind.BACKWARD:
+        if self.kind is not Op.BACKWARD:
             return (self,)
-        return tuple(Instruction(self.stage, kind, self.microbatch) for kind in (Kind.INPUT, Kind.WEIGHT))
+        return tuple(Instruction(self.stage, kind, self.microbatch) for kind in (Op.INPUT, Op.WEIGHT))
 
     def needs(self, stages: int) -> Iterator[Instruction]:
         """Yield what must be there before this can start, in a pipeline of `stages`; never a B, but its halves."""
         match self.kind:
-            case Kind.FORWARD:
+            case Op.FORWARD:
                 if self.stage > 0:
-                    yield Instruction(self.stage - 1, Kind.FORWARD, self.microbatch)
-            case Kind.INPUT | Kind.BACKWARD:
-                yield Instruction(self.stage, Kind.FORWARD, self.microbatch)
+                    yield Instruction(self.stage - 1, Op.FORWARD, self.microbatch)
+            case Op.INPUT | Op.BACKWARD:
+                yield Instruction(self.stage, Op.FORWARD, self.microbatch)
                 if self.stage < stages - 1:
-                    yield Instruction(self.stage + 1, Kind.INPUT, self.microbatch)
-            case Kind.WEIGHT:
-                yield Instruction(self.stage, Kind.INPUT, self.microbatch)
+                    yield Instruction(self.stage + 1, Op.INPUT, self.microbatch)
+            case Op.WEIGHT:
+                yield Instruction(self.stage, Op.INPUT, self.microbatch)

@@ -17,7 +17,7 @@ from torch import nn
 from shoal.errors import UsageError
 from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
 
-__all__ = ["Built", "Contents", "Layer", "Weight", "contents_of", "generators", "named"]
+__all__ = ["Built", "Contents", "Layer", "TiedWeightSpec", "contents_of", "generators", "named"]
 
 Source = LayerSpec | nn.Module | Callable[..., Any]
 
@@ -85,7 +85,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class TiedWeightSpec:
     """What two weights that are one have to agree in."""
 
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class Contents:
 
     parameters: int
     trainable: int
-    tied: tuple[Weight, ...] = ()
+    tied: tuple[TiedWeightSpec, ...] = ()
     """The weights that a `TiedLayerSpec` names, in its order."""
 
 
@@ -161,13 +161,13 @@ def _count(module: nn.Module, layer: Layer) -> Contents:
                     tied=tuple(_weight(module, attribute, layer) for attribute in attributes))
 
 
-def _weight(module: nn.Module, attribute: str, layer: Layer) -> Weight:
+def _weight(module: nn.Module, attribute: str, layer: Layer) -> TiedWeightSpec:
     try:
         parameter = module.get_parameter(attribute)
     except AttributeError as error:
         names = ", ".join(name for name, _ in module.named_parameters())
         raise UsageError(f"layer {layer}: tied_weight_attr: got '{attribute}'; its parameters are {names}") from error
-    return Weight(shape=tuple(parameter.shape), dtype=parameter.dtype, requires_grad=parameter.requires_grad)
+    return TiedWeightSpec(shape=tuple(parameter.shape), dtype=parameter.dtype, requires_grad=parameter.requires_grad)
 
 
 def _items(layers: Any) -> Iterator[tuple[str, Any]]:

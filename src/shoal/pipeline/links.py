@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from shoal.errors import CollectiveFailed
-from shoal.pipeline.border import detached
 from shoal.pipeline.channel import Receiver, Sender
-from shoal.pipeline.instruction import Instruction, Kind
+from shoal.pipeline.instruction import Instruction, Op
+from shoal.pipeline.stage_io import detached
 
 __all__ = ["Edge", "Links"]
 
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
         return f"{self.kind} into stage {self.stage}"
 
 
-class Source(Protocol):
+class StageInput(Protocol):
     """An end that values come out of."""
 
     def expect(self, count: int) -> None: ...
@@ -48,7 +48,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
+class StageOutput(Protocol):
     """An end that values go into."""
 
     def expect(self, count: int) -> None: ...
@@ -64,14 +64,14 @@ class Links:
     def __init__(self, owner: tuple[int, ...], rank: int, connect: Connect):
         self._owner = owner
         self._connect = connect
-        self._sources: dict[Edge, Source] = {}
-        self._sinks: dict[Edge, Sink] = {}
+        self._sources: dict[Edge, StageInput] = {}
+        self._sinks: dict[Edge, StageOutput] = {}
         self._begun = _Announced(row=(), outputs={}, inputs={}, later={})
         self._later: Mapping[Edge, int] = {}
         for edge, giver in _edges(len(owner)):
             ends = owner[giver], owner[edge.stage]
             if ends == (rank, rank):
-                self._sources[edge] = self._sinks[edge] = _Shelf(str(edge))
+                self._sources[edge] = self._sinks[edge] = _LocalLink(str(edge))
             elif rank == ends[0]:
                 self._sinks[edge] = connect.sender(edge, ends[1])
             elif rank == ends[1]:
@@ -102,22 +102,22 @@ class Links:
         """Return the edge that `instruction` takes a value from, if it does."""
         stage, last = instruction.stage, len(self._owner) - 1
         match instruction.kind:
-            case Kind.FORWARD:
+            case Op.FORWARD:
                 return [Edge(ACTIVATIONS, stage)] if stage else []
-            case Kind.BACKWARD | Kind.INPUT:
+            case Op.BACKWARD | Op.INPUT:
                 return [Edge(GRADIENTS, stage)] if stage < last else []
-            case Kind.WEIGHT:
+            case Op.WEIGHT:
                 return []
 
     def outputs(self, instruction: Instruction) -> list[Edge]:
         """Return the edge that `instruction` gives a value to, if it does."""
         stage, last = instruction.stage, len(self._owner) - 1
         match instruction.kind:
-            case Kind.FORWARD:
+            case Op.FORWARD:
                 return [Edge(ACTIVATIONS, stage + 1)] if stage < last else []
-            case Kind.BACKWARD | Kind.INPUT:
+            case Op.BACKWARD | Op.INPUT:
                 return [Edge(GRADIENTS, stage - 1)] if stage else []
-            case Kind.WEIGHT:
+            case Op.WEIGHT:
                 return []
 
     def receive(self, kind: str, stage: int) -> object:
@@ -171,7 +171,7 @@ class Connect(Protocol):
     def end_waits(self) -> None: ...
 
 
-class _Shelf:
+class _LocalLink:
     """Both ends of an edge within a rank."""
 
     def __init__(self, what: str) -> None:

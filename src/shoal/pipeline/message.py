@@ -21,7 +21,8 @@ from collections.abc import Sequence
 
 from shoal.pipeline.wire import TAGS
 
-__all__ = ["ABORT", "AHEAD", "FILLER", "HEADERS", "HEADER_BYTES", "KNOWN", "NEW", "SMALL", "TEXTS", "Foresight", "is_small",
+__all__ = ["ABORT", "AHEAD", "FILLER", "HEADERS", "HEADER_BYTES", "KNOWN", "NEW", "SMALL", "TEXTS", "FormPredictor",
+           "is_small",
            "tag_of"]
 
 HEADER_BYTES = 16
@@ -55,7 +56,7 @@ def is_small(sizes: Sequence[int]) -> bool:
     return first >= len(FILLER) and sum(sizes) <= SMALL
 
 
-class Foresight:
+class FormPredictor:
     """The forms that came last, and what they say of those to come: two alike in a row go on.
 
     What a receiver may ask for early, it does before it has the `AHEAD` messages in between: they say nothing.

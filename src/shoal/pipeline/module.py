@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal import distributed
 from shoal.errors import PipelineError, UsageError
-from shoal.pipeline.division import divide
+from shoal.mesh.topology import PipeDataParallelTopology, ProcessTopology
 from shoal.pipeline.layer import Built, Layer, generators, named
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.spec import LayerSpec
-from shoal.pipeline.stage import Recompute, Stage
+from shoal.pipeline.stage import PipelineStage, Recompute
+from shoal.pipeline.stage_partition import divide
 from shoal.pipeline.tying import Tied, tie
-from shoal.topology import PipeDataParallelTopology, ProcessTopology
+from shoal.transport import process_group
 from shoal.zero.init import is_building_sharded
 
 __all__ = ["PipelineModule"]
@@ -77,7 +77,7 @@ class PipelineModule(nn.Module):
                              "leave zero.Init out: each rank builds its own layers only, and initialize shards them")
         _refuse_nested(found := named(layers))
         _refuse_parameters(loss_fn)
-        distributed.init_distributed()
+        process_group.init_distributed()
         self.dynamic_shape = dynamic_shape
         self.schedule = schedule
         self.topology_given = topology is not None
@@ -96,7 +96,8 @@ class PipelineModule(nn.Module):
         self._loss = (loss_fn,)  # not a module of this one: its state is not the model's
         self._division = divide(found, len(self.owner), partition_method, sample=sample, loss_fn=loss_fn)
         seeding = _Seeding(seed_layers, seed_fn, base_seed)
-        self.stages = tuple(Stage(number, seeding.build(found[self._division.of(number)])) for number in self.numbers)
+        self.stages = tuple(
+            PipelineStage(number, seeding.build(found[self._division.of(number)])) for number in self.numbers)
         """The stages of this rank, as modules."""
         self.tied: Mapping[str, Tied] = {}
         """This rank's parameters that other layers hold too, by the names that `named_parameters` gives."""

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal import distributed
-from shoal.collectives import Communicator
 from shoal.errors import RanksDisagree, UsageError
 from shoal.pipeline.layer import Built, Contents, Layer, generators
-from shoal.pipeline.parcel import Skeleton, take_apart
+from shoal.pipeline.value_tree import Skeleton, flatten_tree
+from shoal.transport import process_group
+from shoal.transport.collectives import Communicator
 
 __all__ = ["measured"]
 
@@ -42,7 +42,7 @@ def measured(layers: Sequence[Layer], contents: Sequence[Contents], sample: Any,
     if dist.get_rank() == 0:
         try:
             with torch.random.fork_rng(devices=generators()):
-                found = _measure(layers, sample, loss_fn, distributed.device())
+                found = _measure(layers, sample, loss_fn, process_group.device())
         except Exception as error:  # told to the other ranks, which wait
             failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -94,7 +94,7 @@ def _round(layer: Built, value: Any, device: torch.device, loss_fn: Callable[...
     with torch.enable_grad():
         result = layer(given)
         result = result if loss_fn is None else loss_fn(result, labels)
-        ends = [tensor for tensor in take_apart(result, "a layer's result")[1] if tensor.requires_grad]
+        ends = [tensor for tensor in flatten_tree(result, "a layer's result")[1] if tensor.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
     seconds = _now(device) - start
@@ -103,7 +103,7 @@ def _round(layer: Built, value: Any, device: torch.device, loss_fn: Callable[...
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return `value` with each of its tensors changed."""
-    skeleton, tensors = take_apart(value, "the sample")
+    skeleton, tensors = flatten_tree(value, "the sample")
     return Skeleton(skeleton).build([change(tensor) for tensor in tensors])
 
 

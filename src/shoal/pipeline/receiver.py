@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CollectiveFailed, CollectiveTimeout, ShoalError, StageFailed
-from shoal.pipeline.end import End
-from shoal.pipeline.message import ABORT, AHEAD, FILLER, HEADERS, KNOWN, NEW, TEXTS, Foresight, tag_of
-from shoal.pipeline.parcel import Form, Skeleton
-from shoal.pipeline.wire import EVER, Transfer
+from shoal.pipeline.channel_endpoint import ChannelEndpoint
+from shoal.pipeline.message import ABORT, AHEAD, FILLER, HEADERS, KNOWN, NEW, TEXTS, FormPredictor, tag_of
+from shoal.pipeline.value_tree import Form, Skeleton
+from shoal.pipeline.wire import EVER, WireTransfer
 from shoal.tier.streams import Mark
 
 __all__ = ["Receiver"]
@@ -37,11 +37,11 @@ class _Post:
 
     foreseen: int
     words: Tensor | None
-    header: Transfer | None
+    header: WireTransfer | None
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _ArrivingMessage:
     number: int
     skeleton: Skeleton
     tensors: list[Tensor]
@@ -49,7 +49,7 @@ class _Arrival:
     """Where the tensors are written."""
 
 
-class Receiver(End):
+class Receiver(ChannelEndpoint):
     """The far end of channel `number` from rank `peer` of `group`; holds at most `AHEAD` messages that nobody asked for."""
 
     patience = 0.1
@@ -57,13 +57,13 @@ class Receiver(End):
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, *, device: torch.device, timeout: float, what: str):
         self._expected = self._asked = self._begun = self._taken = 0
         self._turns: SimpleQueue[bool] = SimpleQueue()
-        self._arrived: SimpleQueue[_Arrival | ShoalError] = SimpleQueue()
+        self._arrived: SimpleQueue[_ArrivingMessage | ShoalError] = SimpleQueue()
         self._posts: deque[_Post] = deque()
         self._over: ShoalError | None = None
         self._known: dict[int, Skeleton] = {}
         self._forms = 0
-        self._foresight = Foresight()
-        self._offered: dict[int, deque[Transfer]] = {}
+        self._foresight = FormPredictor()
+        self._offered: dict[int, deque[WireTransfer]] = {}
         super().__init__(group, peer, number, device=device, timeout=timeout, what=what)
 
     def expect(self, count: int) -> None:
@@ -123,14 +123,14 @@ class Receiver(End):
         words = self._wire.words(0, 0)
         return _Post(foreseen, words, self._wire.receive([words], HEADERS))
 
-    def _wait(self) -> _Arrival | ShoalError:
+    def _wait(self) -> _ArrivingMessage | ShoalError:
         """Wait for the thread."""
         try:
             return self._arrived.get(timeout=self._timeout)
         except Empty:
             return self._late()
 
-    def _finish_here(self, post: _Post) -> _Arrival | ShoalError:
+    def _finish_here(self, post: _Post) -> _ArrivingMessage | ShoalError:
         try:
             return self._finish(post, timedelta(seconds=self._timeout))
         except RuntimeError as error:
@@ -146,7 +146,7 @@ class Receiver(End):
         self._arrived.put(arrival)
         return not isinstance(arrival, ShoalError)
 
-    def _finish(self, post: _Post, timeout: timedelta) -> _Arrival | StageFailed:
+    def _finish(self, post: _Post, timeout: timedelta) -> _ArrivingMessage | StageFailed:
         """Take in one message."""
         if post.header is None:
             transfer = self._offered[post.foreseen].popleft()
@@ -165,10 +165,10 @@ class Receiver(End):
         transfer.wait(timeout)
         return self._arrival(number, skeleton, transfer)
 
-    def _arrival(self, number: int, skeleton: Skeleton, transfer: Transfer) -> _Arrival:
+    def _arrival(self, number: int, skeleton: Skeleton, transfer: WireTransfer) -> _ArrivingMessage:
         tensors = [tensor.to(self._wire.rest(on_host=form.on_host))
                    for tensor, form in zip(transfer.tensors, skeleton.forms, strict=True)]
-        return _Arrival(number, skeleton, tensors, self._stream.mark())
+        return _ArrivingMessage(number, skeleton, tensors, self._stream.mark())
 
     def _read(self, post: _Post, timeout: timedelta) -> tuple[int, bytes]:
         """Return what a header announces: the number of a form, or what it is in its place, and the text."""
@@ -189,7 +189,7 @@ class Receiver(End):
         self._known[number] = skeleton
         return skeleton
 
-    def _offer(self, number: int) -> Transfer:
+    def _offer(self, number: int) -> WireTransfer:
         """Make room for the tensors of a message of a known form, and ask for them."""
         return self._wire.receive([self._room(form) for form in self._known[number].forms], tag_of(number))
 
@@ -201,6 +201,6 @@ class Receiver(End):
                                  f"took a different path, stopped, or is that slow; raise \"timeout\"")
 
 
-def _is_filler(transfer: Transfer) -> bool:
+def _is_filler(transfer: WireTransfer) -> bool:
     first = next(tensor for tensor in transfer.tensors if tensor.numel())
     return ctypes.string_at(first.data_ptr(), len(FILLER)) == FILLER

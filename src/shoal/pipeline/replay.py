@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass, fields
 
 from shoal.errors import UsageError
-from shoal.pipeline.instruction import Instruction, Kind
-from shoal.pipeline.schedules import Schedule
+from shoal.pipeline.instruction import Instruction, Op
+from shoal.pipeline.schedules import PipelineSchedule
 
 __all__ = ["Cell", "Durations", "Simulation", "replay"]
 
@@ -34,10 +34,10 @@ class Durations:
         """Of both halves."""
         return self.input + self.weight
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: Op) -> float:
         """Return how long an instruction of `kind` takes."""
-        return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.INPUT: self.input,
-                Kind.WEIGHT: self.weight}[kind]
+        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.INPUT: self.input,
+                Op.WEIGHT: self.weight}[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Cell:
 class Simulation:
     """A schedule in time; not the whole of it where ranks wait for what never comes."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     durations: Durations
     rows: tuple[tuple[Cell, ...], ...]
     """rank -> what it has done, in order"""
@@ -80,7 +80,7 @@ class Simulation:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once; see `Schedule.peak_activations`."""
+        """The most activations that each rank holds at once; see `PipelineSchedule.peak_activations`."""
         return self.schedule.peak_activations
 
     @property
@@ -90,7 +90,7 @@ class Simulation:
                 if len(done) < len(row)}
 
 
-def replay(schedule: Schedule, durations: Durations) -> Simulation:
+def replay(schedule: PipelineSchedule, durations: Durations) -> Simulation:
     """Let every rank do what it can."""
     rows: list[list[Cell]] = [[] for _ in schedule.rows]
     ends: dict[Instruction, float] = {}
@@ -101,7 +101,8 @@ def replay(schedule: Schedule, durations: Durations) -> Simulation:
     return Simulation(schedule=schedule, durations=durations, rows=tuple(map(tuple, rows)))
 
 
-def _advance(schedule: Schedule, rank: int, done: list[Cell], ends: dict[Instruction, float], durations: Durations) -> bool:
+def _advance(schedule: PipelineSchedule, rank: int, done: list[Cell], ends: dict[Instruction, float],
+             durations: Durations) -> bool:
     """Let a rank go on until it waits for what is not there; return whether it did anything."""
     row, before = schedule.rows[rank], len(done)
     while len(done) < len(row):

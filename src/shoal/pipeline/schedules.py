@@ -29,14 +29,14 @@ from itertools import accumulate, chain, pairwise
 
 from shoal.config.suggest import nearest
 from shoal.errors import UsageError
-from shoal.pipeline.fill import fill
-from shoal.pipeline.instruction import Instruction, Kind
+from shoal.pipeline.instruction import Instruction, Op
+from shoal.pipeline.zero_bubble import fill
 
-__all__ = ["SCHEDULES", "Recipe", "Schedule", "forward_only", "make_schedule"]
+__all__ = ["SCHEDULES", "PipelineSchedule", "Recipe", "forward_only", "make_schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """What each rank computes, in order."""
 
     name: str
@@ -65,7 +65,7 @@ class Schedule:
         activation may be of no use after it. A rank does one thing at a time, so durations do not matter. What travels is
         not counted.
         """
-        steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1, Kind.INPUT: 0}
+        steps = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT: -1, Op.INPUT: 0}
         return tuple(max(accumulate(steps[instruction.kind] for instruction in row), default=0) for row in self.rows)
 
     @property
@@ -83,7 +83,7 @@ class _Seat:
     microbatches: int
     stages: tuple[int, ...]
     """The stages that the rank owns."""
-    backward: Kind
+    backward: Op
     room: int
     """The microbatches of all its stages that the rank may hold at once."""
 
@@ -117,16 +117,17 @@ class Recipe:
         """Whether a rank can be told to hold at most as many microbatches."""
         return in_flight is None or (self.room is not None and in_flight >= self.least(ranks))
 
-    def make(self, name: str, ranks: int, microbatches: int, stages_per_rank: int, in_flight: int | None) -> Schedule:
+    def make(self, name: str, ranks: int, microbatches: int, stages_per_rank: int,
+             in_flight: int | None) -> PipelineSchedule:
         """Carry the recipe out."""
         owner = tuple(self.place(ranks, stages_per_rank))
-        backward = Kind.INPUT if self.split else Kind.BACKWARD
+        backward = Op.INPUT if self.split else Op.BACKWARD
         room = in_flight if in_flight is not None else microbatches if self.room is None else self.room(ranks)
         orders = [self.order(_Seat(rank=rank, ranks=ranks, microbatches=microbatches, backward=backward, room=room,
                                    stages=tuple(stage for stage, of in enumerate(owner) if of == rank)))
                   for rank in range(ranks)]
         rows = fill(orders, stages=len(owner), room=room * stages_per_rank) if self.split else tuple(map(tuple, orders))
-        return Schedule(name=name, ranks=ranks, microbatches=microbatches, owner=owner, rows=rows)
+        return PipelineSchedule(name=name, ranks=ranks, microbatches=microbatches, owner=owner, rows=rows)
 
 
 # Where stages lie
@@ -148,7 +149,7 @@ def _v_shape(ranks: int, stages_per_rank: int) -> Iterable[int]:
 
 def _gpipe(seat: _Seat) -> Iterator[Instruction]:
     """All forwards, then all backwards (Huang et al. 2018, GPipe, arXiv 1811.06965, section 2.2)."""
-    return _in_turns(_pass(Kind.FORWARD, seat.stages, seat.microbatches),
+    return _in_turns(_pass(Op.FORWARD, seat.stages, seat.microbatches),
                      _pass(seat.backward, seat.stages, seat.microbatches), seat.microbatches)
 
 
@@ -167,7 +168,7 @@ def _one_forward_one_backward(seat: _Seat) -> Iterator[Instruction]:
     """
     hops = seat.ranks - 1
     ahead = 1 + (hops - seat.rank) * min(seat.room - 1, 2 * hops) // max(hops, 1)
-    return _in_turns(_pass(Kind.FORWARD, seat.stages, seat.microbatches),
+    return _in_turns(_pass(Op.FORWARD, seat.stages, seat.microbatches),
                      _pass(seat.backward, seat.stages, seat.microbatches), ahead)
 
 
@@ -179,7 +180,7 @@ def _interleaved(seat: _Seat) -> Iterator[Instruction]:
     """
     groups = _groups(seat.microbatches, max(1, seat.microbatches // seat.ranks))
     ahead = (len(seat.stages) - 1) * len(groups[0]) + 2 * (seat.ranks - 1 - seat.rank) + 1
-    return _in_turns(_grouped(Kind.FORWARD, seat.stages, groups), _grouped(seat.backward, seat.stages[::-1], groups), ahead)
+    return _in_turns(_grouped(Op.FORWARD, seat.stages, groups), _grouped(seat.backward, seat.stages[::-1], groups), ahead)
 
 
 def _zbv(seat: _Seat) -> Iterator[Instruction]:
@@ -189,7 +190,7 @@ def _zbv(seat: _Seat) -> Iterator[Instruction]:
     A rank has 2p forwards under way when its first gradient comes, and every turn ends as many as it begins.
     """
     near, far = seat.stages
-    up, down = (Kind.FORWARD, near), (Kind.FORWARD, far)
+    up, down = (Op.FORWARD, near), (Op.FORWARD, far)
     back, away = (seat.backward, far), (seat.backward, near)
     to_come = seat.ranks - seat.rank
     turns = chain([up] * (2 * to_come - 1), [down, up] * seat.rank, [down, back] * to_come,
@@ -210,11 +211,11 @@ def _in_turns(forwards: Sequence[Instruction], backwards: Sequence[Instruction],
         yield from (forward for forward in [next(rest, None)] if forward is not None)
 
 
-def _pass(kind: Kind, stages: Iterable[int], microbatches: int) -> list[Instruction]:
+def _pass(kind: Op, stages: Iterable[int], microbatches: int) -> list[Instruction]:
     return _grouped(kind, stages, [range(microbatches)])
 
 
-def _grouped(kind: Kind, stages: Iterable[int], groups: Iterable[range]) -> list[Instruction]:
+def _grouped(kind: Op, stages: Iterable[int], groups: Iterable[range]) -> list[Instruction]:
     return [Instruction(stage, kind, microbatch) for group in groups for stage in stages for microbatch in group]
 
 
@@ -247,11 +248,11 @@ SCHEDULES: Mapping[str, Recipe] = {
 """The schedules of training, by name."""
 
 _TORCH = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv"}
-"""What torch calls them, without `Schedule` in front."""
+"""What torch calls them, without `PipelineSchedule` in front."""
 
 
 def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None,
-                  in_flight: int | None = None) -> Schedule:
+                  in_flight: int | None = None) -> PipelineSchedule:
     """Make the schedule called `name`, in any case, or by the name of torch's class; stages per rank are its fewest if None.
 
     `in_flight` is how many microbatches a rank may hold at once, None for as many as the schedule says. Raises
@@ -280,7 +281,7 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: 
     return recipe.make(known, ranks, microbatches, each, in_flight)
 
 
-def forward_only(*, ranks: int, microbatches: int, owner: Sequence[int]) -> Schedule:
+def forward_only(*, ranks: int, microbatches: int, owner: Sequence[int]) -> PipelineSchedule:
     """Make the schedule of an evaluation: each rank takes the microbatch that is farthest on its way.
 
     Raises `UsageError` unless `owner`, of each stage, names every rank of `ranks` and no other.
@@ -297,9 +298,9 @@ def forward_only(*, ranks: int, microbatches: int, owner: Sequence[int]) -> Sche
         for stages, row in zip(stages_of, rows, strict=True):
             ready = next((stage for stage in stages if before[stage + 1] < before[stage]), None)
             if ready is not None:
-                row.append(Instruction(ready, Kind.FORWARD, done[ready + 1]))
+                row.append(Instruction(ready, Op.FORWARD, done[ready + 1]))
                 done[ready + 1] += 1
-    return Schedule(name="forward only", ranks=ranks, microbatches=microbatches, owner=tuple(owner),
+    return PipelineSchedule(name="forward only", ranks=ranks, microbatches=microbatches, owner=tuple(owner),
                     rows=tuple(map(tuple, rows)))
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives import traffic
 from shoal.errors import CollectiveTimeout
-from shoal.pipeline.end import End
-from shoal.pipeline.message import ABORT, FILLER, HEADERS, KNOWN, NEW, TEXTS, Foresight, is_small, tag_of
-from shoal.pipeline.parcel import take_apart
-from shoal.pipeline.wire import Transfer
+from shoal.pipeline.channel_endpoint import ChannelEndpoint
+from shoal.pipeline.message import ABORT, FILLER, HEADERS, KNOWN, NEW, TEXTS, FormPredictor, is_small, tag_of
+from shoal.pipeline.value_tree import flatten_tree
+from shoal.pipeline.wire import WireTransfer
+from shoal.transport.collectives import traffic
 
 __all__ = ["Sender"]
 
@@ -22,7 +22,7 @@ WATCHED_BYTES, WATCHED = 1 << 16, 64
 """So many bytes, or messages, are worth waking the thread that lets go of them; fewer stay until `flush`."""
 
 
-class Sender(End):
+class Sender(ChannelEndpoint):
     """The near end of channel `number` to rank `peer` of `group`.
 
     `what` names it in errors, as in "activations of stage 1 from stage 0".
@@ -31,14 +31,14 @@ class Sender(End):
     patience = 2.0
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, *, device: torch.device, timeout: float, what: str):
-        self._posted: list[Transfer] = []
+        self._posted: list[WireTransfer] = []
         self._posted_bytes = self._announced = self._handed = self._gone = 0
-        self._sent: SimpleQueue[list[Transfer] | SimpleQueue[None] | None] = SimpleQueue()
+        self._sent: SimpleQueue[list[WireTransfer] | SimpleQueue[None] | None] = SimpleQueue()
         self._known: dict[bytes, int] = {}
         self._headers: dict[int, Tensor] = {}
         self._small: dict[int, tuple[int, ...] | None] = {}
         self._forms = self._count = 0
-        self._foresight = Foresight()
+        self._foresight = FormPredictor()
         self._failure: str | None = None
         super().__init__(group, peer, number, device=device, timeout=timeout, what=what)
 
@@ -51,7 +51,7 @@ class Sender(End):
 
         Raises `UsageError` naming what cannot travel, `CollectiveFailed` where the other end is gone.
         """
-        skeleton, tensors = take_apart(value, self._what)
+        skeleton, tensors = flatten_tree(value, self._what)
         ready = [tensor.detach().contiguous().resolve_conj().resolve_neg() for tensor in tensors]
         carried = [tensor.to(self._wire.way(on_host=tensor.device.type == "cpu")) for tensor in ready]
         number, header = self._header(skeleton, carried)
@@ -146,7 +146,7 @@ class Sender(End):
                 reached.put(None)
         return True
 
-    def _let_go(self, transfer: Transfer) -> None:
+    def _let_go(self, transfer: WireTransfer) -> None:
         """Hold a message until it is sent."""
         try:
             transfer.wait()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import UsageError
 from shoal.pipeline.layer import Built
 
-__all__ = ["Recompute", "Stage"]
+__all__ = ["PipelineStage", "Recompute"]
 
 _IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
 """What autograd says."""
@@ -48,7 +48,7 @@ class _Group:
     recomputed: bool
 
 
-class Stage(nn.Sequential):
+class PipelineStage(nn.Sequential):
     """Stage `number` of the pipeline, of the layers that are built on this rank."""
 
     def __init__(self, number: int, layers: Sequence[Built]):

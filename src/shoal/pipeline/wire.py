@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal import distributed
-from shoal.collectives import PIECE_BYTES
-from shoal.reduction import pieces
+from shoal.transport import process_group
+from shoal.transport.collectives import PIECE_BYTES
+from shoal.transport.reduction import pieces
 
-__all__ = ["EVER", "TAGS", "Transfer", "Wire"]
+__all__ = ["EVER", "TAGS", "Wire", "WireTransfer"]
 
 TAGS = 128
 """The tags of one wire."""
@@ -32,7 +32,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 _HOST = torch.device("cpu")
 
 
-class Transfer:
+class WireTransfer:
     """Messages under way, and the tensors that they fill or empty."""
 
     __slots__ = ("_by_device", "_by_host", "tensors")
@@ -61,7 +61,7 @@ class Wire:
     """This rank's end of a way to, or from, rank `peer` of `group`; its tags are `TAGS` from `number` times `TAGS` on."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, device: torch.device):
-        backends = distributed.backends(group)
+        backends = process_group.backends(group)
         assert backends.get("cpu") == "gloo", f"words go by gloo, and the group has {backends}"
         self._group = group
         self._peer = peer
@@ -89,18 +89,18 @@ class Wire:
         """Return the device on which a tensor rests at this end, when it has come."""
         return _HOST if on_host else self._device
 
-    def send(self, tagged: Sequence[tuple[int, Tensor]]) -> Transfer:
+    def send(self, tagged: Sequence[tuple[int, Tensor]]) -> WireTransfer:
         """Start sending the contiguous tensors, each under its tag and where it travels."""
         group, peer, first = self._group, self._peer, self._tag
-        transfer = Transfer([tensor for _, tensor in tagged])
+        transfer = WireTransfer([tensor for _, tensor in tagged])
         for tag, tensor in tagged:
             transfer.add(tensor, [group.send([piece], peer, first + tag) for piece in messages(tensor)])
         return transfer
 
-    def receive(self, tensors: Sequence[Tensor], tag: int) -> Transfer:
+    def receive(self, tensors: Sequence[Tensor], tag: int) -> WireTransfer:
         """Start filling the contiguous `tensors`, each where it travels, with what the other end sends next."""
         group, peer, tag = self._group, self._peer, self._tag + tag
-        transfer = Transfer(tensors)
+        transfer = WireTransfer(tensors)
         for tensor in tensors:
             transfer.add(tensor, [group.recv([piece], peer, tag) for piece in messages(tensor)])
         return transfer

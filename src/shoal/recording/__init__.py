@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.recording.call import Call, over
 from shoal.recording.recorder import Recorder, Watched
-from shoal.recording.rows import Lateness, Row
+from shoal.recording.rows import CallStats, Lateness
 from shoal.recording.traffic import Traffic, traffic
 
-__all__ = ["Call", "Lateness", "Recorder", "Row", "Traffic", "Watched", "over", "traffic"]
+__all__ = ["Call", "CallStats", "Lateness", "Recorder", "Traffic", "Watched", "over", "traffic"]

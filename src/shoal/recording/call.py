@@ -15,17 +15,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["Call", "Clock", "Key", "Moment", "Stamps", "operation", "over"]
+__all__ = ["Call", "Clock", "Handle", "Key", "Moment", "Stamps", "operation", "over"]
 
 T = TypeVar("T")
 Moment = float | torch.cuda.Event
 """Seconds of the monotonic clock, or an event of a device's stream."""
 
 _TAILS = ("_list", "_object", "_into_tensor", "_tensor", "_single", "_base", "_coalesced")
+
+
+class Handle(Protocol):
+    """A collective under way; `wait` returns when its result may be used, and may be called again."""
+
+    def wait(self) -> None: ...
 
 
 def operation(name: str) -> str:

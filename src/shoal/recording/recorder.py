@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from shoal.log import logger
-from shoal.recording.call import Call, Clock, Key, Stamps, operation
-from shoal.recording.rows import Name, Row, bus_factor
+from shoal.recording.call import Call, Clock, Handle, Key, Stamps, operation
+from shoal.recording.rows import CallStats, Name, bus_factor
 from shoal.recording.settings import CommsLoggerSettings
-from shoal.reduction import Handle
 
 __all__ = ["KEPT", "Recorder", "Watched"]
 
@@ -28,7 +27,8 @@ KEPT = 256
 _BEHIND = 64
 """Ended calls that may wait to be summed up."""
 
-_TRANSPORT = ("shoal.collectives", "shoal.recording", "shoal.reduction", "shoal.comm", "shoal.tensor_parallel.axis")
+_TRANSPORT = ("shoal.transport.collectives", "shoal.recording", "shoal.transport.reduction", "shoal.comm",
+              "shoal.tensor_parallel.axis")
 """Modules that speak for others."""
 
 
@@ -40,14 +40,14 @@ class Recorder:
         self.speaks = speaks
         """Whether this rank is the one that logs, where each call is to be logged."""
         self._clock = Clock()
-        self._rows: dict[Key, Row] = {}
+        self._rows: dict[Key, CallStats] = {}
         self._numbers = Counter[Name]()
         self._recent: defaultdict[Name, deque[tuple[int, Stamps]]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._ended: deque[Call] = deque()  # another thread may have waited for them
         self._lock = Lock()
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CallStats]:
         """What was recorded, with what has ended so far."""
         self._fold()
         return list(self._rows.values())
@@ -78,7 +78,7 @@ class Recorder:
         key = Key(kind=kind, op=op, size=size, ranks=ranks, caller=_caller() if self.settings.debug else "")
         on_device = bool(buffer) and buffer[0].is_cuda
         with self._lock:
-            row = self._rows.get(key) or Row(key=key)
+            row = self._rows.get(key) or CallStats(key=key)
             self._rows[key] = replace(row, calls=row.calls + 1, sent=row.sent + sent)
             number = self._numbers[key, what]
             self._numbers[key, what] += 1

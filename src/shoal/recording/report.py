@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.recording.call import Key
-from shoal.recording.rows import Lateness, Row, Wait
+from shoal.recording.rows import CallStats, Lateness, Wait
 from shoal.recording.table import short
 
 __all__ = ["published"]
 
 
-def published(rows: Sequence[Row], ranks: Sequence[Lateness] | None, waits: Mapping[tuple[Key, int], Wait],
+def published(rows: Sequence[CallStats], ranks: Sequence[Lateness] | None, waits: Mapping[tuple[Key, int], Wait],
               rank: int) -> dict[str, Any]:
     """Return `summary`, `straggler_analysis` (None unless asked for) and `metadata`, in ms and gigabits per second."""
     summary: dict[str, dict[int, dict[str, Any]]] = {}
@@ -44,6 +44,6 @@ def published(rows: Sequence[Row], ranks: Sequence[Lateness] | None, waits: Mapp
 _SUMS = ("count", "timed", "total_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
 
 
-def _bits(speed: float, row: Row) -> float:
+def _bits(speed: float, row: CallStats) -> float:
     """Return bytes per second as gigabits, as often as there were calls, so that rows of one size make one mean."""
     return 8 * speed * row.timed / 1e9

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from shoal.recording.call import Key, Stamps
 
-__all__ = ["Lateness", "Name", "Row", "Said", "Wait", "lateness", "offsets"]
+__all__ = ["CallStats", "Lateness", "Name", "Said", "Wait", "lateness", "offsets"]
 
 _SHARES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather": 1, "all_reduce": 2}
 
@@ -28,7 +28,7 @@ Name = tuple[Key, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CallStats:
     """All calls of one collective with buffers of one size."""
 
     key: Key

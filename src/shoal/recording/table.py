@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.recording.call import Key
-from shoal.recording.rows import Lateness, Row, Wait
+from shoal.recording.rows import CallStats, Lateness, Wait
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +26,7 @@ def short(size: float) -> str:
     return f"{size:.4g} {_UNITS[power]}"
 
 
-def rows_table(rows: Sequence[Row], waits: Mapping[tuple[Key, int], Wait], rank: int) -> Table:
+def rows_table(rows: Sequence[CallStats], waits: Mapping[tuple[Key, int], Wait], rank: int) -> Table:
     """Return a line for each collective and size, with what `rank` lost to late ranks where `waits` say it."""
     from rich.table import Table
 
@@ -77,7 +77,7 @@ def late_table(ranks: Sequence[Lateness]) -> Table:
     return table
 
 
-def _times(row: Row) -> Iterator[str]:
+def _times(row: CallStats) -> Iterator[str]:
     yield _mean(row.seconds, row.timed, 1e3)
     yield _mean(row.exposed, row.timed, 1e3)
     for speed in (row.algorithm_bandwidth, row.bus_bandwidth):

@@ -1,7 +1,11 @@
 """Layers whose weights are cut over the ranks of a tensor axis, and plans that cut the layers of a model that exists."""
 
 from shoal.tensor_parallel.axis import Axis
-from shoal.tensor_parallel.kinds import (
+from shoal.tensor_parallel.layers import ColumnLinear, QKVLinear, RowLinear
+from shoal.tensor_parallel.loss import vocabulary_cross_entropy
+from shoal.tensor_parallel.parallelize import parallelize
+from shoal.tensor_parallel.plan import Plan
+from shoal.tensor_parallel.plan_rules import (
     Column,
     Dropout,
     Head,
@@ -14,14 +18,10 @@ from shoal.tensor_parallel.kinds import (
     Vocabulary,
     Whole,
 )
-from shoal.tensor_parallel.layers import ColumnLinear, QKVLinear, RowLinear
-from shoal.tensor_parallel.loss import vocabulary_cross_entropy
-from shoal.tensor_parallel.parallelize import parallelize
-from shoal.tensor_parallel.plan import Plan
 from shoal.tensor_parallel.random import Apart, align
 from shoal.tensor_parallel.regions import enter, gather, leave, share, split
+from shoal.tensor_parallel.replicated import PartDropout, Shared
 from shoal.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
-from shoal.tensor_parallel.whole import PartDropout, Shared
 
 __all__ = [
     "Apart",

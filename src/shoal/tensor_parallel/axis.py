@@ -20,20 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.board import end_waits, peer_failed, waiting
-from shoal.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
 from shoal.errors import CollectiveFailed, CollectiveTimeout
 from shoal.recording import Call, over
-from shoal.reduction import Reduction
-from shoal.tensor_parallel.shelf import PLACE_BYTES, Shelves, open_shelves
+from shoal.tensor_parallel.shared_memory import PLACE_BYTES, SharedMemoryRing, open_shelves
+from shoal.transport.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
+from shoal.transport.failure_board import end_waits, peer_failed, waiting
+from shoal.transport.reduction import Reduction
 
-__all__ = ["Axis", "Pending", "eager"]
+__all__ = ["Axis", "PendingTensor", "eager"]
 
 SWAP_BYTES = 128 << 10
 """Up to here two ranks without shared memory sum fastest by swapping whole tensors, one message each; beyond, gloo's ring
 overlaps its two (on two cores 51 against 93 microseconds at 1 KiB, 175 against 143 at 256 KiB)."""
 
-_shelves: WeakKeyDictionary[dist.ProcessGroup, Shelves | None] = WeakKeyDictionary()
+_shelves: WeakKeyDictionary[dist.ProcessGroup, SharedMemoryRing | None] = WeakKeyDictionary()
 
 _Finish = Callable[[], object]
 """Returns when what was started is over."""
@@ -55,57 +55,57 @@ class Axis:
         self.ranks = dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
         self._asked = False
-        self._shelves: Shelves | None = None
+        self._shelves: SharedMemoryRing | None = None
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # a copied layer speaks to the same ranks
 
-    def all_reduce(self, tensor: Tensor, *, keep: bool = False) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, keep: bool = False) -> PendingTensor:
         """Sum the contiguous `tensor` over the ranks: in place, unless its values are to be kept."""
         if self.ranks == 1:
-            return Pending(self, "all-reduce", tensor, _nothing)
+            return PendingTensor(self, "all-reduce", tensor, _nothing)
         size = tensor.numel() * tensor.element_size()
         total = torch.empty_like(tensor) if keep else tensor
         if tensor.device.type == "cpu" and self.ranks == 2:
             shelves = self._shelves_for(size)
             if shelves is not None or size <= SWAP_BYTES:
-                return Pending(self, "all-reduce", total, self._swap(tensor, total, size, shelves))
+                return PendingTensor(self, "all-reduce", total, self._swap(tensor, total, size, shelves))
         if tensor.device.type == "cpu" and self.ranks > 2:
             return self._reduce_by_spans(tensor, total)
         if keep:
             total.copy_(tensor)
         call = self._count("all-reduce", 2 * size * (self.ranks - 1) // self.ranks, "all_reduce", tensor)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        return Pending(self, "all-reduce", total, _recorded(self._waiting(work), call))
+        return PendingTensor(self, "all-reduce", total, _recorded(self._waiting(work), call))
 
-    def reduce_scatter(self, addends: Tensor) -> Pending:
+    def reduce_scatter(self, addends: Tensor) -> PendingTensor:
         """Sum the contiguous `addends` (ranks, ...) over the ranks; the result is this rank's (...)."""
         if self.ranks == 1:
-            return Pending(self, "reduce-scatter", addends[0], _nothing)
+            return PendingTensor(self, "reduce-scatter", addends[0], _nothing)
         total = torch.empty_like(addends[0])
         if addends.device.type != "cpu":
             sent = total.numel() * total.element_size() * (self.ranks - 1)
             call = self._count("reduce-scatter", sent, "reduce_scatter", addends)
             work = native_reduce_scatter(total.view(-1), addends.view(-1), group=self.group, async_op=True)
-            return Pending(self, "reduce-scatter", total, _recorded(self._waiting(work), call))
+            return PendingTensor(self, "reduce-scatter", total, _recorded(self._waiting(work), call))
         received = torch.empty_like(addends)
         finish = self._spread(addends.view(-1), received, [total.numel()] * self.ranks, kind="reduce-scatter")
-        return Pending(self, "reduce-scatter", total, lambda: (finish(), _sum(received, total)))
+        return PendingTensor(self, "reduce-scatter", total, lambda: (finish(), _sum(received, total)))
 
-    def all_gather(self, part: Tensor) -> Pending:
+    def all_gather(self, part: Tensor) -> PendingTensor:
         """Gather the contiguous `part` (...) of every rank; the result is (ranks, ...)."""
         whole = part.new_empty((self.ranks, *part.shape))
         if self.ranks == 1:
-            return Pending(self, "all-gather", whole.copy_(part), _nothing)
+            return PendingTensor(self, "all-gather", whole.copy_(part), _nothing)
         size = part.numel() * part.element_size()
         if part.device.type == "cpu":
-            return Pending(self, "all-gather", whole,
+            return PendingTensor(self, "all-gather", whole,
                            self._collect(part, whole, [part.numel()] * self.ranks, size, kind="all-gather"))
         call = self._count("all-gather", size * (self.ranks - 1), "all_gather", whole)
         work = native_all_gather(whole.view(-1), part.view(-1), self.group, async_op=True)
-        return Pending(self, "all-gather", whole, _recorded(self._waiting(work), call))
+        return PendingTensor(self, "all-gather", whole, _recorded(self._waiting(work), call))
 
-    def _swap(self, tensor: Tensor, total: Tensor, size: int, shelves: Shelves | None) -> _Finish:
+    def _swap(self, tensor: Tensor, total: Tensor, size: int, shelves: SharedMemoryRing | None) -> _Finish:
         """Exchange whole tensors with the other of two ranks, and add: the same bits in either order."""
         peer = 1 - self.rank
         call = self._count("all-reduce", size, "all_reduce", tensor)
@@ -124,7 +124,7 @@ class Axis:
         arrived = _recorded(self._waiting(work), call)
         return lambda: (arrived(), torch.add(tensor, other, out=total))
 
-    def _reduce_by_spans(self, tensor: Tensor, total: Tensor) -> Pending:
+    def _reduce_by_spans(self, tensor: Tensor, total: Tensor) -> PendingTensor:
         """Sum a span of the tensor on each rank, then gather the spans."""
         length, left = divmod(tensor.numel(), self.ranks)
         spans = [length + (rank < left) for rank in range(self.ranks)]
@@ -136,7 +136,7 @@ class Axis:
             span = _sum(received, tensor.new_empty(spans[self.rank]))
             self._collect(span, total, spans, spans[0] * tensor.element_size())()
 
-        return Pending(self, "all-reduce", total, gather)
+        return PendingTensor(self, "all-reduce", total, gather)
 
     def _spread(self, flat: Tensor, received: Tensor, spans: Sequence[int], *, kind: str = "all-reduce") -> _Finish:
         """Send each rank its span of `flat`; `received` (ranks, own span) has this rank's from everyone."""
@@ -190,7 +190,7 @@ class Axis:
 
         return finish
 
-    def _shelves_for(self, size: int) -> Shelves | None:
+    def _shelves_for(self, size: int) -> SharedMemoryRing | None:
         """Return the shelves that a tensor of `size` bytes goes over, if it does. The first call is a collective."""
         if not self._asked:
             if self.group not in _shelves:
@@ -202,7 +202,7 @@ class Axis:
         return self._shelves if size <= PLACE_BYTES else None
 
 
-class Pending:
+class PendingTensor:
     """A tensor that is on its way."""
 
     __slots__ = ("_axis", "_finish", "_kind", "_tensor")
@@ -249,11 +249,11 @@ def _sum(addends: Tensor, total: Tensor) -> Tensor:
     return total
 
 
-class _Here:
+class _CompletedTensor:
     """A transfer that is over."""
 
     def wait(self) -> None:
         return
 
 
-_HERE = _Here()
+_HERE = _CompletedTensor()

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.cut import Cut, divided
 from shoal.errors import UsageError
+from shoal.mesh.tensor_slice import TensorSlice, divided
 from shoal.tensor_parallel.axis import Axis
 from shoal.tensor_parallel.linear import column, row
-from shoal.tensor_parallel.parts import Taken, drawn
+from shoal.tensor_parallel.part_init import Taken, drawn
 from shoal.tensor_parallel.regions import gather, split
 
 __all__ = ["ColumnLinear", "CutLinear", "QKVLinear", "RowLinear"]
@@ -33,7 +33,8 @@ class CutLinear(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, weight_cut: Cut, bias_cut: Cut | None, *,
+    def __init__(self, in_features: int, out_features: int, axis: Axis, weight_cut: TensorSlice,
+                 bias_cut: TensorSlice | None, *,
                  extent: int):
         super().__init__()
         self.in_features = in_features
@@ -49,7 +50,7 @@ class CutLinear(nn.Module):
         """This rank's part of the weight as (outputs, inputs), however it is stored."""
         return self.weight.t() if self._input_first else self.weight
 
-    def cuts(self) -> Mapping[str, Cut]:
+    def cuts(self) -> Mapping[str, TensorSlice]:
         """Return the cuts of the weight, and of the bias where it is cut."""
         cuts = {"weight": self._weight_cut}
         if self.bias is not None and self._bias_cut is not None:
@@ -71,7 +72,7 @@ class CutLinear(nn.Module):
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
         cut, extent = self._bias_cut, self._extent
         if cut is None:
-            cut, extent = Cut.even(0, (self.out_features,), 0, 1), self.out_features
+            cut, extent = TensorSlice.even(0, (self.out_features,), 0, 1), self.out_features
         self.bias = nn.Parameter(drawn((self.out_features,), cut, extent,
                                        lambda block: nn.init.uniform_(block, -bound, bound), device=device,
                                        dtype=dtype))
@@ -112,7 +113,7 @@ class ColumnLinear(CutLinear):
         axis = Axis(group)
         for size in sizes:
             divided(f"ColumnLinear: {size} outputs", size, axis.ranks)
-        cut = Cut.even(0, sizes, axis.rank, axis.ranks)
+        cut = TensorSlice.even(0, sizes, axis.rank, axis.ranks)
         super().__init__(in_features, out_features, axis, cut, cut, extent=cut.length)
         self._gather_output = gather_output
         self._sequence_dim = sequence_dim
@@ -161,7 +162,7 @@ class RowLinear(CutLinear):
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         axis = Axis(group)
         divided(f"RowLinear: {in_features} inputs", in_features, axis.ranks)
-        cut = Cut.even(1, (in_features,), axis.rank, axis.ranks)
+        cut = TensorSlice.even(1, (in_features,), axis.rank, axis.ranks)
         super().__init__(in_features, out_features, axis, cut, None, extent=cut.length)
         self._input_is_parallel = input_is_parallel
         self._sequence_dim = sequence_dim

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shoal.halves import Debt, Deferred, current
+from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.regions import gathered, joined, summed
 
@@ -34,16 +34,16 @@ def column(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int 
 
     `x` (..., in) is whole; or split along `dim`, in which case it is gathered, and again in backward rather than kept.
     """
-    return cast(Tensor, _Column.apply(*_in_one_dtype(x, weight, bias), axis, dim))
+    return cast(Tensor, _ColumnProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim))
 
 
 @eager
 def row(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
     """Return x W^T + b (..., out), whole or split along `dim`, from this rank's parts of `x` (..., cut) and W (out, cut)."""
-    return cast(Tensor, _Row.apply(*_in_one_dtype(x, weight, bias), axis, dim))
+    return cast(Tensor, _RowProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim))
 
 
-class _Column(torch.autograd.Function):
+class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -73,7 +73,7 @@ class _Column(torch.autograd.Function):
         return x_gradient, weight_gradient, bias_gradient, None, None
 
 
-class _Row(torch.autograd.Function):
+class _RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -102,7 +102,7 @@ class _Row(torch.autograd.Function):
 class _Owed:
     """Weights whose gradients a schedule takes in a pass of their own."""
 
-    deferred: Deferred
+    deferred: WeightGradQueue
     weights: tuple[Tensor, ...]
 
     @classmethod
@@ -115,7 +115,7 @@ class _Owed:
 
     def later(self, x: Callable[[], Tensor], inputs: int, gradient: Tensor) -> None:
         """Remember what the gradients are made of."""
-        self.deferred.owe(Debt(self.weights, gradient, inputs, x))
+        self.deferred.owe(WeightGradTask(self.weights, gradient, inputs, x))
 
 
 def _in_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.cut import stretch
 from shoal.errors import UsageError
+from shoal.mesh.tensor_slice import stretch
 from shoal.tensor_parallel.axis import Axis, eager
 
 __all__ = ["vocabulary_cross_entropy"]

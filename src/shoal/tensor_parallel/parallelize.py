@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.collectives import Communicator
-from shoal.cut import Cutting, cuts_of
 from shoal.errors import RanksDisagree, UsageError
 from shoal.fingerprint import bits_of
-from shoal.tensor_parallel.doors import Streams
-from shoal.tensor_parallel.kinds import Region, Site, Whole
-from shoal.tensor_parallel.parts import Taken
+from shoal.mesh.tensor_slice import SlicedModule, cuts_of
+from shoal.tensor_parallel.forward_hooks import RankLocalRng
+from shoal.tensor_parallel.part_init import Taken
 from shoal.tensor_parallel.plan import Elsewhere, Match, Plan, assign, found_in
+from shoal.tensor_parallel.plan_rules import Region, Site, Whole
 from shoal.tensor_parallel.plans import plan_for
 from shoal.tensor_parallel.random import Apart, align
+from shoal.transport.collectives import Communicator
 
 __all__ = ["parallelize"]
 
@@ -164,14 +164,14 @@ def _refuse_differences(said: list[list[str]], axis: str) -> None:
 def _convert(model: nn.Module, matches: list[Match], group: dist.ProcessGroup, sequence_dim: int | None,
              taken: Taken) -> None:
     """Put what the kinds make of modules in their places."""
-    regions: dict[str, tuple[Region, Streams]] = {}
+    regions: dict[str, tuple[Region, RankLocalRng]] = {}
     done: dict[nn.Module, tuple[Match, nn.Module]] = {}
     for match in matches:
         if match.module not in done:
             around = [known for path, known in regions.items() if match.path.startswith(f"{path}.")]
             streams = [streams for region, streams in around if region.dropout]
             if isinstance(match.kind, Region):
-                streams.append(Streams(Apart(dist.get_rank(group))))
+                streams.append(RankLocalRng(Apart(dist.get_rank(group))))
                 regions[match.path] = match.kind, streams[-1]
             site = Site(group=group, sequence_dim=sequence_dim, taken=taken, path=match.path,
                         streams=streams[-1] if streams else None,
@@ -187,7 +187,7 @@ def _convert(model: nn.Module, matches: list[Match], group: dist.ProcessGroup, s
 
 
 def _converted(match: Match, site: Site) -> nn.Module:
-    if isinstance(match.module, Cutting):
+    if isinstance(match.module, SlicedModule):
         raise UsageError(f"{match.path}: {type(match.module).__name__} is cut already; parallelize a model once")
     try:
         return match.kind.convert(match.module, site)

@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.config.suggest import nearest
 from shoal.errors import UsageError
-from shoal.tensor_parallel.kinds import Column, Dropout, Heads, Kind, Norm, Region, Row, Sequence, Whole
+from shoal.tensor_parallel.plan_rules import Column, Dropout, Heads, Kind, Norm, Region, Row, Sequence, Whole
 
 __all__ = ["Elsewhere", "Match", "Plan", "assign", "found_in"]
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from shoal.config.suggest import nearest
 from shoal.errors import UsageError
-from shoal.tensor_parallel.kinds import (
+from shoal.tensor_parallel.plan import Plan, matches
+from shoal.tensor_parallel.plan_rules import (
     Column,
     Dropout,
     Head,
@@ -27,7 +28,6 @@ from shoal.tensor_parallel.kinds import (
     Vocabulary,
     Whole,
 )
-from shoal.tensor_parallel.plan import Plan, matches
 
 __all__ = ["PLANS", "plan_for"]
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from shoal.collectives import Communicator
+from shoal.transport.collectives import Communicator
 
 __all__ = ["Apart", "align"]
 

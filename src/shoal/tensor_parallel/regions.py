@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shoal.cut import divided, stretch
-from shoal.tensor_parallel.axis import Axis, Pending, eager
+from shoal.mesh.tensor_slice import divided, stretch
+from shoal.tensor_parallel.axis import Axis, PendingTensor, eager
 
 __all__ = ["enter", "gather", "leave", "share", "split"]
 
@@ -67,7 +67,7 @@ def gather(tensor: Tensor, axis: Axis, dim: int, size: int | None = None) -> Ten
 @eager
 def share(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return whole `tensors` for use on this rank's part of the data; their gradients are summed in one message."""
-    return cast("tuple[Tensor, ...]", _Share.apply(axis, *tensors))
+    return cast("tuple[Tensor, ...]", _SharedTensors.apply(axis, *tensors))
 
 
 class _Enter(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(ctx.dim, ctx.rows.start, len(ctx.rows)), None, None, None
 
 
-class _Share(torch.autograd.Function):
+class _SharedTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis
@@ -140,7 +140,7 @@ class _Share(torch.autograd.Function):
         return None, *(part.view(gradient.shape).to(gradient.dtype) for part, gradient in zip(parts, gradients, strict=True))
 
 
-def summed(addend: Tensor, axis: Axis, dim: int | None, *, keep: bool = False) -> Pending:
+def summed(addend: Tensor, axis: Axis, dim: int | None, *, keep: bool = False) -> PendingTensor:
     """Start summing `addend` over the ranks, split along `dim` if it is given; else in place, unless it is kept."""
     if dim is None:
         return axis.all_reduce(addend.contiguous(), keep=keep)
@@ -153,7 +153,7 @@ def gathered(part: Tensor, axis: Axis, dim: int) -> Tensor:
     return joined(axis.all_gather(part.contiguous()), dim)
 
 
-def joined(parts: Pending, dim: int) -> Tensor:
+def joined(parts: PendingTensor, dim: int) -> Tensor:
     """Wait for the parts (ranks, ...) of a tensor, and join them along `dim`."""
     return parts.wait().movedim(0, dim).flatten(dim, dim + 1)
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.cut import Cut, stretch
 from shoal.errors import UsageError
+from shoal.mesh.tensor_slice import TensorSlice, stretch
 from shoal.tensor_parallel.axis import Axis
 from shoal.tensor_parallel.layers import CutLinear, sizes_of
 from shoal.tensor_parallel.linear import column
-from shoal.tensor_parallel.parts import Taken, drawn
+from shoal.tensor_parallel.part_init import Taken, drawn
 from shoal.tensor_parallel.regions import gather, leave
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead"]
@@ -48,7 +48,7 @@ class VocabularyEmbedding(nn.Module):
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
         self._sequence_dim = sequence_dim
         self._axis = axis = Axis(group)
-        self._cut = Cut.padded(0, num_embeddings, axis.rank, axis.ranks)
+        self._cut = TensorSlice.padded(0, num_embeddings, axis.rank, axis.ranks)
         self._rows = stretch(num_embeddings, axis.rank, axis.ranks)
         local = None if self.padding_idx is None else self.padding_idx - self._rows.start
         self._local_padding = local if local is not None and 0 <= local < len(self._rows) else None
@@ -78,7 +78,7 @@ class VocabularyEmbedding(nn.Module):
     def _extent(self) -> int:
         return len(stretch(self.num_embeddings, 0, self._axis.ranks))
 
-    def cuts(self) -> Mapping[str, Cut]:
+    def cuts(self) -> Mapping[str, TensorSlice]:
         """Return the cut of the weight."""
         return {"weight": self._cut}
 
@@ -113,7 +113,7 @@ class VocabularyHead(CutLinear):
                  gather_output: bool = True, sequence_dim: int | None = None, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None):
         axis = Axis(group)
-        cut = Cut.padded(0, words, axis.rank, axis.ranks)
+        cut = TensorSlice.padded(0, words, axis.rank, axis.ranks)
         super().__init__(in_features, words, axis, cut, cut, extent=len(stretch(words, 0, axis.ranks)))
         self._gather_output = gather_output
         self._sequence_dim = sequence_dim

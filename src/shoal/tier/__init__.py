@@ -6,20 +6,48 @@
 Nobody else needs to know which it is.
 """
 
-from shoal.tier.copied import Copied, above
+from shoal.tier.device_mirror import DeviceMirror, above
+from shoal.tier.disk_span import DiskSpan
 from shoal.tier.elastic import Elastic, elastic
 from shoal.tier.lanes import Lanes
 from shoal.tier.memory import pageable, trim, users, zeros
 from shoal.tier.pages import Pages
-from shoal.tier.part import InUse, Part, Together, held, on_disk
-from shoal.tier.residence import Residence, Tiers
-from shoal.tier.span import Kept, Span, Transfer, behind
-from shoal.tier.stay import Stay
+from shoal.tier.residency_pin import ResidencyPin
+from shoal.tier.span import ResidentSpan, Span, Transfer, behind
+from shoal.tier.storage import StoragePlan, Tiers
 from shoal.tier.store import Disk, Memory, Store
+from shoal.tier.sub_span import InUse, JoinedTransfers, SubSpan, held, on_disk
 from shoal.tier.swap import Swap
-from shoal.tier.swapped import Swapped
 from shoal.tier.trace import Event, Trace
 
-__all__ = ["Copied", "Disk", "Elastic", "Event", "InUse", "Kept", "Lanes", "Memory", "Pages", "Part", "Residence", "Span",
-           "Stay", "Store", "Swap", "Swapped", "Tiers", "Together", "Trace", "Transfer", "above", "behind", "elastic",
-           "held", "on_disk", "pageable", "trim", "users", "zeros"]
+__all__ = [
+           "DeviceMirror",
+           "Disk",
+           "DiskSpan",
+           "Elastic",
+           "Event",
+           "InUse",
+           "JoinedTransfers",
+           "Lanes",
+           "Memory",
+           "Pages",
+           "ResidencyPin",
+           "ResidentSpan",
+           "Span",
+           "StoragePlan",
+           "Store",
+           "SubSpan",
+           "Swap",
+           "Tiers",
+           "Trace",
+           "Transfer",
+           "above",
+           "behind",
+           "elastic",
+           "held",
+           "on_disk",
+           "pageable",
+           "trim",
+           "users",
+           "zeros",
+]

@@ -20,11 +20,11 @@ import torch
 
 from shoal.errors import TierError
 from shoal.tier.claim import claim
+from shoal.tier.folder_check import check_folder, free_bytes
 from shoal.tier.pages import Pages
-from shoal.tier.place import check_folder, free_bytes
 from shoal.tier.transfer import Job, Lane, Stretch, SwapFile, Threads, refusal
 
-__all__ = ["ROUNDS", "SETTINGS", "SMALLEST", "Row", "Setting", "best", "measure", "merged"]
+__all__ = ["ROUNDS", "SETTINGS", "SMALLEST", "BenchRow", "Setting", "best", "measure", "merged"]
 
 _CHUNK = 4 << 20
 SMALLEST = 16 * _CHUNK
@@ -56,7 +56,7 @@ SETTINGS = tuple(setting for block in (256 << 10, 1 << 20, 4 << 20) for requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BenchRow:
     """Bytes per second of a setting."""
 
     setting: Setting
@@ -69,22 +69,22 @@ class Row:
         return 2 / (1 / self.read + 1 / self.write)
 
 
-def merged(rows: Iterable[Row]) -> list[Row]:
+def merged(rows: Iterable[BenchRow]) -> list[BenchRow]:
     """Return a row for each setting: the medians over its rounds."""
-    rounds: dict[Setting, list[Row]] = {}
+    rounds: dict[Setting, list[BenchRow]] = {}
     for row in rows:
         rounds.setdefault(row.setting, []).append(row)
-    return [Row(setting=setting, read=median(row.read for row in found), write=median(row.write for row in found))
+    return [BenchRow(setting=setting, read=median(row.read for row in found), write=median(row.write for row in found))
             for setting, found in rounds.items()]
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[BenchRow]) -> BenchRow:
     """Return of the rows that are as good as the fastest (within 5 %) the one with the fewest bytes under way."""
     fastest = max(row.both for row in rows)
     return min((row for row in rows if row.both >= _AS_GOOD * fastest), key=lambda row: (row.setting.bytes, -row.both))
 
 
-def measure(folder: str | Path, settings: Sequence[Setting], *, bytes: int, seconds: float) -> Generator[Row]:
+def measure(folder: str | Path, settings: Sequence[Setting], *, bytes: int, seconds: float) -> Generator[BenchRow]:
     """Yield a row for each setting in each round, from a file of `bytes` in `folder`; takes about `seconds` in all.
 
     Raises `TierError` for a folder that cannot be used.
@@ -96,7 +96,7 @@ def measure(folder: str | Path, settings: Sequence[Setting], *, bytes: int, seco
         ground.rate("write", SETTINGS[-1], 2 * share)  # the first writing of a file is slower than any later one
         for setting in [*settings] * ROUNDS:
             write = ground.rate("write", setting, share)
-            yield Row(setting=setting, write=write, read=ground.rate("read", setting, share))
+            yield BenchRow(setting=setting, write=write, read=ground.rate("read", setting, share))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 from shoal.errors import TierError
 from shoal.log import warn_once
 from shoal.tier.extents import ALIGNMENT
-from shoal.tier.place import check_folder, is_network
+from shoal.tier.folder_check import check_folder, is_network
 
 __all__ = ["Claim", "claim"]
 

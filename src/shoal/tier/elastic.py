@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.tier.copied import Arrival
+from shoal.tier.device_mirror import Arrival
+from shoal.tier.disk_span import DiskSpan
 from shoal.tier.memory import pageable
 from shoal.tier.pages import Pages
-from shoal.tier.part import Part, Together
-from shoal.tier.span import DONE, Kept, Names, Span, Transfer, behind, unnamed
+from shoal.tier.span import DONE, Names, ResidentSpan, Span, Transfer, behind, unnamed
 from shoal.tier.store import Disk, Memory, Store
-from shoal.tier.streams import Stream, up
-from shoal.tier.swapped import Swapped
+from shoal.tier.streams import CopyStream, up
+from shoal.tier.sub_span import JoinedTransfers, SubSpan
 
 __all__ = ["Elastic", "elastic"]
 
@@ -62,7 +62,7 @@ class Paged:
     def __init__(self, size: int, dtype: torch.dtype, part: range):
         self._pages = Pages(size, dtype)
         self.full = self._pages.tensor
-        self.rest: Span = Kept(self.full[part.start:part.stop])
+        self.rest: Span = ResidentSpan(self.full[part.start:part.stop])
         width = dtype.itemsize
         self._outside = [range(part.start * width), range(part.stop * width, size * width)]
 
@@ -80,22 +80,22 @@ class Paged:
         pass
 
 
-class Beneath:
+class DiskBuffer:
     """Host memory above a disk."""
 
     within = True
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, disk: Disk, name: str, names: Names):
-        self._memory = Swapped(disk.swap, size, dtype, name, part=part, chunk=disk.granule, names=names)
+        self._memory = DiskSpan(disk.swap, size, dtype, name, part=part, chunk=disk.granule, names=names)
         self._part = part
         self._changed = False
         self._lent = False
         self.full = self._memory.tensor
-        self.rest: Span = Part(self._memory, part)
+        self.rest: Span = SubSpan(self._memory, part)
         self.grow().wait()
 
     def grow(self) -> Transfer:
-        return Together([self._memory.fetch(self._part.start, self._part.stop), self._memory.edges()])
+        return JoinedTransfers([self._memory.fetch(self._part.start, self._part.stop), self._memory.edges()])
 
     def shrink(self, *, lent: bool = False) -> None:
         if lent and not self._lent:
@@ -128,7 +128,7 @@ class Resized:
         self.full = torch.zeros(size, dtype=dtype, device=device)
         self.rest = rest
         self._own = self.full[part.start:part.stop]
-        self._stream = Stream() if rest.tensor.device == self.full.device else up(device)
+        self._stream = CopyStream() if rest.tensor.device == self.full.device else up(device)
 
     def grow(self) -> Transfer:
         storage = self.full.untyped_storage()
@@ -154,7 +154,7 @@ def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, st
             names: Names = unnamed) -> Elastic:
     """Return a buffer of `size` elements on `device`, zeros, whose `part` rests in `store`."""
     if isinstance(store, Disk) and device == store.device:
-        return Beneath(size, dtype, part, store, name, names)
+        return DiskBuffer(size, dtype, part, store, name, names)
     if isinstance(store, Memory) and device == store.device and pageable(size, dtype, device):
         return Paged(size, dtype, part)
     return Resized(size, dtype, part, device, store.place(len(part), dtype, name, names=behind(names, part.start)))

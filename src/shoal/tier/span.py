@@ -1,7 +1,7 @@
 """A span is flat memory that may rest elsewhere: `fetch` brings it, `commit` lets it go, and its address never changes.
 
 Between a fetch that has been waited for and the commit that ends it the memory holds what was committed last; at other
-times it is undefined. `Kept` rests where it is, so that who fetches and commits need not ask where a tensor rests.
+times it is undefined. `ResidentSpan` rests where it is, so that who fetches and commits need not ask where a tensor rests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["DONE", "Kept", "Names", "Span", "Transfer", "Whole", "behind", "unnamed"]
+__all__ = ["DONE", "Names", "PlacedSpan", "ResidentSpan", "Span", "Transfer", "behind", "unnamed"]
 
 Names = Callable[[range], Sequence[str]]
 """Gives the names of the parameters that lie among some elements of a span, for errors."""
@@ -61,7 +61,7 @@ class Span(Protocol):
         ...
 
 
-class Whole(Span, Protocol):
+class PlacedSpan(Span, Protocol):
     """A span that is all of what somebody placed, and no part or other side of it."""
 
     def discard(self) -> None:
@@ -69,7 +69,7 @@ class Whole(Span, Protocol):
         ...
 
 
-class _Done:
+class _CompletedTransfer:
     """Nothing is under way."""
 
     done = True
@@ -78,11 +78,11 @@ class _Done:
         pass
 
 
-DONE: Final[Transfer] = _Done()
+DONE: Final[Transfer] = _CompletedTransfer()
 """The transfer of nothing."""
 
 
-class Kept:
+class ResidentSpan:
     """A span that stays in memory."""
 
     def __init__(self, tensor: Tensor):

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
+from shoal.tier.disk_span import CHUNK, DiskSpan
 from shoal.tier.memory import zeros
-from shoal.tier.span import Kept, Names, Whole, unnamed
+from shoal.tier.span import Names, PlacedSpan, ResidentSpan, unnamed
 from shoal.tier.swap import Swap
-from shoal.tier.swapped import CHUNK, Swapped
 
 __all__ = ["Disk", "Memory", "Store"]
 
@@ -33,7 +33,7 @@ class Store(Protocol):
         ...
 
     def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
-              names: Names = unnamed) -> Whole:
+              names: Names = unnamed) -> PlacedSpan:
         """Return a span of `size` zeros, of which `part` (default: all) rests; errors call it `name`, and add `names`."""
         ...
 
@@ -47,10 +47,10 @@ class Memory:
     granule: None = None
 
     def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
-              names: Names = unnamed) -> Whole:
+              names: Names = unnamed) -> PlacedSpan:
         if self.pinned:
-            return Kept(torch.zeros(size, dtype=dtype, pin_memory=True))
-        return Kept(zeros(size, dtype, self.device))
+            return ResidentSpan(torch.zeros(size, dtype=dtype, pin_memory=True))
+        return ResidentSpan(zeros(size, dtype, self.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,5 +65,5 @@ class Disk:
         return torch.device("cpu")
 
     def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
-              names: Names = unnamed) -> Whole:
-        return Swapped(self.swap, size, dtype, name, part=part, chunk=self.granule, names=names)
+              names: Names = unnamed) -> PlacedSpan:
+        return DiskSpan(self.swap, size, dtype, name, part=part, chunk=self.granule, names=names)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Mark", "Stream", "down", "side", "up", "upload"]
+__all__ = ["CopyStream", "Mark", "down", "side", "up", "upload"]
 
 _LANDING = 2  # copies to the host that may be under way before the oldest is seen to its end
 
@@ -31,7 +31,7 @@ class Mark(Protocol):
         ...
 
 
-class Stream:
+class CopyStream:
     """What is copied where there is no stream of its own for it: at once, or among what the device computes."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Stream:
             self._landing.popleft()()
 
 
-class _CudaStream(Stream):
+class _CudaStream(CopyStream):
     def __init__(self, device: torch.device):
         super().__init__()
         self._stream = torch.cuda.Stream(device)
@@ -99,7 +99,7 @@ class _CudaMark:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _Here:
+class _InlineStream:
     def wait(self) -> None:
         pass
 
@@ -107,24 +107,24 @@ class _Here:
         pass
 
 
-_HERE: Mark = _Here()
+_HERE: Mark = _InlineStream()
 
 
 @cache
-def up(device: torch.device) -> Stream:
+def up(device: torch.device) -> CopyStream:
     """Return the stream of copies from the host to `device`."""
-    return _CudaStream(device) if device.type == "cuda" else Stream()
+    return _CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
 @cache
-def down(device: torch.device) -> Stream:
+def down(device: torch.device) -> CopyStream:
     """Return the stream of copies from `device` to its host."""
-    return _CudaStream(device) if device.type == "cuda" else Stream()
+    return _CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
-def side(device: torch.device) -> Stream:
+def side(device: torch.device) -> CopyStream:
     """Return a stream of one's own, for what `device` does beside its computing."""
-    return _CudaStream(device) if device.type == "cuda" else Stream()
+    return _CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
 class Upload:

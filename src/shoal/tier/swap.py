@@ -17,7 +17,7 @@ from weakref import WeakSet, finalize
 from shoal.errors import TierError
 from shoal.tier.claim import Claim, claim
 from shoal.tier.extents import ALIGNMENT, Extent, Extents
-from shoal.tier.spare import Spare
+from shoal.tier.page_pool import PagePool
 from shoal.tier.trace import Trace
 from shoal.tier.transfer import Job, SwapFile, Threads, refusal
 
@@ -58,7 +58,7 @@ class Swap:
         """Notified when a write has ended."""
         self.writing_bytes = 0
         """Bytes on their way to the disk, or about to be."""
-        self.spare = Spare(spare)
+        self.spare = PagePool(spare)
         """Pages that nobody uses."""
         self._write_ahead = write_ahead
         self.doubled: WeakSet[Doubled] = WeakSet()

@@ -25,12 +25,12 @@ from typing import Literal
 from shoal.errors import TierError
 from shoal.tier.checksum import checksum
 from shoal.tier.extents import ALIGNMENT
+from shoal.tier.folder_check import free_bytes
 from shoal.tier.pages import Pages
-from shoal.tier.place import free_bytes
 from shoal.tier.span import Names, unnamed
 from shoal.tier.trace import Trace
 
-__all__ = ["Job", "Lane", "Pending", "Stretch", "SwapFile", "Threads", "refusal"]
+__all__ = ["Job", "Lane", "PendingJobs", "Stretch", "SwapFile", "Threads", "refusal"]
 
 Lane = Literal["read", "write"]
 SHOWN = 3
@@ -188,7 +188,7 @@ def refusal(error: OSError, needed: int, folder: Path) -> str:
     return f"{error.strerror}; look at the disk (dmesg), or give another folder in nvme_path"
 
 
-class Pending:
+class PendingJobs:
     """The transfer of several jobs, some of which may have failed before."""
 
     def __init__(self, jobs: Iterable[Job], failed: Iterable[TierError] = ()):

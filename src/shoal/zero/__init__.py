@@ -9,12 +9,12 @@ from shoal.zero.estimate import (
 from shoal.zero.gathered import gathered
 from shoal.zero.gathered import gathered as GatheredParameters
 from shoal.zero.init import Init
-from shoal.zero.working import Working, working
+from shoal.zero.working_memory import WorkingMemory, working
 
 __all__ = [
     "GatheredParameters",
     "Init",
-    "Working",
+    "WorkingMemory",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

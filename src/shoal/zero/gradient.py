@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.collectives import Communicator, Handle, Label
-from shoal.holders import Holders
+from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.precision.averaging import Averaging
-from shoal.reduction import Widened
-from shoal.sparse_gradients import Rows
-from shoal.tier import InUse, Kept, Store, Transfer, above, behind
-from shoal.zero.addend import Addend
+from shoal.recording.call import Handle
+from shoal.sparse.gradients import Rows
+from shoal.tier import InUse, ResidentSpan, Store, Transfer, above, behind
+from shoal.transport.collectives import Communicator, Label
+from shoal.transport.reduction import Widened
 from shoal.zero.buffer import Pool
-from shoal.zero.compressed import Signs
+from shoal.zero.grad_accumulator import GradAccumulator
 from shoal.zero.layout import Layout
+from shoal.zero.onebit_transport import OneBitTransport
 from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 
 
@@ -57,8 +58,8 @@ class Gradient:
     """It stays where it is until a later step sends it."""
     _valid = False  # `reduced` holds a sum
 
-    def __init__(self, layout: Layout, stage: Stage, holders: Holders, dtypes: GradientDtypes, pool: Pool,
-                 store: Store, *, unit: str, index: int, rows: Rows | None = None, signs: Signs | None = None):
+    def __init__(self, layout: Layout, stage: Stage, holders: ReplicaGroup, dtypes: GradientDtypes, pool: Pool,
+                 store: Store, *, unit: str, index: int, rows: Rows | None = None, signs: OneBitTransport | None = None):
         self.layout = layout
         self.rows = rows  # what moves those of an embedding; None: the gradient is always whole
         self.stage = stage
@@ -85,9 +86,9 @@ class Gradient:
         whole = stage.master is SHARD or len(own) == layout.size
         self.reduced = self.own if whole else self._span.tensor
         """The reduced gradient, where the master rests."""
-        self.addend = Addend(layout, dtypes.accumulate, pool, factor=before, rows=rows, signed=signs is not None,
+        self.addend = GradAccumulator(layout, dtypes.accumulate, pool, factor=before, rows=rows, signed=signs is not None,
                              resting=self._span.tensor if partial else None, place=self._place,
-                             kept=isinstance(self._span, Kept))
+                             kept=isinstance(self._span, ResidentSpan))
         """What this rank has collected."""
         self.reset()
 
@@ -230,7 +231,7 @@ class Gradient:
 
     def leave(self) -> None:
         """Let what was collected or reduced rest in its tier."""
-        kept = isinstance(self._span, Kept) or (self.stays and self._span is self.rest)
+        kept = isinstance(self._span, ResidentSpan) or (self.stays and self._span is self.rest)
         if kept or not self._place.here or self._flight is not None:
             return
         if self.measured and self._valid and self._norm is None:

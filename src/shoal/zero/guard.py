@@ -96,7 +96,7 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     return type(tensor) in _guarded.values()
 
 
-def claim(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
+def set_owner(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
     """Record that `owner` holds the memory of `parameter` from now on; with `keep` the parameter keeps it alive.
 
     An owner that was kept alive so far is told that it is not any more.
@@ -109,7 +109,7 @@ def claim(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
         _kept[parameter] = owner
 
 
-def disclaim(parameter: nn.Parameter) -> None:
+def clear_owner(parameter: nn.Parameter) -> None:
     """Record that the parameter holds its own memory again."""
     _owners.pop(parameter, None)
 

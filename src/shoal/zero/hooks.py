@@ -24,14 +24,14 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from shoal.embeddings import looked_up
 from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.log import warn_once
-from shoal.nested import tensors_within
+from shoal.sparse.embeddings import looked_up
+from shoal.tree import tensors_within
 from shoal.zero.collected import collect, collect_late, drop
 from shoal.zero.reducer import Reducer
-from shoal.zero.saved import Saving
+from shoal.zero.saved_tensors import SavedTensorTracker
 from shoal.zero.unit import Phase, Scope, Unit
 from shoal.zero.window import Window
 
@@ -60,7 +60,7 @@ class Hooks:
         self._begun = 0  # passes
         self._task = -1  # autograd's number of the present backward pass; a re-entrant one within it has its own
         self._handles: list[RemovableHandle] = []
-        self._saving = Saving({module: [unit for unit in found if unit.travels or watched]
+        self._saving = SavedTensorTracker({module: [unit for unit in found if unit.travels or watched]
                                for module, found in units.items()}, self._bring)
         self.before_backward: Callable[[], None] = lambda: None
         """Called when a backward pass begins, before anything is collected."""

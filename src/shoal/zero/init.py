@@ -16,17 +16,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from shoal import distributed
-from shoal.collectives import Communicator
 from shoal.config.load import read
 from shoal.config.problem import raise_all
 from shoal.config.resolve import resolve
 from shoal.config.section import Section
 from shoal.errors import ConfigError, UsageError
-from shoal.holders import Holders
+from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.tier import Store, Tiers, trim
-from shoal.tier.opening import open_store
+from shoal.tier.open_stores import open_store
 from shoal.tier.settings import AioSettings, OffloadParam
+from shoal.transport import process_group
+from shoal.transport.collectives import Communicator
 from shoal.zero.buffer import Pool
 from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
@@ -111,11 +111,11 @@ class Init:
         self._opened.append(unit)
 
     def _start(self) -> None:
-        distributed.init_distributed()
+        process_group.init_distributed()
         group = self._group or dist.group.WORLD
         assert group is not None
         self._communicator = Communicator(group, timeout=self._timeout)
-        self._pool = Pool(distributed.device())
+        self._pool = Pool(process_group.device())
         self._store = open_store(self._offload, self._aio, self._pool.device, rank=self._communicator.rank)
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -151,7 +151,7 @@ class Init:
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
         unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3],
-                       Holders(self._communicator, self._communicator.ranks),
+                       ReplicaGroup(self._communicator, self._communicator.ranks),
                        UnitDtypes(compute=dtype, gradient=GradientDtypes(accumulate=dtype, wire=dtype)), self._pool,
                        self._scope, Tiers(weight=self._store, state=self._store), trainable=False)
         unit.session = self

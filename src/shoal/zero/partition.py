@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal.embeddings import gives_rows, row_weights
-from shoal.holders import Holders
+from shoal.mesh.parameter_groups import ReplicaGroup
+from shoal.sparse.embeddings import gives_rows, row_weights
 from shoal.zero.unit import Member
 
 LARGE = 1 << 18
@@ -26,7 +26,7 @@ LARGE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class UnitSpec:
     """The parameters of one unit to be, and the module around whose calls it is gathered."""
 
     name: str
@@ -35,7 +35,7 @@ class Share:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
-    holders: Holders
+    holders: ReplicaGroup
     columns: int | None = None
     """Of an embedding whose gradient is rows: each rank owns whole ones."""
 
@@ -64,9 +64,9 @@ def _is_large_layer(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and sum(p.numel() for p in module.parameters()) >= LARGE
 
 
-def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callable[[str], Holders], *,
+def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callable[[str], ReplicaGroup], *,
               roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
-              persistent_below: int = 0, persistent_at_most: int = sys.maxsize) -> list[Share]:
+              persistent_below: int = 0, persistent_at_most: int = sys.maxsize) -> list[UnitSpec]:
     """Divide the parameters of `model` into units, in order of definition, a root's first.
 
     Units that several stages hold come before all others and in one order on every rank, whatever the order of layers
@@ -117,7 +117,7 @@ class _Key:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
-    holders: Holders
+    holders: ReplicaGroup
     table: nn.Parameter | None = None
     """The embedding that is a unit by itself."""
 
@@ -127,11 +127,12 @@ class _Key:
             return 0, self.holders.order, self.trainable, str(self.dtype)
         return 1, order[self.module]
 
-    def share(self, name: str, members: list[Member]) -> Share:
+    def share(self, name: str, members: list[Member]) -> UnitSpec:
         ordered = sorted(members, key=lambda member: (member.group, member.name if self.holders.late else ""))
         columns = None if self.table is None else self.table.shape[1]
-        return Share(name=name, module=self.module, trainable=self.trainable, dtype=self.dtype, persistent=self.persistent,
-                     holders=self.holders, members=tuple(ordered), columns=columns)
+        return UnitSpec(name=name, module=self.module, trainable=self.trainable, dtype=self.dtype,
+                        persistent=self.persistent, holders=self.holders, members=tuple(ordered),
+                        columns=columns)
 
 
 def _owners(root: nn.Module, found: dict[nn.Module, str]) -> dict[nn.Parameter, nn.Module]:

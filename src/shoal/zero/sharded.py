@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives import Communicator
 from shoal.errors import RanksDisagree, UsageError
-from shoal.holders import Census
+from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.precision.policy import Policy
-from shoal.tier import Memory, Residence, trim
+from shoal.tier import Memory, StoragePlan, trim
+from shoal.transport.collectives import Communicator
 from shoal.zero.buffer import Pool
 from shoal.zero.gradient import Gradient, GradientDtypes
-from shoal.zero.guard import disclaim, owner_of
+from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
-from shoal.zero.partition import Share, partition, tied_names
+from shoal.zero.partition import UnitSpec, partition, tied_names
 from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes, over
 from shoal.zero.reducer import Reducer
 from shoal.zero.unit import Phase, Scope, Unit, UnitDtypes
@@ -31,7 +31,7 @@ from shoal.zero.window import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ShardingPlan:
     """How a model is to rest on the ranks."""
 
     stage: int
@@ -61,7 +61,8 @@ class Plan:
 class ShardedModel:
     """The units of one model on one data axis."""
 
-    def __init__(self, model: nn.Module, census: Census, residence: Residence, *, aliases: Mapping[str, str] | None = None):
+    def __init__(self, model: nn.Module, census: ParameterGroups, residence: StoragePlan, *,
+                 aliases: Mapping[str, str] | None = None):
         self.model = model
         self.census = census
         self.aliases = aliases or {}
@@ -78,7 +79,7 @@ class ShardedModel:
         self.passes: list[Hooks] = []
         """What drives the units of each root, in the order of the roots."""
 
-    def shard(self, groups: dict[nn.Parameter, int], plan: Plan, policy: Policy, *, boundary: Callable[[], bool],
+    def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *, boundary: Callable[[], bool],
               sync: Callable[[], bool], roots: Mapping[nn.Module, str] | None = None, announced: bool = False) -> None:
         """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises."""
         row = STAGES[1 if plan.signs else plan.stage]
@@ -190,13 +191,13 @@ class ShardedModel:
                 failure = error
             unit.pins += 1
             for member in unit.members:
-                disclaim(member.parameter)
+                clear_owner(member.parameter)
             unit.close()
         self.residence.close()
         if failure is not None:
             raise failure
 
-    def _unit(self, share: Share, stage: Stage, policy: Policy, plan: Plan) -> Unit:
+    def _unit(self, share: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
@@ -216,7 +217,7 @@ class ShardedModel:
         unit.adopt(flat)
         return unit
 
-    def _pass(self, root: nn.Module, plan: Plan, boundary: Callable[[], bool], sync: Callable[[], bool],
+    def _pass(self, root: nn.Module, plan: ShardingPlan, boundary: Callable[[], bool], sync: Callable[[], bool],
               announced: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
@@ -231,7 +232,7 @@ class ShardedModel:
         hooks.install()
         return hooks
 
-    def _values(self, share: Share) -> Iterator[Tensor]:
+    def _values(self, share: UnitSpec) -> Iterator[Tensor]:
         """Yield the whole value of each parameter; one that was built sharded is gathered for the moment."""
         for member in share.members:
             builder = owner_of(member.parameter)
@@ -257,7 +258,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def check_agreement(communicator: Communicator, shares: list[Share]) -> None:
+def check_agreement(communicator: Communicator, shares: list[UnitSpec]) -> None:
     """Raise unless all ranks built the same parameters, naming the first difference."""
     mine = [f"{member.name} {tuple(member.parameter.shape)} {member.parameter.dtype} "
             f"{'trainable' if share.trainable else 'frozen'} group {member.group} in unit '{share.name}'"

@@ -17,19 +17,34 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shoal.collectives import Handle, Label
-from shoal.holders import Holders
-from shoal.sparse_gradients import Rows
-from shoal.tier import Elastic, Kept, Part, Span, Stay, Store, Tiers, Transfer, behind, elastic, held, users, zeros
+from shoal.mesh.parameter_groups import ReplicaGroup
+from shoal.recording.call import Handle
+from shoal.sparse.gradients import Rows
+from shoal.tier import (
+    Elastic,
+    ResidencyPin,
+    ResidentSpan,
+    Span,
+    Store,
+    SubSpan,
+    Tiers,
+    Transfer,
+    behind,
+    elastic,
+    held,
+    users,
+    zeros,
+)
 from shoal.tier.span import DONE
+from shoal.transport.collectives import Label
 from shoal.zero.buffer import Pool
-from shoal.zero.compressed import Signs
 from shoal.zero.gradient import Gradient, GradientDtypes
-from shoal.zero.guard import claim, guard, released_error, stepped_error, unguard
+from shoal.zero.guard import guard, released_error, set_owner, stepped_error, unguard
 from shoal.zero.layout import Layout
+from shoal.zero.onebit_transport import OneBitTransport
+from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import SHARD, Stage, master_dtype
-from shoal.zero.state import State
-from shoal.zero.writes import Writes
+from shoal.zero.version_counters import VersionCounters
 
 
 class Phase(Enum):
@@ -88,7 +103,7 @@ class Unit:
     expected = False
     """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
-    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: Holders,
+    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: ReplicaGroup,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
                  columns: int | None = None, by_rows: bool = False, signs: bool = False):
         """A table of so many `columns` is cut between rows; with `by_rows` its rows travel alone, with `signs` signs do."""
@@ -106,7 +121,7 @@ class Unit:
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
-        self.writes = Writes(self._parameters)
+        self.writes = VersionCounters(self._parameters)
         index = self.index = self.communicator.register()
         """The number of the unit: ranks make their units in the same order."""
         self._gather_label = Label(kind="gather", unit=name, index=index)
@@ -116,14 +131,14 @@ class Unit:
         self.weight = self.rest.tensor
         self.away = tiers.weight.granule is not None or tiers.weight.device != pool.device
         """Whether the weights rest in another tier than the compute device's memory."""
-        self.stay = Stay(self.rest)
+        self.stay = ResidencyPin(self.rest)
         """What is in memory of weights that nobody has in use: until their next use, or their step."""
         self._arriving: Transfer = DONE
         self.copies: list[tuple[Tensor, Tensor]] = []
         """(What stands, as it was before somebody might write into it): put back when it is to be dropped."""
-        self.state: State | None = None
+        self.state: OptimizerState | None = None
         self.gradient: Gradient | None = None
-        self._signs = Signs.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
+        self._signs = OneBitTransport.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
         self.signed = self._signs is not None
         """Whether its gradient and its weights may travel as signs."""
         if trainable:
@@ -181,7 +196,7 @@ class Unit:
         for view, parameter in zip(self.layout.views(self.full), self._parameters, strict=True):
             unguard(parameter)
             parameter.data = view
-            claim(parameter, self, keep=self.temporary)
+            set_owner(parameter, self, keep=self.temporary)
         self._keep(values)
         self.release()
 
@@ -201,7 +216,7 @@ class Unit:
     @property
     def can_stay(self) -> bool:
         """Whether what rests is in memory as long as it is used, and may stay there: nothing copies it then."""
-        return self._memory is not None and self._memory.within and not isinstance(self.rest, Kept)
+        return self._memory is not None and self._memory.within and not isinstance(self.rest, ResidentSpan)
 
     def keep(self, stepped: range | None = None) -> None:
         """Have what rests, and is in memory, stay there for its next use: all, or `stepped`, counted as the master's."""
@@ -435,17 +450,18 @@ class Unit:
         return Gradient(self.layout, self.stage, self.holders, dtypes, pool, store, unit=self.name, index=self.index,
                         rows=rows, signs=self._signs)
 
-    def _new_state(self, store: Store) -> State:
+    def _new_state(self, store: Store) -> OptimizerState:
         """Return the state that the optimizer steps, its master of its own, or the resting weights."""
         assert self.gradient is not None
         span, wide = self.master_span, master_dtype(self.full.dtype)
         part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
                        behind(self.layout.names, span.start))
-        stepped = Kept(self.weight[part.start:part.stop]) if isinstance(self.rest, Kept) else Part(self.rest, part)
+        stepped = (ResidentSpan(self.weight[part.start:part.stop]) if isinstance(self.rest, ResidentSpan)
+                   else SubSpan(self.rest, part))
         if wide == self.full.dtype and self.weight.device == store.device and self._signs is None:
-            return State(self.name, len(span), store, stepped, None, self.gradient, names)
+            return OptimizerState(self.name, len(span), store, stepped, None, self.gradient, names)
         master = store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
-        return State(self.name, len(span), store, master, stepped, self.gradient, names)
+        return OptimizerState(self.name, len(span), store, master, stepped, self.gradient, names)
 
 
 def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype, device: torch.device, store: Store,
@@ -456,4 +472,4 @@ def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype, device:
         memory = elastic(layout.size, dtype, part, device, store, name, layout.names)
         return memory, memory.full, memory.rest
     full = zeros(layout.size, dtype, device)
-    return None, full, Kept(full)
+    return None, full, ResidentSpan(full)

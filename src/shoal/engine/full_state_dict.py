@@ -1,0 +1,132 @@
+"""A plain state dict of the whole model, out of a sharded one and into it, unit by unit.
+
+Out of it, rank 0 receives what the ranks of one copy of the model hold, and joins what tensor ranks cut. Into it, masters
+take the state's precision and weights are rounded; names are checked first, so that a state that does not fit leaves the
+model as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
+from shoal.mesh.mesh import MODEL
+from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
+from shoal.tier import held
+from shoal.zero.partition import tied_names
+from shoal.zero.sharded import ShardedModel
+from shoal.zero.unit import Unit
+
+SHOWN = 5
+"""Names that an error lists before it counts the rest."""
+
+
+@torch.no_grad()
+def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+    """Gather the whole state dict on rank 0, on the CPU, parameters in `dtype` (None: their own); None on other ranks.
+
+    Where `dtype` has more bits than the weights of a unit, its values are those of the masters.
+    """
+    mesh = model.census.mesh
+    copy = model.census.communicator(*MODEL)
+    sending = mesh.rank("data") == 0
+    own: dict[str, Tensor] = {}
+    for unit in model.units:
+        if exclude_frozen and not unit.trainable:
+            continue
+        for member, value in zip(unit.members, _values(unit, dtype), strict=True):
+            if sending:
+                own[member.name] = value.to("cpu", dtype or value.dtype, copy=True)
+        unit.release()
+    if not sending:
+        return None
+    in_units = {m.name for unit in model.units for m in unit.members} | set(tied_names(model.model)) | set(model.aliases)
+    own |= {name: tensor.detach().cpu().clone() for name, tensor in model.model.state_dict(keep_vars=True).items()
+            if name not in own and name not in in_units}
+    said = copy.gather_objects({name: _Part(cut=model.cuts.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
+                                for name, tensor in own.items()})
+    tied = {name: first for names in copy.gather_objects(model.tied_names()) for name, first in names.items()}
+    state: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for names in said for name in names):
+        copies = {rank: names[name] for rank, names in enumerate(said) if name in names}
+        first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(copies.items())}
+        found = {rank: copies[rank] for rank in first.values()}  # of those that several stages or tensor ranks hold, one
+        parts = copy.collect(own.pop(name, None), {rank: (part.shape, part.dtype) for rank, part in found.items()})
+        if copy.rank == 0:
+            cuts = [part.cut for part in found.values() if part.cut is not None]
+            state[name] = whole(parts, cuts) if cuts else parts[0]
+    if copy.rank != 0:
+        return None
+    return state | {name: state[first] for name, first in tied.items() if first in state}
+
+
+def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """Return the whole value of each member of `unit`, which stays gathered: the weights, or masters for a wider `dtype`."""
+    unit.gather()  # which takes the step that is owed
+    wider = dtype is not None and torch.promote_types(dtype, unit.full.dtype) != unit.full.dtype
+    if wider and unit.state is not None and not unit.is_stepped_in_place:
+        return unit.layout.views(unit.gather_master())
+    return [member.parameter.detach() for member in unit.members]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one rank holds of a tensor."""
+
+    cut: TensorSlice | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """Take over `state` (names as in the module's `state_dict`), which is the same on every rank.
+
+    Raises `UsageError` for tensors of another shape, and if `strict` for names that are missing or unknown.
+    """
+    wanted = model.model.state_dict(keep_vars=True)
+    aliases = model.tied_names()
+    shapes = {name: model.cuts[name].shape(shape) if name in model.cuts else shape
+              for name, shape in ((name, tuple(tensor.shape)) for name, tensor in wanted.items())}
+    problems = [f"{name}: got {tuple(state[name].shape)}, the model has {shape}"
+                for name, shape in shapes.items() if name in state and tuple(state[name].shape) != shape]
+    if strict:
+        tied = {aliases.get(name, name) for name in state}
+        stages = model.census.communicator("pipeline")
+        known = {name for names in stages.gather_objects(list(wanted)) for name in names}
+        problems += [f"{name}: missing" for name in wanted if name not in state and aliases.get(name, name) not in tied]
+        problems += [f"{name}: the model has no such tensor" for name in state if name not in known]
+    problems = list(dict.fromkeys(each for said in model.census.communicator("pipeline").gather_objects(problems)
+                                  for each in said))
+    if problems:
+        rest = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise UsageError(f"load_module_state_dict: {'; '.join(problems[:SHOWN])}{rest}. Nothing was loaded; with "
+                         f"strict=False, names on one side only are passed over")
+    state = {**{first: state[alias] for alias, first in aliases.items() if alias in state}, **state}
+    in_units: set[str] = set()
+    for unit in model.units:
+        in_units |= {member.name for member in unit.members}
+        if any(member.name in state for member in unit.members):
+            _load_unit(unit, state, model.cuts)
+    for name, tensor in wanted.items():
+        if name in state and name not in in_units and name not in aliases:
+            tensor.copy_(state[name])
+
+
+def _load_unit(unit: Unit, state: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice]) -> None:
+    unit.gather()
+    values = unit.full.float() if unit.full.dtype.itemsize < 4 else unit.full.clone()
+    span = unit.master_span
+    if unit.state is not None:
+        with held(unit.state.master, changed=False) as master:
+            values[span.start:span.stop] = master
+    for view, member in zip(unit.layout.views(values), unit.members, strict=True):
+        if member.name in state:
+            cut = cuts.get(member.name)
+            view.copy_(state[member.name] if cut is None else slice_of(state[member.name], cut, extent=view.shape[cut.dim]))
+    unit.adopt(values)
+    unit.writes.mark(slot for slot, member in enumerate(unit.members) if member.name in state)

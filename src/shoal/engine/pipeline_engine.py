@@ -1,0 +1,350 @@
+"""The engine of a pipeline: `train_batch(data_iter)` runs every microbatch of a step over all stages, and steps.
+
+Each stage is a root of its own: its units are gathered, reduced and released by its own passes, so that every ZeRO stage and
+tier is what it is without a pipeline. What this file adds is the order of the passes (a schedule), where microbatches come
+from, and the loss that every rank hears of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.data import RepeatingLoader
+from shoal.engine.engine import Engine, half
+from shoal.engine.mesh_setup import aliases_of
+from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
+from shoal.interrupts import uninterrupted
+from shoal.pipeline.connector import Connector
+from shoal.pipeline.executor import Batches, Executor
+from shoal.pipeline.links import Links
+from shoal.pipeline.microbatch_source import MicrobatchSource, compare, digest, draw
+from shoal.pipeline.module import PipelineModule
+from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
+from shoal.tree import tree_map
+from shoal.zero.hooks import Hooks
+
+__all__ = ["PipelineEngine"]
+
+
+class PipelineEngine(Engine):
+    """One pipeline in training. Build it with `shoal.initialize`, from a `PipelineModule`."""
+
+    module: PipelineModule
+    announces = True
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.settings.zero_optimization.offload_optimizer.step_in_backward:
+            raise NotSupportedYet("zero_optimization.offload_optimizer.step_in_backward: a pipeline takes its step when all "
+                                  "its microbatches are through: set it to false")
+        if interval := self.settings.pipeline.activation_checkpoint_interval:
+            self.module.set_checkpoint_interval(interval)
+        self._schedules: dict[int, PipelineSchedule] = {}
+        self._data: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._compared: set[str] = set()
+        self.agg_train_loss: Tensor | None = None
+        """The loss of the last step."""
+        self._schedule(1)  # what cannot work is said before training
+
+    @property
+    def roots(self) -> Mapping[nn.Module, str]:
+        """The stages of this rank."""
+        return {stage: f"stage {number}" for number, stage in zip(self.module.numbers, self.module.stages, strict=True)}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The first names of weights that several stages share."""
+        return aliases_of(self.module)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on `gradient_accumulation_steps` microbatches and take a step; every rank of the job calls it.
+
+        `data_iter` gives (inputs, labels) of one microbatch at a time; the ranks of the first and the last stage draw from
+        it, each its data rank's samples: both must be given the same ones, in the same order. Without one the loader of
+        `training_data` is used. Returns the mean loss over microbatches and data ranks, on every rank, in fp32. Raises
+        `PipelineError` when a rank fails, `UsageError` without an optimizer, outside gradients, or without data, and at the
+        first step (with `debug` at each) `RanksDisagree` where ranks that see the same samples drew others.
+        """
+        self.refuse_destroyed("train_batch")
+        if self.optimizer is None:
+            raise UsageError("train_batch: the engine has no optimizer; give initialize one, or name one in the "
+                             "configuration")
+        if not torch.is_grad_enabled():
+            raise UsageError("train_batch: gradients are disabled; call it outside of torch.no_grad(), or call eval_batch")
+        count = self.gradient_accumulation_steps()
+        schedule = self._schedule(count)
+        self._executor.refuse_failed()
+        call = f"train_batch of {count} microbatches"
+        self.board.begin(call)
+        batches = self._agreed(data_iter, count, call)
+        losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
+        self._applied = False
+        with uninterrupted(), self._executor.together(f"the end of step {self.global_steps + 1}"):
+            self._take_step({})
+            self.micro_steps += count
+            self.agg_train_loss = self._mean(losses)
+        return self.agg_train_loss
+
+    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
+                   reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None) -> Any:
+        """Run microbatches of any size forward, without gradients; every rank of the job calls it.
+
+        Returns the mean loss over microbatches and data ranks, or with `reduce_output` None the losses of this data rank by
+        microbatch, on every rank (with `bcast_loss` false on the last stage only, None elsewhere). With `return_logits`
+        returns (loss, outputs): the last stage's outputs, joined along the first dim if they are tensors, None elsewhere.
+        `num_micro_batches` microbatches are drawn (default: `gradient_accumulation_steps`).
+        """
+        self.refuse_destroyed("eval_batch")
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"eval_batch: reduce_output: got {reduce_output!r}; choose 'avg' or None")
+        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        if type(count) is not int or count < 1:
+            raise UsageError(f"eval_batch: num_micro_batches: got {count!r}; give a whole number of 1 or more, or None for "
+                             f"the {self.gradient_accumulation_steps()} of a step")
+        schedule = forward_only(ranks=self.num_stages, microbatches=count, owner=self.module.owner)
+        self._executor.refuse_failed()
+        call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
+                f"bcast_loss={bcast_loss}")
+        self.board.begin(call)
+        batches = self._agreed(data_iter, count, call)
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        training = self.module.training
+        self.module.eval()
+        try:
+            found = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=return_logits)
+        finally:
+            self.module.train(training)
+        loss: Any = None
+        if compute_loss:
+            losses = [value.detach().float().reshape(()) for _, value in found]
+            with self._executor.together("the end of an evaluation"):
+                loss = self._mean(losses) if reduce_output == "avg" else self._from_last(losses)
+            if not bcast_loss and not self.is_last_stage():
+                loss = None
+        return (loss, _joined([output for output, _ in found])) if return_logits else loss
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Draw microbatches from `loader`, again and again, where `train_batch` is given no iterator."""
+        self._data = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Draw microbatches from `iterator` where `train_batch` is given none."""
+        self._data = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` on what the iterator gives; it returns (inputs, labels)."""
+        self._batch_fn = fn
+
+    @property
+    def grid(self) -> Any:
+        """The mesh, under the name of published scripts."""
+        return self.mesh
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's coordinate on the pipeline axis."""
+        return self.mesh.rank("pipeline")
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks of the pipeline axis."""
+        return self.mesh.size("pipeline")
+
+    @property
+    def micro_batches(self) -> int:
+        """Microbatches of a step."""
+        return self.gradient_accumulation_steps()
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return 0 in self.module.numbers
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage."""
+        return len(self.module.owner) - 1 in self.module.numbers
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """The same as `stage_id`."""
+        return self.stage_id
+
+    def get_additional_losses(self) -> Any:
+        """What the module reports beside its loss."""
+        return self.module.get_additional_losses()
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: microbatches may differ in shape at any time."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError("forward: a pipeline runs whole steps; call engine.train_batch(data_iter), or engine.eval_batch")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError("backward: a pipeline runs whole steps; call engine.train_batch(data_iter)")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError("step: a pipeline steps at the end of engine.train_batch(data_iter)")
+
+    def destroy(self) -> None:
+        """Detach from the model, and leave this rank's layers whole and plain. Every rank calls it."""
+        try:
+            if "_executor" in vars(self):
+                self._executor.close()
+        finally:
+            super().destroy()
+
+    @cached_property
+    def _executor(self) -> Executor:
+        connector = Connector(self.mesh, len(self.module.owner), self.device, self.settings.timeout)
+        links = Links(self.module.owner, self.stage_id, connector)
+        where = f"rank {dist.get_rank()} (stage {self._stages_in_words})"
+        return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
+                        self.module.loss_fn, self._pass, leaves=self._leaves, where=where, board=self.board)
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        return any(each.lends(tensor) for each in self._passes.values())
+
+    @property
+    def _factor(self) -> float:
+        return self.loss_scale() / self.gradient_accumulation_steps()
+
+    @cached_property
+    def _passes(self) -> dict[int, Hooks]:
+        """What drives the units of each stage of this rank, by its number."""
+        assert self.sharded is not None
+        return dict(zip(self.module.numbers, self.sharded.passes, strict=True))
+
+    def _pass(self, stage: int, run: Callable[[], None], last: bool, sync: bool) -> None:
+        """Call `run` as a backward pass of one stage: the `last` of the step or not, with communication or without."""
+        state = vars(self)  # twice a microbatch: torch's modules take microseconds to set an attribute
+        kept = self._boundary, self._sync, Engine.under_way.factor
+        state["_boundary"], state["_sync"], Engine.under_way.factor = last, self._sync and sync, self._factor
+        try:
+            with self.during("backward"):
+                self._passes[stage].as_pass(run)
+        except BaseException:
+            for each in self._passes.values():
+                each.interrupt()
+            raise
+        finally:
+            state["_boundary"], state["_sync"], Engine.under_way.factor = kept
+
+    def _schedule(self, count: int) -> PipelineSchedule:
+        """Return the schedule of a step of `count` microbatches. Raises `UsageError` where it needs other stages."""
+        if count not in self._schedules:
+            name = self.settings.pipeline.schedule or self.module.schedule
+            if name in SCHEDULES and not SCHEDULES[name].takes(self.module.stages_per_rank):
+                raise UsageError(f"pipeline.schedule: got {name!r}; the module was built for {self.module.schedule!r}, with "
+                                 f"{self.module.stages_per_rank} stages on each rank: pass schedule={name!r} to "
+                                 f"PipelineModule, which decides what each rank builds")
+            found = make_schedule(name, ranks=self.num_stages, microbatches=count,
+                                  stages_per_rank=self.module.stages_per_rank,
+                                  in_flight=self.settings.pipeline.in_flight)
+            if found.owner != self.module.owner:
+                raise UsageError(f"pipeline.schedule: got {name!r}, which puts stages on ranks {list(found.owner)}; the "
+                                 f"module was built for {self.module.schedule!r}, which puts them on "
+                                 f"{list(self.module.owner)}; pass schedule={name!r} to PipelineModule")
+            self._schedules[count] = found
+        return self._schedules[count]
+
+    def _drawn(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[tuple[Any, Any]]:
+        """Draw the microbatches of a step, where the first or the last stage is."""
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return []
+        if data_iter is None and self._data is None and self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+        data = data_iter if data_iter is not None else self._data
+        if data is None:
+            raise UsageError(f"{call}: there is no data; pass an iterator, or training_data to initialize")
+        return draw(data, count, f"{call}, step {self.global_steps + 1}", self._batch_fn)
+
+    def _agreed(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
+        """Draw microbatches; if a rank cannot, or ranks differ in the call or the samples, all raise: nothing has begun.
+
+        Every call costs a few words of each rank, and where these show a difference, more of them. Values are compared at
+        the first call of each kind, or always to find a fault.
+        """
+        name, items, trouble = call.partition(" ")[0], list[tuple[Any, Any]](), ""
+        try:
+            items = self._drawn(data_iter, count, name)
+        except Exception as error:
+            trouble = str(error) or type(error).__name__
+        except BaseException as error:  # somebody wants to end the program
+            self.board.post(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
+            raise
+        values = name not in self._compared or self.settings.debug
+        drawn = MicrobatchSource.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
+                         first=self.is_first_stage(), stage=f"rank {dist.get_rank()} (stage {self._stages_in_words})")
+        self.census.everyone.step = self.global_steps
+        words = torch.tensor([digest(call), bool(trouble) or values, *drawn.words()]).to(self.device)
+        if self._alike(self.census.everyone.gather_words(words, "what to begin with").tolist()):
+            return self._batches(items)
+        said = self.census.everyone.gather_objects((call, trouble, drawn))
+        for rank, (theirs, _, _) in enumerate(said):
+            if theirs != said[0][0]:
+                raise RanksDisagree(f"ranks call different things: rank 0 is in {said[0][0]}, rank {rank} in {theirs}; let "
+                                    f"every rank make the same calls, in one order")
+        if any(text for _, text, _ in said):
+            raise UsageError(_by_rank([text for _, text, _ in said]))
+        compare([each for _, _, each in said], name)
+        self._compared.add(name)
+        return self._batches(items)
+
+    def _alike(self, rows: list[list[int]]) -> bool:
+        """Whether all ranks make one call, none has more to say, and none saw another's samples in other shapes."""
+        seen: dict[tuple[int, ...], int] = {}
+        shapes = [(place, shape) for *_, samples, inputs, labels in rows
+                  for place, shape in (((samples, 0), inputs), ((samples, 1), labels)) if shape]
+        return (all(call == rows[0][0] and not more for call, more, *_ in rows)
+                and all(seen.setdefault(place, shape) == shape for place, shape in shapes))
+
+    def _batches(self, items: list[tuple[Any, Any]]) -> Batches:
+        return Batches(inputs=[inputs for inputs, _ in items] if self.is_first_stage() else [],
+                       labels=[labels for _, labels in items] if self.is_last_stage() else [], here=self._here)
+
+    @property
+    def _stages_in_words(self) -> str:
+        return ", ".join(map(str, self.module.numbers))
+
+    def _here(self, value: Any) -> Any:
+        value = tree_map(lambda tensor: tensor.to(self.device), value)
+        return half(value) if self.settings.fp16.enabled and self.settings.fp16.auto_cast else value
+
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        """Return the mean of the losses of all data ranks, which the last stages have."""
+        mine = torch.stack([loss.float().reshape(()) for loss in losses]).mean() if losses else torch.zeros(())
+        rows = self.census.everyone.gather_words(_words(torch.stack([mine, mine.new_tensor(bool(losses))])).to(self.device))
+        values = rows.view(torch.float64)
+        return (values[:, 0].sum() / values[:, 1].sum()).float().to(self.device)
+
+    def _from_last(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return the last stage's losses, on all stages."""
+        said = self.census.communicator("pipeline").gather_objects([loss.item() for loss in losses])
+        return [torch.tensor(value, device=self.device) for value in next(found for found in said if found)]
+
+
+def _by_rank(texts: list[str]) -> str:
+    """Join what ranks have to say, what several say alike but once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in ranks.items() if text)
+
+
+def _words(values: Tensor) -> Tensor:
+    return values.to(torch.float64).view(torch.int64)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    if not outputs:
+        return None
+    return torch.cat(outputs) if all(isinstance(output, Tensor) and output.dim() for output in outputs) else outputs

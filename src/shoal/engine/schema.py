@@ -1,0 +1,313 @@
+"""The whole configuration: every key, its type, its default and its meaning; composed of the parts' own settings.
+
+config = Config.resolve("zero2.json", data_ranks=2, data_ranks_origin="WORLD_SIZE of torchrun")
+config.zero_optimization.stage        2
+config.batch.accumulation             4
+config.origins["zero_optimization.stage"]   "given"
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from shoal.checkpoint.settings import CheckpointSettings
+from shoal.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, DataRanks, solve
+from shoal.config.blocks import BLOCKS, SCALARS
+from shoal.config.kinds import Dtype, Every, Number, Positive, Switch, any_case
+from shoal.config.load import Source, name_of, read
+from shoal.config.problem import Problem, raise_all
+from shoal.config.published import Published
+from shoal.config.resolve import DEFAULT, Findings, leaves, resolve
+from shoal.config.section import Conflict, Rewritten, Section
+from shoal.errors import ConfigError
+from shoal.log import warn_once
+from shoal.mesh.mesh import MeshSettings
+from shoal.optim.settings import OptimizerSettings
+from shoal.pipeline.settings import PipelineSettings
+from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
+from shoal.recording.settings import CommsLoggerSettings
+from shoal.schedule.settings import ScheduleSettings
+from shoal.tensor_parallel.settings import TensorParallelSettings
+from shoal.tier.settings import AioSettings
+from shoal.zero.settings import ZeroSettings
+
+__all__ = ["Config"]
+
+_Level = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"],
+    BeforeValidator(any_case("debug", "info", "warning", "error", "critical")),
+]
+_FP32_REDUCTION = ("fp32_allreduce", "allreduce_always_fp32")
+
+
+class Config(Section):
+    """The top level of the JSON. Build it with `Config.resolve`."""
+
+    train_batch_size: Positive | None = None
+    """Samples per optimizer step over all data ranks; derived from the next two when absent."""
+
+    train_micro_batch_size_per_gpu: Positive | None = None
+    """Samples per forward on one rank; derived when absent."""
+
+    gradient_accumulation_steps: Positive | None = None
+    """Microbatches per optimizer step; derived when absent."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer by name."""
+
+    scheduler: ScheduleSettings = ScheduleSettings()
+    """The learning-rate schedule by name."""
+
+    gradient_clipping: Annotated[Number, Field(ge=0)] = 1.0
+    """The largest global L2 norm of the gradients, to which a larger one is scaled down; 0 leaves them alone."""
+
+    communication_data_type: Dtype | None = None
+    """The dtype in which gradients are reduced over ranks; null: the compute dtype."""
+
+    prescale_gradients: Switch | None = None
+    """Divide gradients by the number of ranks before they are summed (true) or after (false). null: before in fp32, where it
+    is free; in 16 bits after on gloo, which sums in fp32, and before on NCCL. All three work at every stage."""
+
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
+    """Divide gradients by so much before they are summed, and by the rest after; null: by nothing, unless
+    `prescale_gradients` or its null say otherwise."""
+
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(any_case("mean", "sum"))] = "mean"
+    """Train by the mean of the data ranks' gradients, or by their sum."""
+
+    sparse_gradients: Switch = False
+    """Exchange, of embeddings made with sparse=True, only the rows that a step touches."""
+
+    zero_allow_untested_optimizer: Switch = False
+    """Let an optimizer that is not known to be elementwise step on slices of parameters."""
+
+    zero_optimization: ZeroSettings = ZeroSettings()
+    """What is sharded over the data ranks."""
+
+    mesh: MeshSettings = MeshSettings()
+    """How many ranks each axis has. (Ours.)"""
+
+    pipeline: PipelineSettings = PipelineSettings()
+    """How a pipeline runs."""
+
+    tensor_parallel: TensorParallelSettings = TensorParallelSettings()
+    """Split layers over ranks."""
+
+    fp16: Fp16Settings = Fp16Settings()
+    """Half precision."""
+
+    bf16: Bf16Settings = Bf16Settings()
+    """bfloat16."""
+
+    data_types: DataTypes = DataTypes()
+    """Other dtypes."""
+
+    dataloader_drop_last: Switch = False
+    """Drop the last batch of an epoch when it is short."""
+
+    aio: AioSettings = AioSettings()
+    """How state on disk is read and written."""
+
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """How checkpoints are written and kept."""
+
+    comms_logger: CommsLoggerSettings = CommsLoggerSettings()
+    """What ranks say to each other, recorded."""
+
+    steps_per_print: Every = None
+    """Report progress every so many steps; null or infinity: never."""
+
+    log_level: _Level | None = None
+    """The level of the library's logger; null leaves it to the application."""
+
+    dump_state: Switch = False
+    """Log the resolved configuration once the engine is built."""
+
+    vocabulary_size: Positive | None = None
+    """Words in the vocabulary; a size that is no multiple of 8 is warned of, for matrix units are slower on it."""
+
+    timeout: Annotated[Number, Field(gt=0)] = 600.0
+    """Seconds that a collective may take before it raises CollectiveTimeout. (Ours.)"""
+
+    debug: Switch = False
+    """Compare a fingerprint of every collective over the ranks before it runs. Slow. (Ours.)"""
+
+    direct_bytes: Positive | None = 256 << 10
+    """Messages of at least so many bytes between ranks of one machine are read from the sender's memory, where the system
+    permits it, instead of sent through a socket; null: none. (Ours.)"""
+
+    aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+    published: ClassVar[Mapping[str, Published]] = MappingProxyType({**SCALARS, **BLOCKS})
+
+    _batch: BatchSizes | None = PrivateAttr(default=None)
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+
+    @classmethod
+    def resolve(cls, source: Source, *, data_ranks: int | None, data_ranks_origin: str = "the caller") -> Config:
+        """Return the configuration that `source` (path, mapping or URL-safe base64 JSON) describes, all settled.
+
+        `data_ranks` is the number of ranks that see different samples, and `data_ranks_origin` says in errors who
+        counted them. With None the batch sizes stay as given, for callers that need no batch (`zero.Init`).
+
+        Raises ConfigError with every problem that it found, or NotSupportedYet when each is a key of a later version.
+        Warns once per key that has no effect.
+        """
+        given = read(source)
+        found = resolve(cls, given)
+        config, findings = found.section, found.findings
+        if data_ranks is not None:
+            config = config._with_batch(DataRanks(count=data_ranks, origin=data_ranks_origin), findings)
+        raise_all(findings.problems, name_of(source))
+        for warning in findings.warnings:
+            warn_once(warning)
+        config._warn()
+        config._given = given
+        config._origins = {path: findings.origins.get(path, DEFAULT) for path, _ in leaves(config.as_dict())}
+        return config
+
+    @property
+    def batch(self) -> BatchSizes:
+        """The settled batch sizes. Only a configuration that was resolved for a number of data ranks has them."""
+        assert self._batch is not None, "resolved without a number of data ranks"
+        return self._batch
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What `source` held, before anything was settled."""
+        return self._given
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Where each value came from, by path: given (as what), default, auto, or derived (from what)."""
+        return MappingProxyType(self._origins)
+
+    @property
+    def compute_dtype(self) -> Literal["fp16", "bf16", "fp32"]:
+        """The dtype of weights and activations."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every setting as plain JSON values; resolving it again gives the same configuration."""
+        return self.model_dump()
+
+    @classmethod
+    def rewrite(cls, given: dict[str, object]) -> Rewritten:
+        values, origins, conflicts = dict(given), dict[str, str](), list[Conflict]()
+        if isinstance(values.get("zero_optimization"), bool):
+            _rewrite_oldest_zero(values, origins)
+        for old in _FP32_REDUCTION:
+            if values.get(old) is True:
+                del values[old]
+                if "communication_data_type" in given:
+                    keys = (old, "communication_data_type")
+                    message = "an old form of communication_data_type, which stands beside it; remove the old form"
+                    conflicts.append(Conflict(keys=keys, message=message))
+                values.setdefault("communication_data_type", "fp32")
+                origins["communication_data_type"] = f"given as '{old}'"
+        return Rewritten(values=values, origins=origins, conflicts=tuple(conflicts))
+
+    def conflicts(self) -> Iterable[Conflict]:
+        if self.fp16.enabled and self.bf16.enabled:
+            yield Conflict(keys=("fp16.enabled", "bf16.enabled"), message="got true beside bf16.enabled; choose one")
+        yield from self._against_step_in_backward()
+        if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1):
+            yield Conflict(keys=("prescale_gradients", "gradient_predivide_factor"),
+                           message="got true beside gradient_predivide_factor: the whole division is before the sum, or a "
+                                   "part of it; remove one of them")
+        if self.prescale_gradients and self.gradient_allreduce_op == "sum":
+            yield Conflict(keys=("prescale_gradients", "gradient_allreduce_op"),
+                           message="got true beside gradient_allreduce_op \"sum\", which divides by nothing; remove one of "
+                                   "them, or give gradient_predivide_factor against overflow")
+        accumulate = self.data_types.grad_accum_dtype
+        if accumulate not in (None, "fp32", self.compute_dtype):
+            choices = "'fp32'" if self.compute_dtype == "fp32" else f"'fp32' or '{self.compute_dtype}'"
+            yield Conflict(
+                keys=("data_types.grad_accum_dtype", "fp16.enabled", "bf16.enabled"),
+                message=f"got '{accumulate}' beside {self.compute_dtype} gradients; choose {choices}",
+            )
+
+    @property
+    def attempts_steps(self) -> bool:
+        """Whether backward is to begin steps that may have to be undone; where nothing is said, if it can."""
+        asked = self.zero_optimization.offload_optimizer.step_in_backward
+        return self._undoes_steps if asked is None else asked and any(self._decided_on_all_gradients())
+
+    @property
+    def _undoes_steps(self) -> bool:
+        """Whether all that a step writes rests on disks, where what was there before can stay beside it."""
+        zero = self.zero_optimization
+        return zero.offload_optimizer.device == zero.offload_param.device == "nvme"
+
+    def _decided_on_all_gradients(self) -> Iterable[tuple[str, str, str]]:
+        """Yield each key by which a step is decided on when all gradients are there, what is known then, and what to do."""
+        for asked, key, known, fix in (
+                (self.gradient_clipping > 0, "gradient_clipping", "the norm of all gradients is known", "set it to 0"),
+                (self.fp16.enabled, "fp16.enabled", "an overflow anywhere is known", "use bf16"),
+                (self.communication_data_type == "fp16" and not self.fp16.enabled, "communication_data_type",
+                 "an overflow on the wire is known", "choose another than fp16"),
+                (self.bf16.enabled and self.bf16.check_grad_overflow, "bf16.check_grad_overflow",
+                 "an overflow anywhere is known", "set it to false"),
+                (not self.zero_optimization.ignore_unused_parameters, "zero_optimization.ignore_unused_parameters",
+                 "an unused parameter is known", "set it to true")):
+            if asked:
+                yield key, known, fix
+
+    def _against_step_in_backward(self) -> Iterable[Conflict]:
+        """Yield what is decided for all gradients together, when backward has stepped some and cannot undo it."""
+        if self._undoes_steps or not self.zero_optimization.offload_optimizer.step_in_backward:
+            return
+        for other, known, fix in self._decided_on_all_gradients():
+            yield Conflict(keys=("zero_optimization.offload_optimizer.step_in_backward", other),
+                           message=f"got true beside {other}: {known} only after backward; {fix}, or let weights and state "
+                                   f"rest on a disk, where a step can be undone (device \"nvme\" of offload_param and "
+                                   f"offload_optimizer), or leave the step to engine.step()")
+
+    def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
+        if any(findings.refused(key) for key in (TOTAL, MICRO, ACCUMULATION)):
+            return self
+        given = {TOTAL: self.train_batch_size, MICRO: self.train_micro_batch_size_per_gpu}
+        given[ACCUMULATION] = self.gradient_accumulation_steps
+        try:
+            sizes = solve(given[TOTAL], given[MICRO], given[ACCUMULATION], ranks)
+        except ConfigError as error:
+            path, _, message = str(error).partition(": ")
+            findings.problems.append(Problem(path=path, message=message))
+            return self
+        settled = {TOTAL: sizes.total, MICRO: sizes.micro, ACCUMULATION: sizes.accumulation}
+        for key, size in given.items():
+            if size is None:
+                findings.origins[key] = _derivation(key, settled, given, ranks)
+        config = self.model_copy(update=settled)
+        config._batch = sizes
+        return config
+
+    def _warn(self) -> None:
+        if self.vocabulary_size is not None and self.vocabulary_size % 8:
+            padded = math.ceil(self.vocabulary_size / 8) * 8
+            warn_once(f"vocabulary_size: got {self.vocabulary_size}, no multiple of 8; pad it to {padded} for speed")
+
+
+def _rewrite_oldest_zero(values: dict[str, object], origins: dict[str, str]) -> None:
+    """Put `"zero_optimization": true` (stage 1) and the `allgather_size` beside it into today's form."""
+    switched_on = values["zero_optimization"] is True
+    block: dict[str, object] = {"stage": 1 if switched_on else 0}
+    origins["zero_optimization.stage"] = f"given as 'zero_optimization': {str(switched_on).lower()}"
+    if "allgather_size" in values:
+        block["allgather_bucket_size"] = values.pop("allgather_size")
+        origins["zero_optimization.allgather_bucket_size"] = "given as 'allgather_size'"
+    values["zero_optimization"] = block
+
+
+def _derivation(key: str, settled: Mapping[str, int], given: Mapping[str, int | None], ranks: DataRanks) -> str:
+    if key == TOTAL:
+        return f"derived ({settled[MICRO]} x {settled[ACCUMULATION]} x {ranks})"
+    if key == ACCUMULATION and (given[TOTAL] is None or given[MICRO] is None):
+        return "derived (nothing asks for more than one)"
+    other = MICRO if key == ACCUMULATION else ACCUMULATION
+    return f"derived ({settled[TOTAL]} / ({settled[other]} x {ranks}))"

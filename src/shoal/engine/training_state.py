@@ -1,0 +1,221 @@
+"""The whole training state as named pieces and plain values: what a checkpoint holds, whatever the topology.
+
+    weight/NAME        every parameter, in the precision of its master
+    KIND/NAME          the optimizer's state of that parameter, of its shape (exp_avg, exp_avg_sq, ...)
+    scalar.KIND/NAME   the same where it is one number per parameter (step)
+    buffer/NAME        the model's persistent buffers
+    published/NAME     the weights as all ranks have them, where they follow their masters by signs
+    residual.R/NAME    what rank R of those that hold the parameter has not sent of its gradient, as an addend of the mean,
+                       times the loss scale that the values tell
+
+Each rank gives the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
+cover everything; on loading it asks for whatever rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import Piece, Snapshot
+from shoal.engine.placing import flat_to_boxes
+from shoal.errors import CheckpointError
+from shoal.mesh.tensor_slice import TensorSlice
+from shoal.optim.sharded import ShardedOptimizer
+from shoal.optim.views import MasterView
+from shoal.tier import ResidentSpan, Span, held
+from shoal.zero.layout import Part, Slot
+from shoal.zero.sharded import ShardedModel
+from shoal.zero.unit import Unit
+
+WEIGHT, BUFFER, PUBLISHED = "weight", "buffer", "published"
+RESIDUAL = "residual."
+SCALAR, NUMBER = "scalar.", "number."
+"""Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
+Cuts = Mapping[str, TensorSlice]
+AT_ONCE = 1 << 22
+"""Elements of a piece that has to be brought into memory."""
+
+
+def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
+    """Yield this rank's share of the parameters and buffers."""
+    for unit in model.units:
+        for part in unit.layout.parts(unit.span) if unit.holders.first else ():
+            yield from _weight(model, unit, part, unit.span)
+    if model.census.first:
+        yield from _whole(model)
+
+
+def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, frozen: bool = True) -> Iterator[Piece]:
+    """Yield what rests on this rank, to be filled in place; `strict` asks for names that the checkpoint lacks too."""
+    held = set(snapshot.names())
+    for unit in model.units:
+        for part in unit.layout.parts(_resting_span(unit)):
+            name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
+            if name in held or (strict and (unit.trainable or frozen)):
+                yield from _weight(model, unit, part, _resting_span(unit))
+    yield from (piece for piece in _whole(model) if strict or piece.name in held)
+
+
+def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[Piece]:
+    """Yield this rank's share of the optimizer's state."""
+    for view, kind, value in optimizer.views.states(optimizer.optimizer):
+        for part in view.parts if view.unit.holders.first else ():
+            yield from _moment(view, part, kind, value, model.cuts)
+
+
+def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator[Piece]:
+    """Allocate the optimizer's state as the checkpoint has it, and yield the tensors to fill.
+
+    Slots whose saved scalars differ (one was stepped less often) end in views of their own.
+    """
+    held = set(snapshot.names())
+    kinds = sorted(kind for kind in {name.partition("/")[0] for name in held} - {WEIGHT, BUFFER, PUBLISHED}
+                   if not kind.startswith(RESIDUAL))
+
+    def saved(view: MasterView, part: Part) -> tuple[tuple[str, float | None], ...]:
+        slot = view.unit.layout.slots[part.slot].name
+        return tuple((kind, snapshot.tensor(f"{kind}/{slot}").item() if kind.startswith((SCALAR, NUMBER)) else None)
+                     for kind in kinds if f"{kind}/{slot}" in held)
+
+    optimizer.views.regroup(saved, optimizer.optimizer)
+    for view in optimizer.views.views:
+        state: dict[str, Tensor | float] = {}
+        for kind, scalar in saved(view, view.parts[0]):
+            dtype = snapshot.dtype(f"{kind}/{view.unit.layout.slots[view.parts[0].slot].name}")
+            if scalar is None:
+                assert view.unit.state is not None
+                whole = view.unit.state.moment(kind, _state_dtype(view, dtype))
+                state[kind] = whole[view.start:view.stop]
+                yield from _parts(view, kind, model.cuts)
+            elif kind.startswith(NUMBER):
+                state[kind.removeprefix(NUMBER)] = scalar
+            else:
+                place = _scalar_device(view, optimizer.optimizer.param_groups[view.group])
+                state[kind.removeprefix(SCALAR)] = torch.tensor(scalar, dtype=dtype, device=place)
+        optimizer.optimizer.state[view.parameter] = state
+
+
+def wire_to_save(model: ShardedModel) -> Iterator[Piece]:
+    """Yield what travel by signs has left between the ranks: this rank's published slices, and what it has not sent."""
+    for unit in model.trainable:
+        if unit.state is not None and unit.state.follows:
+            yield from published(unit, model.cuts)
+        if unit.gradient is not None and unit.gradient.addend.residual is not None:
+            yield from unsent(unit, unit.gradient.addend.residual, unit.communicator.rank, model.cuts)
+
+
+def published(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
+    """Yield this rank's slices of the weights that all ranks have."""
+    for part in unit.layout.parts(unit.span):
+        yield from _of(ResidentSpan(unit.full), unit.span.start + part.offset, PUBLISHED, unit.layout.slots[part.slot],
+                       range(part.start, part.stop), cuts)
+
+
+def unsent(unit: Unit, residual: Tensor, rank: int, cuts: Cuts) -> Iterator[Piece]:
+    """Yield the slots of `residual` (size,), what rank `rank` has not sent."""
+    for slot in unit.layout.slots:
+        yield from _of(ResidentSpan(residual), slot.start, f"{RESIDUAL}{rank}", slot, range(slot.stop - slot.start), cuts)
+
+
+def residual_ranks(snapshot: Snapshot) -> dict[str, int]:
+    """Return for each parameter the ranks whose residual was saved."""
+    found: dict[str, int] = {}
+    for kind, _, name in (each.partition("/") for each in snapshot.names()):
+        if kind.startswith(RESIDUAL):
+            found[name] = max(found.get(name, 0), 1 + int(kind.removeprefix(RESIDUAL)))
+    return found
+
+
+def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
+    """Return the global shape of every parameter of this rank by its first name."""
+    return {name: list(model.cuts[name].shape(shape) if name in model.cuts else shape)
+            for name, shape in ((name, tuple(parameter.shape)) for name, parameter in model.named().items())}
+
+
+def _resting_span(unit: Unit) -> range:
+    """The elements of a unit whose most precise copy rests on this rank."""
+    return unit.resting if unit.state is None else unit.master_span
+
+
+def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
+    slot = unit.layout.slots[part.slot]
+    at = span.start + part.offset - _resting_span(unit).start
+    yield from _of(unit.rest if unit.state is None else unit.state.master, at, WEIGHT, slot,
+                   range(part.start, part.stop), model.cuts)
+
+
+def _parts(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:
+    """Yield the pieces of a moment of a view, slot by slot."""
+    assert view.unit.state is not None
+    for part in view.parts:
+        slot = view.unit.layout.slots[part.slot]
+        yield from _of(view.unit.state.moments[kind], part.offset, kind, slot, range(part.start, part.stop), cuts)
+
+
+def _of(span: Span, at: int, kind: str, slot: Slot, elements: range, cuts: Cuts) -> Iterator[Piece]:
+    """Yield `elements` of a slot, which begin at `at` of a span: in small pieces where they have to be brought."""
+    kept = isinstance(span, ResidentSpan)
+    for found in flat_to_boxes(slot.shape, elements, cuts.get(slot.name)):
+        step = max(1, len(found.local)) if kept else AT_ONCE
+        for start in range(found.local.start, found.local.stop, step):
+            stop = min(start + step, found.local.stop)
+            here = range(at + start - elements.start, at + stop - elements.start)
+            first = found.start + start - found.local.start
+            yield Piece(name=f"{kind}/{slot.name}", shape=found.shape, start=first, stop=first + stop - start,
+                        data=span.tensor[here.start:here.stop], offset=found.offset, size=found.size,
+                        hold=None if kept else partial(_hold, span, here))
+
+
+def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tensor]:
+    return held(span, part.start, part.stop, changed=changed)
+
+
+def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts: Cuts) -> Iterator[Piece]:
+    """Yield the piece of one slot's state that lies in this rank's own span; a scalar goes with the first element."""
+    unit = view.unit
+    slot = unit.layout.slots[part.slot]
+    own = unit.span
+    start, stop = max(slot.start + part.start, own.start), min(slot.start + part.stop, own.stop)
+    if start >= stop:
+        return
+    if isinstance(value, Tensor) and value.dim():
+        assert unit.state is not None
+        at = start - unit.master_span.start
+        span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (ResidentSpan(value), at - view.start)
+        yield from _of(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
+    elif start == slot.start and (slot.name not in cuts or cuts[slot.name].rank == 0):
+        prefix, scalar = (SCALAR, value) if isinstance(value, Tensor) else (NUMBER, torch.tensor(value, dtype=torch.float64))
+        yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=scalar.reshape(1))
+
+
+def _state_dtype(view: MasterView, saved: torch.dtype) -> torch.dtype:
+    return view.parameter.dtype if saved.is_floating_point else saved
+
+
+def _scalar_device(view: MasterView, options: Mapping[str, object]) -> torch.device:
+    """Return where torch keeps one number per parameter: with it where a kernel reads the number, else on the host."""
+    at_parameter = options.get("fused") or options.get("capturable")
+    return view.parameter.device if at_parameter else torch.device("cpu")
+
+
+def _whole(model: ShardedModel) -> Iterator[Piece]:
+    """Yield what every rank holds whole: buffers, and parameters that no unit holds."""
+    in_units = {member.name for unit in model.units for member in unit.members}
+    persistent = set(model.model.state_dict(keep_vars=True))
+    for name, parameter in model.named().items():
+        if name not in in_units:
+            yield _flat(f"{WEIGHT}/{name}", parameter.data)
+    for name, buffer in model.model.named_buffers():
+        if name in persistent:
+            yield _flat(f"{BUFFER}/{name}", buffer)
+
+
+def _flat(name: str, tensor: Tensor) -> Piece:
+    if not tensor.is_contiguous():
+        raise CheckpointError(f"{name}: the tensor is not contiguous; register a contiguous one")
+    return Piece(name=name, shape=tuple(tensor.shape), start=0, stop=tensor.numel(), data=tensor.view(-1))

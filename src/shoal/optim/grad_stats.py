@@ -1,0 +1,85 @@
+"""One decision for all ranks before any unit steps: the global norm, overflow, and who received a gradient.
+
+Every rank sums the squares of the spans that it owns, and the sums are added in rank order: an element counts once, and
+the norm has the same bits at every stage. An overflow anywhere makes the norm infinite or NaN everywhere.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import reduce
+from math import isfinite, sqrt
+from operator import or_
+
+import torch
+
+from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.zero.unit import Unit
+
+_WORD_BITS = 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradStats:
+    """What all ranks know of the gradients before a step."""
+
+    norm: float | None
+    """Of the gradients as they are (still scaled by the loss scale); None when it was not asked for."""
+    touched: dict[Unit, int]
+    """For each unit a bit for each slot that received a gradient on some rank."""
+
+    @property
+    def overflow(self) -> bool:
+        return self.norm is not None and not isfinite(self.norm)
+
+
+def reduce_grad_stats(units: list[Unit], census: ParameterGroups, *, norm: bool, device: torch.device) -> GradStats:
+    """Agree over all ranks on the norm of the reduced gradients (if asked for), and with the other holders of each unit on
+    which of its parameters received one. Words travel from `device`, where the weights of ranks that have any are.
+    """
+    total = 0.0
+    touched: dict[Unit, int] = {}
+    for communicator in census.communicators:
+        held = [unit for unit in units if communicator in (unit.communicator, unit.holders.replicas)]
+        masks = [touched.get(unit, unit.gradient.addend.touched) for unit in held if unit.gradient is not None]
+        words = [word for unit, mask in zip(held, masks, strict=True) for word in _to_words(mask, len(unit.members))]
+        if communicator is census.everyone:
+            words.append(_to_word(_squares(units) if norm else 0.0))
+        if not words:
+            continue
+        rows: list[list[int]] = communicator.gather_words(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
+        if communicator is census.everyone:
+            total = sum(_from_word(row.pop()) for row in rows)
+        touched |= _masks(held, rows)
+    return GradStats(norm=(sqrt(total) if isfinite(total) else total) if norm else None,
+                   touched={unit: touched[unit] for unit in units})
+
+
+def _masks(units: list[Unit], rows: list[list[int]]) -> dict[Unit, int]:
+    """Return for each unit the bits that any rank has set in its words."""
+    merged = [reduce(or_, column) for column in zip(*rows, strict=True)]
+    masks: dict[Unit, int] = {}
+    for unit in units:
+        count = len(_to_words(0, len(unit.members)))
+        mine, merged = merged[:count], merged[count:]
+        masks[unit] = sum(word << i * _WORD_BITS for i, word in enumerate(mine))
+    return masks
+
+
+def _squares(units: list[Unit]) -> float:
+    """Return the sum of squares of the gradients that this rank owns, in the first copy of them."""
+    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None and unit.holders.first]
+    return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
+
+
+def _to_word(value: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def _from_word(word: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", word))[0]
+
+
+def _to_words(mask: int, bits: int) -> list[int]:
+    return [mask >> start & ((1 << _WORD_BITS) - 1) for start in range(0, bits, _WORD_BITS)]

@@ -1,0 +1,1 @@
+"""Embeddings whose gradient touches few rows: these rows travel alone."""

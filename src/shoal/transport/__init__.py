@@ -1,0 +1,1 @@
+"""How bytes travel between ranks: process groups, collectives, reductions, peer memory, and the board of failures."""

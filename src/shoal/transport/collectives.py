@@ -1,0 +1,331 @@
+"""The collectives that move model state: few, counted, byte-optimal, and named when they fail.
+
+A buffer of N equal spans rests on N ranks. Two collectives are all that the placements need, both in place:
+
+    all_gather       rank r holds span r            -> every rank holds every span      (N-1)/N of the buffer sent
+    reduce_scatter   every rank holds one addend    -> rank r holds the sum of span r   (N-1)/N of the buffer sent
+
+On gloo both are point to point, the receives posted first, in pieces; the sum is taken in rank order and in fp32, so
+that every stage gives the same bits. Between ranks of one machine large messages are read from memory to memory
+(neighbours.py). On NCCL both are the native ones. Every message carries a tag made of its unit and collective: ranks that
+take different paths wait for each other's words, until the timeout names them, and never mistake one message for another.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import ClassVar, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
+from shoal.recording import Call, Traffic, Watched, over, traffic
+from shoal.recording.call import Handle
+from shoal.transport.failure_board import end_waits, peer_failed, waiting
+from shoal.transport.peer_memory import PeerMemory, PeerTransfer, neighbours_of
+from shoal.transport.reduction import DONE, Reduction, add_up, pieces
+
+__all__ = ["Communicator", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
+
+T = TypeVar("T")
+
+# Newer torch calls the two native collectives `*_single` and deprecates the names that torch 2.11 has.
+native_all_gather: Callable[..., dist.Work | None] = (vars(dist).get("all_gather_single")
+                                                      or vars(dist)["all_gather_into_tensor"])
+native_reduce_scatter: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
+                                                          or vars(dist)["reduce_scatter_tensor"])
+
+PIECE_BYTES = 4 << 20
+"""Bytes of one point-to-point message: large ones ran half-duplex on a limited link."""
+
+_TAG_BASE = 1 << 20  # out of the way of tags that a training script may use on the same group
+_WORDS, _SIZE, _OBJECT, _COLLECT = (_TAG_BASE - offset for offset in (1, 2, 3, 4))
+
+
+_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many units were registered in each group, over all its communicators: several engines share no tag."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """The name of one collective: what, of which unit. Equal on all ranks that take part in it."""
+
+    kind: str
+    unit: str
+    index: int
+    """The unit's number within its communicator."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("gather", "publish", "reduce", "replicate",
+                                        "gather rows", "publish rows", "reduce rows", "replicate rows")
+
+    @property
+    def tag(self) -> int:
+        return _TAG_BASE + self.index * len(self.KINDS) + self.KINDS.index(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of unit '{self.unit}'"
+
+
+class Communicator:
+    """The ranks that share one data axis, and the transport between them."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float, debug: bool = False,
+                 direct_bytes: int | None = None, piece_bytes: int = PIECE_BYTES,
+                 gather_elements: int = sys.maxsize, reduce_elements: int = sys.maxsize):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        """The ranks of the job, by rank of this group."""
+        self.timeout = timedelta(seconds=timeout)
+        self.debug = debug
+        self.piece_bytes = piece_bytes
+        self.gather_elements = gather_elements
+        """The most elements of a buffer that travel in one piece of a gather, over all ranks."""
+        self.reduce_elements = reduce_elements
+        """The same of a reduction."""
+        self.native = any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
+        self.direct_bytes = direct_bytes
+        """Messages of at least so many bytes between ranks of one machine are read directly; None: none."""
+        self.step = 0
+        self._neighbours: PeerMemory | None = None
+        if direct_bytes is not None and self.ranks > 1 and not self.native:
+            self._neighbours = neighbours_of(group, self.gather_objects)
+
+    def lend(self, peer: int, tag: int, send: Tensor, receive: Tensor) -> PeerTransfer | None:
+        """Exchange two tensors of one size with `peer` by memory; None where that is not possible, or not worth it."""
+        size = send.numel() * send.element_size()
+        alike = send.numel() == receive.numel()  # both sides see the same two sizes, and choose the same way
+        worthwhile = alike and send.device.type == "cpu" and size >= (self.direct_bytes or 1)
+        if self._neighbours is None or peer not in self._neighbours or not worthwhile:
+            return None
+        traffic.lent += size
+        return self._neighbours.exchange(peer, tag, send, receive)
+
+    def register(self) -> int:
+        """Return the number of a new unit in its process group. Ranks register their units in the same order."""
+        number = _units.get(self.group, 0)
+        _units[self.group] = number + 1
+        return number
+
+    def all_gather(self, full: Tensor, label: Label) -> Handle:
+        """Fill the 1-D `full`, of which this rank holds its span, with the spans of all ranks."""
+        self._check(label, full)
+        span = full.numel() // self.ranks
+        call = traffic.count(label.kind, span * full.element_size() * (self.ranks - 1), op="all_gather", of=full,
+                             ranks=self.members, what=label)
+        if self.native:
+            own = full[self.rank * span:(self.rank + 1) * span]
+            work = native_all_gather(full, own, self.group, async_op=True)
+            return _watched(_Native(self, label, work), call)
+        spans = full.view(self.ranks, span)
+        work = _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
+                         send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
+        return _watched(work, call)
+
+    def reduce_scatter(self, source: Tensor, target: Tensor, staging: Tensor, label: Label, *,
+                       scale: float, accumulate: bool) -> Handle:
+        """Sum `source` over the ranks, times `scale`, into this rank's `target` (added to it if `accumulate`).
+
+        `source` is 1-D with N equal spans and is left as it is, except where `target` aliases its own span. `staging`
+        has the dtype of `source` and room for the N-1 addends of the other ranks.
+        """
+        self._check(label, source)
+        if self.ranks == 1:  # which is no other sum, and nothing to prepare or wait for
+            add_up((source,), target, scale, accumulate)
+            return DONE
+        span = source.numel() // self.ranks
+        call = traffic.count(label.kind, span * source.element_size() * (self.ranks - 1), op="reduce_scatter", of=source,
+                             ranks=self.members, what=label)
+        spans = source.view(self.ranks, span)
+        if self.native:
+            total = staging[:span]
+            work = native_reduce_scatter(total, source, group=self.group, async_op=True)
+            transfer = _watched(_Native(self, label, work), call)
+            return Reduction(transfer, [total], target, scale, accumulate, self.piece_bytes)
+        peers = self._peers()
+        received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
+        work = _Pairwise(self, label, label.tag, receive={peer: received[peer] for peer in peers},
+                         send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
+        addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
+        return Reduction(_watched(work, call), addends, target, scale, accumulate, self.piece_bytes)
+
+    def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: Label) -> Handle:
+        """Send each rank a contiguous tensor and receive one of each, of any sizes, this rank's own being empty."""
+        self._check(label, send[self.rank])
+        call = traffic.count(label.kind, sum(tensor.numel() * tensor.element_size() for tensor in send), op="all_to_all",
+                             of=send, ranks=self.members, what=label)
+        if self.native:
+            work = dist.all_to_all(list(receive), list(send), self.group, async_op=True)
+            return _watched(_Native(self, label, work), call)
+        work = _Pairwise(self, label, label.tag, receive={peer: receive[peer] for peer in self._peers()},
+                         send={peer: send[peer] for peer in self._peers()}, elements=sys.maxsize)
+        return _watched(work, call)
+
+    def staging_elements(self, elements: int) -> int:
+        """How many elements of staging a `reduce_scatter` of a buffer of `elements` needs."""
+        return elements // self.ranks * (1 if self.native else self.ranks - 1)
+
+    def gather_words(self, words: Tensor, what: str = "the decision at the end of a step") -> Tensor:
+        """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
+        self._check(what, words)
+        size = words.numel() * 8
+        call = traffic.count("words", size * (self.ranks - 1), op="all_gather", of=words, ranks=self.members)
+        return over(call, lambda: self._gather_whole(words, what, _WORDS))
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Give every rank the contiguous `tensor` of rank `source` of this group. Blocks."""
+        if self.ranks == 1:
+            return
+        self._check(f"broadcast of {what}", tensor)
+        size = tensor.numel() * tensor.element_size() if self.rank == source else 0
+        call = traffic.count("broadcast", size, op="broadcast", of=tensor, ranks=self.members, what=what)
+        try:
+            work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
+            with self.waiting():
+                if work is not None:
+                    over(call, work.wait if self.native else partial(work.wait, self.timeout))
+        except RuntimeError as error:
+            raise self.failure(f"broadcast of {what}", error) from error
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the picklable `value` of every rank, by rank. Blocks; for checks, not for state."""
+        what = "a comparison between ranks"
+        device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes = self._gather_whole(torch.tensor([mine.numel()], device=device), what, _SIZE).flatten().tolist()
+        padded = mine.new_zeros(max(sizes))
+        padded[:mine.numel()] = mine
+        rows = self._gather_whole(padded, what, _OBJECT).cpu()
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def collect(self, tensor: Tensor | None, having: Mapping[int, tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Bring the CPU tensors of the ranks `having` one, of known shape and dtype, to rank 0; elsewhere return nothing."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
+        parts: list[Tensor] = []
+        try:
+            if self.rank == 0:
+                for peer, (shape, dtype) in having.items():
+                    if peer == 0:
+                        assert tensor is not None
+                        parts.append(tensor)
+                    else:
+                        part = torch.empty(shape, dtype=dtype, device=device)
+                        with self.waiting():
+                            self.group.recv([part], peer, _COLLECT).wait(self.timeout)
+                        parts.append(part.cpu())
+            elif self.rank in having and tensor is not None:
+                traffic.count("collect", tensor.numel() * tensor.element_size())
+                with self.waiting():
+                    self.group.send([tensor.contiguous().to(device)], 0, _COLLECT).wait(self.timeout)
+        except RuntimeError as error:
+            raise self.failure("collecting the state dict", error) from error
+        return parts
+
+    def waiting(self) -> waiting:
+        """Return the context of a wait for the others, who may fail meanwhile."""
+        return waiting(partial(end_waits, self.group))
+
+    def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
+        """Say which collective of which rank failed, and why it may have."""
+        where = f"rank {self.rank} of {self.ranks}, step {self.step}: {what}"
+        if (known := peer_failed(where)) is not None:
+            return known
+        if "imed out" in str(error) or "timeout" in str(error).lower():
+            return CollectiveTimeout(
+                f"{where} did not finish within {self.timeout.total_seconds():g} s. Another rank took a different path "
+                f"through the model, stopped, or is that slow: set \"debug\": true to name the first difference, or "
+                f"raise \"timeout\". ({error})")
+        return CollectiveFailed(f"{where} broke: another rank died or closed its connection. The error in the output "
+                                f"of that rank is the cause. ({error})")
+
+    def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
+        """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
+        out = tensor.new_empty((self.ranks, tensor.numel()))
+        if self.native:
+            _Native(self, what, native_all_gather(out.view(-1), tensor, self.group, async_op=True)).wait()
+        else:
+            out[self.rank] = tensor
+            _Pairwise(self, what, tag, receive={peer: out[peer] for peer in self._peers()},
+                      send=dict.fromkeys(self._peers(), tensor), elements=sys.maxsize).wait()
+        return out
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
+
+    def _check(self, what: object, tensor: Tensor) -> None:
+        if not self.debug or self.ranks == 1:
+            return
+        mine = f"{what} ({tensor.numel()} x {tensor.dtype})"
+        said = self.gather_objects(mine)
+        if len(set(said)) > 1:
+            raise RanksDisagree(f"step {self.step}: ranks issue different collectives: " +
+                                "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said)))
+
+
+def _watched(handle: Handle, call: Call | None) -> Handle:
+    return handle if call is None else Watched(handle, call)
+
+
+class _Pairwise:
+    """Point-to-point messages to and from each peer, in pieces."""
+
+    def __init__(self, communicator: Communicator, what: object, tag: int, *,
+                 receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
+        self._communicator = communicator
+        self._what = what
+        self._failed: RuntimeError | None = None  # at the start, or in an earlier wait: what that left undone stays so
+        group = communicator.group
+        loans = {peer: communicator.lend(peer, tag, send[peer], receive[peer]) for peer in send}
+        self._loans = [loan for loan in loans.values() if loan is not None]
+        far = [peer for peer, loan in loans.items() if loan is None]
+        width = next((tensor.element_size() for tensor in send.values()), 1)
+        size = min(communicator.piece_bytes, elements // communicator.ranks * width)
+        self._works: list[dist.Work] = []
+        try:
+            self._works += [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)
+                            if piece.numel()]
+            self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)
+                            if piece.numel()]
+        except RuntimeError as error:  # the connection is closed already
+            self._failed = error
+
+    def wait(self) -> None:
+        works, self._works = self._works, []  # a gloo work that is waited for twice never returns
+        loans, self._loans = self._loans, []
+        if self._failed is not None:
+            raise self._communicator.failure(self._what, self._failed)
+        try:
+            with self._communicator.waiting():
+                for work in works:
+                    work.wait(self._communicator.timeout)
+                for loan in loans:
+                    loan.wait(self._communicator.timeout.total_seconds())
+        except RuntimeError as error:
+            self._failed = error
+            raise self._communicator.failure(self._what, error) from error
+
+
+class _Native:
+    """A collective of the backend itself; `wait` orders the current stream behind it."""
+
+    def __init__(self, communicator: Communicator, what: object, work: dist.Work | None):
+        self._communicator = communicator
+        self._what = what
+        self._work = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise self._communicator.failure(self._what, error) from error

@@ -1,0 +1,122 @@
+"""What autograd keeps of tensors between forward and backward, where it has to ask for them.
+
+Weights are named, and gathered when they are asked for. Of what it is handed back autograd no longer looks for later writes,
+as it does of tensors that it keeps by itself; so that is done here. A step, and whoever else puts other values in place of
+weights, counts as a write, here as in plain training: `Writes.mark`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.errors import UsageError
+from shoal.zero.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedTensor:
+    """A tensor as it was when autograd saved it; apart from its node, for one that held itself would never be freed."""
+
+    tensor: Tensor
+    version: int
+    unit: Unit
+    """In whose module's forward that was."""
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        what = f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype}, saved in the forward around unit"
+        return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
+
+    def unchanged(self) -> Tensor:
+        """Return the tensor; raises `UsageError` if it was written to since."""
+        if self.tensor._version != self.version:
+            what, instead = self._what
+            raise UsageError(f"rank {self.unit.communicator.rank}: backward needs {what} that was written to in place after "
+                             f"forward had used it; {instead}")
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedWeight(SavedTensor):
+    """A view of one that lies in the buffer of its unit; kept as numbers, for who counts the users of that memory."""
+
+    module: nn.Module
+    """Around the unit."""
+    view: tuple[Sequence[int], Sequence[int], int]
+    """Its shape, its strides, and where it begins in the buffer."""
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= self.view[2]), self.unit.name)
+        return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"
+
+
+class SavedTensorTracker:
+    """What autograd saves in the forward of the modules around `units`, the weights of which `bring` brings back."""
+
+    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None]):
+        self._weights = {_storage(unit.full): (module, unit) for module, found in units.items() for unit in found}
+        self._unit_of = {module: found[0] for module, found in units.items() if found}
+        self._bring = bring
+        self._running: list[nn.Module] = []  # whose forward has begun, outermost first
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a forward is under way of which anything is saved."""
+        return self._hooks is not None
+
+    def begin(self) -> None:
+        """Begin with a forward that autograd records, if it uses weights that come and go."""
+        self.end()  # of a forward that was interrupted: torch may not have said so
+        self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
+        if self._weights:
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def end(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+
+    def enter(self, module: nn.Module) -> None:
+        """Take note that the forward of `module` begins."""
+        if module in self._unit_of:
+            self._running.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """Take note that it is over, as are those within it that an exception has ended."""
+        if module in self._running[1:]:
+            del self._running[self._running.index(module, 1):]
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the memory of weights that come and go."""
+        return _storage(tensor) in self._weights
+
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        found = self._weights.get(_storage(tensor))
+        if found is None:
+            return SavedTensor(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
+        base = tensor if tensor._base is None else tensor._base
+        if (tensor.dtype, tensor.is_conj(), tensor.is_neg()) != (base.dtype, base.is_conj(), base.is_neg()):
+            base = tensor  # its elements are read another way
+        return SavedWeight(tensor=base, version=base._version, unit=found[1], module=found[0],
+                      view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+
+    def _unpack(self, saved: SavedTensor) -> Tensor:
+        if not isinstance(saved, SavedWeight):
+            return saved.unchanged()
+        self._bring(saved.module, saved.unit)
+        return saved.unchanged().detach().as_strided(*saved.view)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of the storage, which it keeps while its memory comes and goes."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
