@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory rscan test check bench bench-tiers \
-	bench-slow-network bench-communication peers clean
+	bench-slow-network bench-communication peers docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -77,6 +77,15 @@ bench-communication: .venv/.installed  ## time and count what compressing and sp
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh
 
+docs: .venv/.docs  ## build the documentation site in out/site; check its links, and that it loads nothing from other hosts
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	$(BIN)/python tools/check_site.py out/site
+
+dist: .venv/.installed  ## build wheel and sdist in dist/; install each without a compiler, and train with it on 1 and 2 ranks
+	rm -rf dist
+	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/pyproject-build
+	$(BIN)/python tools/check_dist.py dist $(TORCH)
+
 clean:  ## remove what was made, but for the environments
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -89,4 +98,8 @@ clean:  ## remove what was made, but for the environments
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@

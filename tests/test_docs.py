@@ -14,21 +14,24 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.launch import cli
 from shoal.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md",
+PAGES = [*sorted(ROOT.glob("*.md")),
          *sorted(page for folder in ("docs", "examples", "benchmarks") for page in (ROOT / folder).rglob("*.md"))]
 MEASURED = ("communication.svg", "convergence.svg", "rscan.svg", "slow_network.svg")
 """Pictures of what was measured, which a benchmark draws."""
 BLOCK = re.compile(r"^```(\w+) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+NAV = re.compile(r"^ *- (?:[\w ]+: )?((?:[\w-]+/)*[\w.-]+\.md|(?:\w+/)+)$", re.MULTILINE)
 SOURCE = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+|(?:\w+/)*\w+\.(?:py|json|md))`")
 
 
@@ -112,6 +115,18 @@ def test_every_page_is_reached_from_the_readme() -> None:
         found = {(page.parent / target).resolve() for target in LINK.findall(page.read_text()) if target.endswith(".md")}
         waiting += [other for other in found - reached if other.is_file()]
     assert {page.resolve() for page in PAGES} <= reached
+
+
+def test_the_site_has_every_page_and_a_reference_of_public_names() -> None:
+    nav = NAV.findall((ROOT / "mkdocs.yml").read_text())
+    modules = [import_module(path[len("api/"):-len(".md")]) for path in nav if path.startswith("api/")]
+    assert modules[0] is shoal
+    for module in modules:
+        assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == [], module.__name__
+    shown = {path for path in nav if not path.startswith("api/")}
+    assert [path for path in shown if not (ROOT / path).exists()] == []
+    folders = tuple(path for path in shown if path.endswith("/"))
+    assert [page_id(page) for page in PAGES if page_id(page) not in shown and not page_id(page).startswith(folders)] == []
 
 
 def test_the_pictures_are_what_the_script_draws() -> None:

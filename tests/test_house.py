@@ -74,7 +74,7 @@ PRINTS = {"zero/estimate.py": "DeepSpeed's published estimators print their tabl
 
 def sources() -> Iterator[Path]:
     """Yield every Python file of the repository."""
-    for folder in ("src", "tests", "examples", "benchmarks", "docs"):
+    for folder in ("src", "tests", "examples", "benchmarks", "docs", "tools"):
         yield from (ROOT / folder).rglob("*.py")
 
 
