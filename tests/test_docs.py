@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -25,6 +26,7 @@ from shoal.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [*sorted(ROOT.glob("*.md")),
          *sorted(page for folder in ("docs", "examples", "benchmarks") for page in (ROOT / folder).rglob("*.md"))]
 MEASURED = ("communication.svg", "convergence.svg", "rscan.svg", "slow_network.svg")
@@ -49,12 +51,23 @@ def run_page(text: str, folder: str) -> None:
                 exec(compile(block, "<page>", "exec"), names)
             case "console":
                 for line in filter(None, block.splitlines()):
-                    command, *words = shlex.split(line, comments=True)
-                    assert command == "shoal", f"only shoal's own commands are run: {line}"
-                    with contextlib.redirect_stdout(io.StringIO()):
-                        assert cli.main(words) == 0, line
+                    run_line(line)
             case _:
                 raise AssertionError(f"```{kind} run: only python and console blocks are run")
+
+
+def run_line(line: str) -> None:
+    """Execute one command of a page."""
+    command, *words = shlex.split(line, comments=True)
+    match command:
+        case "shoal":
+            with contextlib.redirect_stdout(io.StringIO()):
+                assert cli.main(words) == 0, line
+        case ".venv/bin/pytest":
+            done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        case _:
+            raise AssertionError(f"{line}: only shoal and .venv/bin/pytest are run")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=page_id)
@@ -88,6 +101,18 @@ def test_every_command_of_make_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {word for page in PAGES for word in re.findall(r"(?:^ *|`)make ([a-z0-9-]+)", page.read_text(), re.MULTILINE)}
     assert named <= targets and {"train", "test", "check"} <= named
+
+
+def test_ci_runs_every_command_of_contributing() -> None:
+    continuous = re.sub(r"\s+", " ", (ROOT / ".ci/run").read_text().replace("\\\n", " "))
+    commands = re.findall(r"^    (.+?) *(?:#.*)?$", CONTRIBUTING.read_text(), re.MULTILINE)
+    assert commands
+    assert [command for command in commands if command not in continuous] == []
+
+
+def test_contributing_has_a_row_for_every_room() -> None:
+    rooms = {path.parent.name for path in (ROOT / "src/shoal").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", CONTRIBUTING.read_text(), re.MULTILINE)) == rooms
 
 
 def links(page: Path) -> Iterator[str]:
