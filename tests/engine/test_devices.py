@@ -38,8 +38,8 @@ def test_a_rank_without_units_sends_its_words_from_its_device() -> None:
         return torch.zeros(2, 1, dtype=torch.int64)
 
     everyone = SimpleNamespace(gather_words=gather_words)
-    census: Any = SimpleNamespace(everyone=everyone, communicators=[everyone])
-    assert grad_stats.reduce_grad_stats([], census, norm=True, device=DEVICE).norm == 0.0
+    parameter_groups: Any = SimpleNamespace(world=everyone, communicators=[everyone])
+    assert grad_stats.reduce_grad_stats([], parameter_groups, norm=True, device=DEVICE).norm == 0.0
     assert [words.device for words in sent] == [DEVICE]
 
 

@@ -35,7 +35,7 @@ def build(case: Wide) -> shoal.Engine:
 
 def trained(engine: Any, steps: range) -> tuple[Result, dict[str, float]]:
     losses = [engine.train_batch(data(step, engine.mesh.rank("data"))).item() for step in steps]
-    said = engine.census.everyone.gather_objects(dict(engine.optimizer.coefficients))
+    said = engine.parameter_groups.world.gather_objects(dict(engine.optimizer.coefficients))
     coefficients: dict[str, float] = {}
     for each in said:
         for name, coefficient in each.items():

@@ -32,7 +32,7 @@ class Surface(Configured):
     module: nn.Module
     device: torch.device
     mesh: Mesh
-    census: ParameterGroups
+    parameter_groups: ParameterGroups
     communicator: Communicator
     optimizer: ShardedOptimizer | None
     sharded: ShardedModel | None
@@ -90,7 +90,7 @@ class Surface(Configured):
 
     @property
     def global_rank(self) -> int:
-        return self.census.everyone.rank
+        return self.parameter_groups.world.rank
 
     @property
     def local_rank(self) -> int:
@@ -99,7 +99,7 @@ class Surface(Configured):
 
     @property
     def world_size(self) -> int:
-        return self.census.everyone.ranks
+        return self.parameter_groups.world.ranks
 
     @property
     def mpu(self) -> Mesh:

@@ -24,7 +24,7 @@ from shoal.engine.checks import check_compressing, check_warm_up
 from shoal.engine.engine import Engine
 from shoal.engine.frozen_check import FrozenParamCheck
 from shoal.engine.lost import missing, named
-from shoal.engine.mesh_setup import census_of, mesh_of
+from shoal.engine.mesh_setup import mesh_of, parameter_groups_of
 from shoal.engine.optimizer_traits import OptimizerSource, OptimizerTraits, check_optimizer, chosen
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.rank_consistency import agree, facts_of
@@ -85,17 +85,18 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     board = FailureBoard(agree(facts_of(model, mesh, settings)))
     _listen(settings)
     zero = settings.zero_optimization
-    census = census_of(mesh, model, zero.stage, partial(
+    parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
         Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
         gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
     device = process_group.device()
-    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(model, settings, mesh, census, board, device)
+    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
+        model, settings, mesh, parameter_groups, board, device)
     engine.client_optimizer = optimizer
     stepping = chosen(settings, optimizer)
     _check_device(settings, device)
     if stepping.compressing:
         check_compressing(settings, mesh, model, stepping.name)
-    _move_buffers(model, census.data, device)
+    _move_buffers(model, parameter_groups.data, device)
     with _untouched_by_failure(engine, optimizer):
         _build(engine, optimizer, model_parameters, stepping)
         engine.lr_scheduler = _schedule(engine, lr_scheduler)
@@ -107,7 +108,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
         warn_once("initialize: model_parameters has no effect beside an optimizer instance, whose own groups count")
     if not isinstance(model, PipelineModule) and settings.pipeline != PipelineSettings():
         warn_once(f"pipeline: has no effect: the model is a {type(model).__name__}, and no PipelineModule")
-    if settings.dump_state and census.everyone.rank == 0:
+    if settings.dump_state and parameter_groups.world.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -176,21 +177,21 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     engine.policy = dtypes = policy_of(settings, model, stepping, engine.communicator)
-    if settings.sparse_gradients and not any(engine.census.everyone.gather_objects([*check_embeddings(model)])):
+    if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
-    place = plan_storage(settings, model, trained, stepping.moments, dtypes, engine.census, engine.device,
+    place = plan_storage(settings, model, trained, stepping.moments, dtypes, engine.parameter_groups, engine.device,
                       attempted=attempts_of(settings, stepping, engine.mesh, engine.device))
-    engine.sharded = ShardedModel(model, engine.census, place, aliases=engine.aliases)
+    engine.sharded = ShardedModel(model, engine.parameter_groups, place, aliases=engine.aliases)
     engine.sharded.shard(trained, plan_of(settings, stepping, place), dtypes, roots=engine.roots, announced=engine.announces,
                          boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
     engine.frozen = FrozenParamCheck(
         (member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
     for each in engine.sharded.passes:
         each.before_backward = engine.before_backward
-    if engine.census.tensor is not None:
+    if engine.parameter_groups.tensor is not None:
         engine.copies = ReplicatedGradCheck({member.name: member.parameter for unit in engine.sharded.trainable
-                                             if unit.holders.shared for member in unit.members})
+                                             if unit.replica_group.tensor_replicated for member in unit.members})
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return  # a stage may have nothing to train, and steps with the others all the same
     _see_to_masks(engine, groups, stepping)
@@ -241,7 +242,7 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
         if not isinstance(failure, CollectiveFailed):  # which tells of another rank
             engine.board.post(f"rank {engine.global_rank}: initialize failed: {type(failure).__name__}: {failure}")
         if engine.sharded is not None:
-            engine.census.hurry()
+            engine.parameter_groups.shorten_timeouts()
             try:
                 engine.sharded.destroy()
             except Exception as error:

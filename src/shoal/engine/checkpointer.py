@@ -116,7 +116,7 @@ class Checkpointer(Surface):
             self.optimizer.retract("load_checkpoint")
         self.wait_for_checkpoint()
         settle()  # another engine of this process may be saving what is to be loaded
-        there = self.census.everyone.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
+        there = self.parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
         if not any(there):
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
@@ -164,11 +164,11 @@ class Checkpointer(Surface):
 
     def _writing(self) -> Writer:
         if self._writer is None:  # every rank comes here at its first save or load
-            self._writer = Writer(Ranks.join(self.census.everyone.group))
+            self._writer = Writer(Ranks.join(self.parameter_groups.world.group))
         return self._writer
 
     def _agree_on_tag(self, tag: str | int | None) -> str:
-        tags = self.census.everyone.gather_objects(f"global_step{self.global_steps}" if tag is None else str(tag))
+        tags = self.parameter_groups.world.gather_objects(f"global_step{self.global_steps}" if tag is None else str(tag))
         if len(set(tags)) > 1:
             said = "; ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(tags))
             match self.settings.checkpoint.tag_validation:
@@ -203,7 +203,7 @@ class Checkpointer(Surface):
 
     def _of_all_stages(self, facts: dict[str, T]) -> dict[str, T]:
         """Return what the stages of the pipeline know together."""
-        said = self.census.communicator("pipeline").gather_objects(facts)
+        said = self.parameter_groups.communicator("pipeline").gather_objects(facts)
         return {name: fact for each in said for name, fact in each.items()}
 
     def _load_tensors(self, snapshot: Snapshot, *, strict: bool, moments: bool) -> None:
@@ -246,11 +246,11 @@ class Checkpointer(Surface):
 
     def _read_values(self, snapshot: Snapshot) -> dict[str, object] | None:
         """Read what is no tensor of the model, so that damage there is told, on every rank, before anything changes."""
-        rank, ranks, mesh = self.census.everyone.rank, self._writing().ranks, self.mesh.ranks.tolist()
+        rank, ranks, mesh = self.parameter_groups.world.rank, self._writing().ranks, self.mesh.ranks.tolist()
 
         def values() -> dict[str, object] | None:
             _ = snapshot.shared
-            same = snapshot.ranks == self.census.everyone.ranks and snapshot.shared.get("mesh", mesh) == mesh
+            same = snapshot.ranks == self.parameter_groups.world.ranks and snapshot.shared.get("mesh", mesh) == mesh
             return snapshot.private(rank) if same else None
 
         with ranks.turn:
@@ -299,7 +299,7 @@ class Checkpointer(Surface):
             rng.restore(cast("dict[str, object]", private["random"]))
         else:
             logger.info("%s was saved by %d ranks and is loaded by %d, or on another mesh: random states are not restored",
-                        snapshot.path, snapshot.ranks, self.census.everyone.ranks)
+                        snapshot.path, snapshot.ranks, self.parameter_groups.world.ranks)
 
     def _load_groups(self, saved: list[dict[str, Any]]) -> None:
         assert self.optimizer is not None

@@ -52,16 +52,16 @@ class Engine(Controls):
     announces: ClassVar[bool] = False
     """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
 
-    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, census: ParameterGroups, board: FailureBoard,
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parameter_groups: ParameterGroups, board: FailureBoard,
                  device: torch.device):
         super().__init__()
         self.module = model
         self.settings = config
         self.batch = config.batch
         self.mesh = mesh
-        self.census = census
+        self.parameter_groups = parameter_groups
         self.board = board
-        self.communicator = census.data
+        self.communicator = parameter_groups.data
         """The data ranks."""
         self.device = device
         self.optimizer: ShardedOptimizer | None = None
@@ -89,8 +89,8 @@ class Engine(Controls):
         At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
         """
         self.refuse_destroyed("forward")
-        if self.census.tensor is not None and (self.settings.debug or not self._batches_compared):
-            _refuse_other_batches(self.census.tensor, (args, kwargs))
+        if self.parameter_groups.tensor is not None and (self.settings.debug or not self._batches_compared):
+            _refuse_other_batches(self.parameter_groups.tensor, (args, kwargs))
             self._batches_compared = True
         if self.settings.fp16.auto_cast and self.settings.fp16.enabled:
             args, kwargs = half(args), half(kwargs)
@@ -277,10 +277,10 @@ class Engine(Controls):
             raise UsageError("step: the engine has no optimizer; give initialize one, or name one in the configuration")
         if not self._sync:
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
-        for communicator in self.census.communicators:
+        for communicator in self.parameter_groups.communicators:
             communicator.step = self.global_steps
-        if self.copies is not None and self.census.tensor is not None:
-            again = self.copies.compare(self.census.tensor, again=self.settings.debug)
+        if self.copies is not None and self.parameter_groups.tensor is not None:
+            again = self.copies.compare(self.parameter_groups.tensor, again=self.settings.debug)
             self.copies = self.copies if again else None
         try:
             self._applied = self.optimizer.step()
@@ -296,7 +296,7 @@ class Engine(Controls):
         elif self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         every = self.settings.steps_per_print
-        if every and self.global_steps % every == 0 and self.census.everyone.rank == 0:
+        if every and self.global_steps % every == 0 and self.parameter_groups.world.rank == 0:
             logger.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(),
                         self.get_mom())
 

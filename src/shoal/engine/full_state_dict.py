@@ -31,8 +31,8 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
 
     Where `dtype` has more bits than the weights of a unit, its values are those of the masters.
     """
-    mesh = model.census.mesh
-    copy = model.census.communicator(*MODEL)
+    mesh = model.parameter_groups.mesh
+    copy = model.parameter_groups.communicator(*MODEL)
     sending = mesh.rank("data") == 0
     own: dict[str, Tensor] = {}
     for unit in model.units:
@@ -96,11 +96,11 @@ def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = Tru
                 for name, shape in shapes.items() if name in state and tuple(state[name].shape) != shape]
     if strict:
         tied = {aliases.get(name, name) for name in state}
-        stages = model.census.communicator("pipeline")
+        stages = model.parameter_groups.communicator("pipeline")
         known = {name for names in stages.gather_objects(list(wanted)) for name in names}
         problems += [f"{name}: missing" for name in wanted if name not in state and aliases.get(name, name) not in tied]
         problems += [f"{name}: the model has no such tensor" for name in state if name not in known]
-    problems = list(dict.fromkeys(each for said in model.census.communicator("pipeline").gather_objects(problems)
+    problems = list(dict.fromkeys(each for said in model.parameter_groups.communicator("pipeline").gather_objects(problems)
                                   for each in said))
     if problems:
         rest = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""

@@ -27,7 +27,7 @@ from shoal.tensor_parallel import parallelize
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 
-__all__ = ["census_of", "configured_mesh", "mesh_of"]
+__all__ = ["configured_mesh", "mesh_of", "parameter_groups_of"]
 
 
 def mesh_of(source: Source, model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh:
@@ -85,9 +85,9 @@ def _check_places(mesh: Mesh, model: nn.Module) -> None:
                              f"differs from its own")
 
 
-def census_of(mesh: Mesh, model: nn.Module, stage: int,
-              communicator_of: Callable[[dist.ProcessGroup], Communicator]) -> ParameterGroups:
-    """Return who holds the parameters of `model`, whose state rests as ZeRO `stage` says."""
+def parameter_groups_of(mesh: Mesh, model: nn.Module, stage: int,
+                        communicator_of: Callable[[dist.ProcessGroup], Communicator]) -> ParameterGroups:
+    """Return the ranks that hold each parameter of `model`, whose state ZeRO `stage` places."""
     stages: dict[str, list[int]] = {}
     if isinstance(model, PipelineModule):
         model.settle()
@@ -97,7 +97,7 @@ def census_of(mesh: Mesh, model: nn.Module, stage: int,
         _cut_layers(mesh, model)
     aliases = aliases_of(model)
     cuts = {aliases.get(name, name): cut for name, cut in (_marked(model, mesh) | cuts_of(model)).items()}
-    return ParameterGroups(mesh, communicator_of, cuts=cuts, stages=stages, hybrid=stage > 0)
+    return ParameterGroups(mesh, communicator_of, tensor_slices=cuts, stages=stages, hybrid=stage > 0)
 
 
 def _cut_layers(mesh: Mesh, model: nn.Module) -> None:

@@ -284,11 +284,11 @@ class PipelineEngine(Engine):
         values = name not in self._compared or self.settings.debug
         drawn = MicrobatchSource.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
                          first=self.is_first_stage(), stage=f"rank {dist.get_rank()} (stage {self._stages_in_words})")
-        self.census.everyone.step = self.global_steps
+        self.parameter_groups.world.step = self.global_steps
         words = torch.tensor([digest(call), bool(trouble) or values, *drawn.words()]).to(self.device)
-        if self._alike(self.census.everyone.gather_words(words, "what to begin with").tolist()):
+        if self._alike(self.parameter_groups.world.gather_words(words, "what to begin with").tolist()):
             return self._batches(items)
-        said = self.census.everyone.gather_objects((call, trouble, drawn))
+        said = self.parameter_groups.world.gather_objects((call, trouble, drawn))
         for rank, (theirs, _, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise RanksDisagree(f"ranks call different things: rank 0 is in {said[0][0]}, rank {rank} in {theirs}; let "
@@ -322,13 +322,14 @@ class PipelineEngine(Engine):
     def _mean(self, losses: list[Tensor]) -> Tensor:
         """Return the mean of the losses of all data ranks, which the last stages have."""
         mine = torch.stack([loss.float().reshape(()) for loss in losses]).mean() if losses else torch.zeros(())
-        rows = self.census.everyone.gather_words(_words(torch.stack([mine, mine.new_tensor(bool(losses))])).to(self.device))
+        words = _words(torch.stack([mine, mine.new_tensor(bool(losses))])).to(self.device)
+        rows = self.parameter_groups.world.gather_words(words)
         values = rows.view(torch.float64)
         return (values[:, 0].sum() / values[:, 1].sum()).float().to(self.device)
 
     def _from_last(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the last stage's losses, on all stages."""
-        said = self.census.communicator("pipeline").gather_objects([loss.item() for loss in losses])
+        said = self.parameter_groups.communicator("pipeline").gather_objects([loss.item() for loss in losses])
         return [torch.tensor(value, device=self.device) for value in next(found for found in said if found)]
 
 

@@ -49,7 +49,7 @@ class _Wish:
 
 
 def plan_storage(settings: Config, model: nn.Module, trained: Iterable[nn.Parameter], moments: int, policy: Policy,
-              census: ParameterGroups, device: torch.device, *, attempted: bool) -> StoragePlan:
+              parameter_groups: ParameterGroups, device: torch.device, *, attempted: bool) -> StoragePlan:
     """Return the stores of weights and of optimizer's state for `model`, of which `trained` is stepped with `moments`.
 
     Where steps are to be `attempted` what they write needs a second place on disk. Raises `TierError` on every rank, naming
@@ -62,16 +62,16 @@ def plan_storage(settings: Config, model: nn.Module, trained: Iterable[nn.Parame
     once: Mapping[Path, int] = {}
     again: Mapping[Path, int] = {}
     try:
-        weight = open_store(zero.offload_param, settings.aio, device, rank=census.everyone.rank)
-        state = open_store(zero.offload_optimizer, settings.aio, device, rank=census.everyone.rank,
+        weight = open_store(zero.offload_param, settings.aio, device, rank=parameter_groups.world.rank)
+        state = open_store(zero.offload_optimizer, settings.aio, device, rank=parameter_groups.world.rank,
                            at_once=zero.sub_group_size)
         found = StoragePlan(device=device, weight=weight, state=state, ratio=zero.offload_optimizer.ratio,
                           near=zero.offload_param.max_in_cpu)
-        once, again = _needed(settings, model, set(trained), moments, policy, census.slices, weight, state)
+        once, again = _needed(settings, model, set(trained), moments, policy, parameter_groups.state_shards, weight, state)
     except TierError as error:
-        problem = str(error).removeprefix(f"rank {census.everyone.rank}: ")
+        problem = str(error).removeprefix(f"rank {parameter_groups.world.rank}: ")
     asked = attempted and settings.zero_optimization.offload_optimizer.step_in_backward is not None
-    twice, neighbours = _agree(problem, once, again, census.everyone, asked=asked)
+    twice, neighbours = _agree(problem, once, again, parameter_groups.world, asked=asked)
     assert found is not None
     found.twice, found.again, found.neighbours = attempted and twice, {} if asked else again, neighbours
     return found
@@ -87,8 +87,8 @@ def spares_memory(settings: Config, model: ShardedModel, moments: int, policy: P
     if zero.offload_optimizer.step_in_backward is not None or left is None:
         return True
     attempted, plain = (working(
-        [unit.layout.size for unit in model.trainable], zero.stage, model.census.slices, compute=policy.compute,
-        accumulate=policy.accumulate, moments=moments, weights_away=True, state_away=True,
+        [unit.layout.size for unit in model.trainable], zero.stage, model.parameter_groups.state_shards,
+        compute=policy.compute, accumulate=policy.accumulate, moments=moments, weights_away=True, state_away=True,
         window=zero.offload_param.buffer_count, pieces=zero.offload_optimizer.buffer_count,
         piece=min(zero.sub_group_size, CHUNK), write_ahead=WRITE_AHEAD, in_backward=within, attempted=within).total
         for within in (True, False))

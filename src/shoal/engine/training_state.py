@@ -44,9 +44,9 @@ AT_ONCE = 1 << 22
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield this rank's share of the parameters and buffers."""
     for unit in model.units:
-        for part in unit.layout.parts(unit.span) if unit.holders.first else ():
+        for part in unit.layout.parts(unit.span) if unit.replica_group.is_first_copy else ():
             yield from _weight(model, unit, part, unit.span)
-    if model.census.first:
+    if model.parameter_groups.is_first_copy:
         yield from _whole(model)
 
 
@@ -64,7 +64,7 @@ def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, fr
 def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[Piece]:
     """Yield this rank's share of the optimizer's state."""
     for view, kind, value in optimizer.views.states(optimizer.optimizer):
-        for part in view.parts if view.unit.holders.first else ():
+        for part in view.parts if view.unit.replica_group.is_first_copy else ():
             yield from _moment(view, part, kind, value, model.cuts)
 
 

@@ -146,7 +146,7 @@ class BackwardStepper:
         unit, views = self._of[gradient]
         assert unit.state is not None
         whole = gradient.addend.touched == (1 << len(unit.members)) - 1
-        copied = unit.holders.replicas is not None  # the sum over the other copies is missing
+        copied = unit.replica_group.replicas is not None  # the sum over the other copies is missing
         done = whole and not (gradient.again or copied or (unit.travels and not unit.is_released) or unit.lent is not None)
         beside = done and self._rules.native and is_native(self._optimizer, views, self._options)
         natively, attempted = self._natively if beside else None, self._rules.attempted

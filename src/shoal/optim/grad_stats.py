@@ -34,22 +34,23 @@ class GradStats:
         return self.norm is not None and not isfinite(self.norm)
 
 
-def reduce_grad_stats(units: list[Unit], census: ParameterGroups, *, norm: bool, device: torch.device) -> GradStats:
-    """Agree over all ranks on the norm of the reduced gradients (if asked for), and with the other holders of each unit on
+def reduce_grad_stats(units: list[Unit], parameter_groups: ParameterGroups, *, norm: bool,
+                      device: torch.device) -> GradStats:
+    """Agree over all ranks on the norm of the reduced gradients (if asked for), and within the replica group of each unit on
     which of its parameters received one. Words travel from `device`, where the weights of ranks that have any are.
     """
     total = 0.0
     touched: dict[Unit, int] = {}
-    for communicator in census.communicators:
-        held = [unit for unit in units if communicator in (unit.communicator, unit.holders.replicas)]
+    for communicator in parameter_groups.communicators:
+        held = [unit for unit in units if communicator in (unit.communicator, unit.replica_group.replicas)]
         masks = [touched.get(unit, unit.gradient.addend.touched) for unit in held if unit.gradient is not None]
         words = [word for unit, mask in zip(held, masks, strict=True) for word in _to_words(mask, len(unit.members))]
-        if communicator is census.everyone:
+        if communicator is parameter_groups.world:
             words.append(_to_word(_squares(units) if norm else 0.0))
         if not words:
             continue
         rows: list[list[int]] = communicator.gather_words(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
-        if communicator is census.everyone:
+        if communicator is parameter_groups.world:
             total = sum(_from_word(row.pop()) for row in rows)
         touched |= _masks(held, rows)
     return GradStats(norm=(sqrt(total) if isfinite(total) else total) if norm else None,
@@ -69,7 +70,7 @@ def _masks(units: list[Unit], rows: list[list[int]]) -> dict[Unit, int]:
 
 def _squares(units: list[Unit]) -> float:
     """Return the sum of squares of the gradients that this rank owns, in the first copy of them."""
-    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None and unit.holders.first]
+    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None and unit.replica_group.is_first_copy]
     return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
 
 

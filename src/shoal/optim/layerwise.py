@@ -4,8 +4,9 @@
     agree     the ranks that hold a parameter add their sums, in rank order
     apply     the weights change by the update, which is computed again, times the coefficient
 
-Every element has one owner (holders.py), so it counts once, and every rank finds the same bits. What tensor ranks cut is
-added up over them as well. One message carries the sums of all parameters that the same ranks hold: 16 bytes for each.
+Every element has one owner (mesh/parameter_groups.py), so it counts once, and every rank finds the same bits. What tensor
+ranks cut is added up over them as well. One message carries the sums of all parameters that the same ranks hold: 16 bytes
+for each.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ MEASURE, APPLY, AHEAD = Use(weights=False), Use(gradient=False, moments=False), 
 class Layerwise:
     """What of a step is more than elementwise, for one optimizer."""
 
-    def __init__(self, optimizer: Lamb, census: ParameterGroups, *, native: bool):
+    def __init__(self, optimizer: Lamb, parameter_groups: ParameterGroups, *, native: bool):
         """With `native` the sweeps are passes of native code where it can take them."""
         self._optimizer = optimizer
         # Such an optimizer keeps numbers of each parameter, and gradients for the second pass
         self._keeps = isinstance(optimizer, CompressedOptimizer)
-        self._census = census
+        self._parameter_groups = parameter_groups
         self._native = native
-        self._cutting = census.communicator("tensor") if census.mesh.size("tensor") > 1 else None
+        self._cutting = parameter_groups.communicator("tensor") if parameter_groups.mesh.size("tensor") > 1 else None
         self._sums: dict[Unit, Tensor] = {}
         self._scales: dict[Unit, list[float]] = {}
         self.coefficients: dict[str, float] = {}
@@ -66,10 +67,10 @@ class Layerwise:
         `touched` has a bit for each slot that was stepped, and `views` are of those.
         """
         sums = {unit: self._sums.pop(unit, _nothing(unit)) for unit in touched}
-        for communicator in self._census.communicators:
+        for communicator in self._parameter_groups.communicators:
             _add_up(communicator, sums, [unit for unit in sums if unit.communicator is communicator])
         if self._cutting is not None:
-            _add_up(self._cutting, sums, [unit for unit in sums if not unit.holders.shared])
+            _add_up(self._cutting, sums, [unit for unit in sums if not unit.replica_group.tensor_replicated])
         states: dict[tuple[Unit, int], list[dict[str, Any]]] = {}
         for view in views:
             for part in view.parts:

@@ -65,12 +65,13 @@ class ShardedOptimizer:
         self._natively = natively(optimizer)
         if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
             views.regroup(lambda view, part: part.slot, optimizer)
-        self._layers = Layerwise(optimizer, model.census, native=rules.native) if isinstance(optimizer, Lamb) else None
+        self._layers = (Layerwise(optimizer, model.parameter_groups, native=rules.native) if isinstance(optimizer, Lamb)
+                        else None)
         self._stepping = StepScheduler(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
                                   waiting=rules.waiting, lanes=model.residence.lanes)
         self._within = BackwardStepper(model, views, optimizer, rules, self._stepping, self._step)
         if isinstance(optimizer, CompressedOptimizer):
-            optimizer.exchanging = model.census.slices > 1
+            optimizer.exchanging = model.parameter_groups.state_shards > 1
         self.route()
         for view in views.views:
             assert view.unit.gradient is not None and view.unit.state is not None
@@ -121,9 +122,9 @@ class ShardedOptimizer:
         """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
         units = self._model.trainable
         self._stepping.check()
-        census = self._model.census
+        parameter_groups = self._model.parameter_groups
         if units and not self.pending:
-            raise UsageError(f"rank {self._model.census.everyone.rank}: step() without gradients; call "
+            raise UsageError(f"rank {self._model.parameter_groups.world.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
         if not self._joined:
             return self._stand_still()
@@ -136,7 +137,7 @@ class ShardedOptimizer:
         factor, calm = self._factor(self.norm, scale), False
         try:
             if not self.rules.unused:
-                _refuse_unused(verdict, census)
+                _refuse_unused(verdict, parameter_groups)
             calm = not self.overflow and factor == self._factor(None, scale)
             self._within.conclude(factor if calm else None)
             self.scaler.update(self.overflow)
@@ -167,7 +168,8 @@ class ShardedOptimizer:
         self._model.flush()
         if isinstance(self.optimizer, CompressedOptimizer):
             leave_out(self.optimizer, units, self.views.views, self._model.cuts)
-        return reduce_grad_stats(units, self._model.census, norm=self.rules.measures, device=self._model.residence.device)
+        return reduce_grad_stats(units, self._model.parameter_groups, norm=self.rules.measures,
+                                 device=self._model.residence.device)
 
     def _show(self) -> None:
         """Have the state be that of the last step, for somebody to look at."""
@@ -299,11 +301,11 @@ class ShardedOptimizer:
         return coefficient / loss_scale
 
 
-def _refuse_unused(verdict: GradStats, census: ParameterGroups) -> None:
+def _refuse_unused(verdict: GradStats, parameter_groups: ParameterGroups) -> None:
     """Raise on every rank unless every parameter received a gradient on some rank."""
     unused = [member.name for unit, touched in verdict.touched.items()
               for index, member in enumerate(unit.members) if not touched >> index & 1 and member.parameter.requires_grad]
-    unused = [name for stage in census.communicator("pipeline").gather_objects(unused) for name in stage]
+    unused = [name for stage in parameter_groups.communicator("pipeline").gather_objects(unused) for name in stage]
     if unused:
         more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
         raise UsageError(f"step: on no rank did the loss depend on {', '.join(unused[:SHOWN])}{more}, and "

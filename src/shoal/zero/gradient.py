@@ -58,15 +58,15 @@ class Gradient:
     """It stays where it is until a later step sends it."""
     _valid = False  # `reduced` holds a sum
 
-    def __init__(self, layout: Layout, stage: Stage, holders: ReplicaGroup, dtypes: GradientDtypes, pool: Pool,
+    def __init__(self, layout: Layout, stage: Stage, replica_group: ReplicaGroup, dtypes: GradientDtypes, pool: Pool,
                  store: Store, *, unit: str, index: int, rows: Rows | None = None, signs: OneBitTransport | None = None):
         self.layout = layout
         self.rows = rows  # what moves those of an embedding; None: the gradient is always whole
         self.stage = stage
-        self._communicator = communicator = holders.communicator
-        self._replicas = holders.replicas
+        self._communicator = communicator = replica_group.communicator
+        self._replicas = replica_group.replicas
         self._dtypes, self._pool = dtypes, pool
-        factors = dtypes.averaging.factors(holders.addends, accumulate=dtypes.accumulate, wire=dtypes.wire)
+        factors = dtypes.averaging.factors(replica_group.grad_divisor, accumulate=dtypes.accumulate, wire=dtypes.wire)
         before, self._after = factors.before, factors.after
         if signs is not None:  # what was not sent is an addend of the mean
             before, self._after = factors.before * factors.after, 1.0

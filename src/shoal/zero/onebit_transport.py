@@ -47,14 +47,14 @@ class OneBitTransport:
         """How many such addends the sum is of."""
 
     @classmethod
-    def between(cls, layout: Layout, holders: ReplicaGroup, pool: Pool, dtype: torch.dtype) -> OneBitTransport | None:
+    def between(cls, layout: Layout, replica_group: ReplicaGroup, pool: Pool, dtype: torch.dtype) -> OneBitTransport | None:
         """Return the transport of weights of `dtype`; None where nothing travels, or nothing that signs can stand for.
 
         Nor where several pipeline stages use the weights: of addends that are not alike one does not tell the variance.
         """
-        if holders.communicator.ranks == 1 or holders.late or dtype not in SIGNED:
+        if replica_group.communicator.ranks == 1 or replica_group.spans_stages or dtype not in SIGNED:
             return None
-        return cls(layout, holders.communicator, pool, copies=holders.same)
+        return cls(layout, replica_group.communicator, pool, copies=replica_group.identical_grad_ranks)
 
     def keep(self, addend: Tensor, *, onto: bool) -> None:
         """Keep this rank's span of the 1-D `addend`, which is to be reduced, `onto` that of an earlier sum of the step."""

@@ -35,7 +35,7 @@ class UnitSpec:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
-    holders: ReplicaGroup
+    replica_group: ReplicaGroup
     columns: int | None = None
     """Of an embedding whose gradient is rows: each rank owns whole ones."""
 
@@ -64,7 +64,7 @@ def _is_large_layer(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and sum(p.numel() for p in module.parameters()) >= LARGE
 
 
-def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callable[[str], ReplicaGroup], *,
+def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_of: Callable[[str], ReplicaGroup], *,
               roots: Mapping[nn.Module, str] | None = None, aliases: Mapping[str, str] | None = None,
               persistent_below: int = 0, persistent_at_most: int = sys.maxsize) -> list[UnitSpec]:
     """Divide the parameters of `model` into units, in order of definition, a root's first.
@@ -73,8 +73,9 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
     there: ranks of different stages broadcast them together. They belong to the first root.
 
     `groups` gives the optimizer group of each trainable parameter; one that is in no group is never stepped and counts
-    as frozen. `holders` says which ranks hold a parameter. Parameters of at most `persistent_below` elements form units of
-    their own, whose weights stay whole, until they are `persistent_at_most` elements together.
+    as frozen. `replica_group_of` names the ranks that hold a parameter. Parameters of at most
+    `persistent_below` elements form units of their own, whose weights stay whole, until they are `persistent_at_most`
+    elements together.
 
     `roots` are the modules whose forwards are passes of their own, by name (default: the model); `aliases` gives the name
     of a parameter wherever that is another than in this model.
@@ -96,15 +97,16 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], holders: Callab
             if parameter in seen or not (parameter.is_floating_point() or parameter.is_complex()) or not parameter.numel():
                 continue
             seen.add(parameter)
-            held = holders(names[parameter])
+            held = replica_group_of(names[parameter])
             persistent = parameter.numel() <= persistent_below and kept + parameter.numel() <= persistent_at_most
             kept += parameter.numel() if persistent else 0
-            key = _Key(module=first if held.late else module, trainable=parameter.requires_grad and parameter in groups,
-                       dtype=parameter.dtype, persistent=persistent or held.late, holders=held,
-                       table=parameter if parameter in tables and not held.late else None)
+            key = _Key(module=first if held.spans_stages else module, dtype=parameter.dtype,
+                       trainable=parameter.requires_grad and parameter in groups,
+                       persistent=persistent or held.spans_stages, replica_group=held,
+                       table=parameter if parameter in tables and not held.spans_stages else None)
             member = Member(name=names[parameter], parameter=parameter, group=groups.get(parameter, 0))
             shares.setdefault(key, []).append(member)
-    several = len({key.holders for key in shares}) > 1
+    several = len({key.replica_group for key in shares}) > 1
     return [key.share(_unit_name(paths[key.module], key, several, tables), members)
             for key, members in sorted(shares.items(), key=lambda item: item[0].place(order))]
 
@@ -117,21 +119,21 @@ class _Key:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
-    holders: ReplicaGroup
+    replica_group: ReplicaGroup
     table: nn.Parameter | None = None
     """The embedding that is a unit by itself."""
 
     def place(self, order: Mapping[nn.Module, int]) -> tuple[object, ...]:
         """Return where the unit stands among all, of modules in `order`."""
-        if self.holders.late:
-            return 0, self.holders.order, self.trainable, str(self.dtype)
+        if self.replica_group.spans_stages:
+            return 0, self.replica_group.order, self.trainable, str(self.dtype)
         return 1, order[self.module]
 
     def share(self, name: str, members: list[Member]) -> UnitSpec:
-        ordered = sorted(members, key=lambda member: (member.group, member.name if self.holders.late else ""))
+        ordered = sorted(members, key=lambda member: (member.group, member.name if self.replica_group.spans_stages else ""))
         columns = None if self.table is None else self.table.shape[1]
         return UnitSpec(name=name, module=self.module, trainable=self.trainable, dtype=self.dtype,
-                        persistent=self.persistent, holders=self.holders, members=tuple(ordered),
+                        persistent=self.persistent, replica_group=self.replica_group, members=tuple(ordered),
                         columns=columns)
 
 
@@ -164,8 +166,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def _unit_name(path: str, key: _Key, several: bool, tables: Mapping[nn.Parameter, str]) -> str:
     if key.table is not None and not gives_rows(key.module):  # several embeddings share it
         path = tables[key.table]
-    if key.holders.late:
+    if key.replica_group.spans_stages:
         return "tied" if key.trainable else "tied frozen"
-    shared = several and key.holders.shared
+    shared = several and key.replica_group.tensor_replicated
     marks = [mark for mark, on in (("frozen", not key.trainable), ("small", key.persistent), ("uncut", shared)) if on]
     return " ".join([path or "root", *marks])

@@ -61,13 +61,13 @@ class ShardingPlan:
 class ShardedModel:
     """The units of one model on one data axis."""
 
-    def __init__(self, model: nn.Module, census: ParameterGroups, residence: StoragePlan, *,
+    def __init__(self, model: nn.Module, parameter_groups: ParameterGroups, residence: StoragePlan, *,
                  aliases: Mapping[str, str] | None = None):
         self.model = model
-        self.census = census
+        self.parameter_groups = parameter_groups
         self.aliases = aliases or {}
         """The first names, in the whole model, of parameters that have others here."""
-        self.cuts = census.cuts
+        self.cuts = parameter_groups.tensor_slices
         self.residence = residence
         self.pool = Pool(residence.device)
         self.scope = Scope()
@@ -84,19 +84,19 @@ class ShardedModel:
         """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises."""
         row = STAGES[1 if plan.signs else plan.stage]
         persistent_below = plan.persistent_below if row.weight is SHARD else 0
-        shares = partition(self.model, groups, self.census.of, persistent_below=persistent_below,
+        shares = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                            persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
-        for communicator in self.census.communicators:
-            check_agreement(communicator, [share for share in shares
-                                           if communicator in (share.holders.communicator, share.holders.replicas)])
+        for communicator in self.parameter_groups.communicators:
+            check_agreement(communicator, [share for share in shares if communicator in (
+                share.replica_group.communicator, share.replica_group.replicas)])
         for share in shares:
             stage = STAGES[2] if share.persistent and row.weight is SHARD else row
-            unit = self._unit(share, over(stage, share.holders.communicator.ranks), policy, plan)
+            unit = self._unit(share, over(stage, share.replica_group.communicator.ranks), policy, plan)
             self.units.append(unit)
             self.by_module.setdefault(share.module, []).append(unit)
             if share.trainable:
                 self.trainable.append(unit)
-            if share.holders.late and share.trainable:
+            if share.replica_group.spans_stages and share.trainable:
                 self.late.append(unit)
         trim()  # the parameters' own memory is free now
         self.passes += [self._pass(root, plan, boundary, sync, announced) for root in roots or (self.model,)]
@@ -208,12 +208,12 @@ class ShardedModel:
         tiers = self.residence.tiers(elements, elements if share.trainable else 0)
         if share.persistent:
             tiers = replace(tiers, weight=Memory(device=self.residence.device))
-        unit = Unit(share.name, share.members, stage, share.holders, dtypes, self.pool, self.scope, tiers,
+        unit = Unit(share.name, share.members, stage, share.replica_group, dtypes, self.pool, self.scope, tiers,
                     trainable=share.trainable, columns=share.columns, by_rows=plan.by_rows, signs=plan.signs)
         flat = _flatten(unit, values, self.pool.device)
-        if share.holders.replicas is not None:
-            share.holders.replicas.broadcast(flat, 0, f"unit '{share.name}'")
-        share.holders.communicator.broadcast(flat, share.holders.source, f"unit '{share.name}'")
+        if share.replica_group.replicas is not None:
+            share.replica_group.replicas.broadcast(flat, 0, f"unit '{share.name}'")
+        share.replica_group.communicator.broadcast(flat, share.replica_group.source, f"unit '{share.name}'")
         unit.adopt(flat)
         return unit
 

@@ -103,7 +103,7 @@ class Unit:
     expected = False
     """Used next, once the step that is owed is taken: that leaves the weights in memory."""
 
-    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, holders: ReplicaGroup,
+    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, replica_group: ReplicaGroup,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, trainable: bool = True,
                  columns: int | None = None, by_rows: bool = False, signs: bool = False):
         """A table of so many `columns` is cut between rows; with `by_rows` its rows travel alone, with `signs` signs do."""
@@ -114,10 +114,10 @@ class Unit:
         self.owed: Callable[..., None] | None = None
         """Takes the step that the optimizer has decided on, and not taken yet; or, with `wait=False`, notes that it is."""
         self.phase = Phase.GATHERED
-        self.holders, self.communicator = holders, holders.communicator
+        self.replica_group, self.communicator = replica_group, replica_group.communicator
         self.dtypes = dtypes
         self.layout = Layout.pack([(m.name, tuple(m.parameter.shape), m.group) for m in members],
-                                  self.communicator.ranks, holders.copies, columns or 1)
+                                  self.communicator.ranks, replica_group.state_copies, columns or 1)
         self._scope = scope
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
@@ -138,7 +138,8 @@ class Unit:
         """(What stands, as it was before somebody might write into it): put back when it is to be dropped."""
         self.state: OptimizerState | None = None
         self.gradient: Gradient | None = None
-        self._signs = OneBitTransport.between(self.layout, holders, pool, dtypes.compute) if signs and trainable else None
+        self._signs = (OneBitTransport.between(self.layout, replica_group, pool, dtypes.compute) if signs and trainable
+                       else None)
         self.signed = self._signs is not None
         """Whether its gradient and its weights may travel as signs."""
         if trainable:
@@ -447,7 +448,7 @@ class Unit:
         rows = None if columns is None or self._signs is not None else Rows(
             self.communicator, self.layout.size, columns, dtypes.accumulate, dtypes.wire, pool.device,
             unit=self.name, index=self.index)
-        return Gradient(self.layout, self.stage, self.holders, dtypes, pool, store, unit=self.name, index=self.index,
+        return Gradient(self.layout, self.stage, self.replica_group, dtypes, pool, store, unit=self.name, index=self.index,
                         rows=rows, signs=self._signs)
 
     def _new_state(self, store: Store) -> OptimizerState:
