@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory rscan test check bench bench-tiers \
+.PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
 	bench-slow-network bench-communication peers docs dist clean
 .DEFAULT_GOAL := help
 
@@ -49,6 +49,9 @@ rscan: .venv/.installed  ## learn which docstring belongs to which function, on 
 
 test: .venv/.installed  ## run every test; WORKERS=n files beside each other
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+fuzz: .venv/.installed  ## train random compositions of features and compare with plain PyTorch; SEED=s COUNT=n
+	$(BIN)/python -m tests.fuzz$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check
