@@ -77,7 +77,8 @@ def train(venv: Path, folder: Path, ranks: int) -> list[str]:
     folder.mkdir()
     shutil.copy(ROOT / "examples/minimal.py", folder)
     home, cache = folder / "home", folder / "cache"
-    home.mkdir(), cache.mkdir()
+    home.mkdir()
+    cache.mkdir()
     environment = {"PATH": str(venv / "bin"), "HOME": str(home), "SHOAL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     assert not any(shutil.which(name, path=environment["PATH"]) for name in COMPILERS)
     start = ["python"] if ranks == 1 else ["shoal", "run", "--ranks", str(ranks)]
