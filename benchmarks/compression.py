@@ -20,7 +20,7 @@ import torch
 from outcome import Outcome, Sheet, Target
 from progress import progress
 
-from shoal.onebit import difference, pack, packed_bytes, plain, unpack
+from shoal.onebit import difference, pack, packed_bytes, reference, unpack
 
 GIGA = 1e9
 MULTIPLY, ADD = "x.mul_(1.0001), fp32", "x.add_(1.0), fp32"
@@ -85,8 +85,8 @@ def _ways(elements: int) -> dict[str, Way]:
         "torch.sub(master, x, out=y), fp32": Way(call=lambda: torch.sub(master, vector, out=target), bytes=12),
         "unpack and add, bf16": Way(call=lambda: unpack(packed, half, accumulate=True), bytes=4),
         "pack the difference, fp32": Way(call=lambda: difference(master, vector, packed), bytes=8),
-        "unpack, fp32, torch": Way(call=lambda: plain.unpack(packed, target, factor=1.0, accumulate=False), bytes=4),
-        "pack, fp32, torch": Way(call=lambda: plain.pack(vector, packed), bytes=8),
+        "unpack, fp32, torch": Way(call=lambda: reference.unpack(packed, target, factor=1.0, accumulate=False), bytes=4),
+        "pack, fp32, torch": Way(call=lambda: reference.pack(vector, packed), bytes=8),
     }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.engine.training_state import _scalar_device
-from shoal.onebit import packing, plain
+from shoal.onebit import packing, reference
 from shoal.optim import grad_stats
 from shoal.testing import run_ranks
 from shoal.transport import reduction
@@ -53,22 +53,22 @@ def test_a_sum_is_taken_in_pieces_that_fit_a_cache_of_the_host_and_at_once_elsew
     assert summed == [256 // parts] * parts
 
 
-def test_triton_that_does_not_work_gives_way_to_torch_with_a_warning(monkeypatch: pytest.MonkeyPatch,
+def test_triton_that_does_not_work_falls_back_to_torch_with_a_warning(monkeypatch: pytest.MonkeyPatch,
                                                                      caplog: pytest.LogCaptureFixture) -> None:
     def pack(values: Tensor, packed: Tensor) -> None:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(packing, "import_module", lambda name: SimpleNamespace(pack=pack))
     with caplog.at_level("WARNING", logger="shoal"):
-        assert packing._tried(torch.device("cpu")) is plain
+        assert packing._triton_or_reference(torch.device("cpu")) is reference
     assert "Triton does not work here (RuntimeError: Failed to find C compiler)" in caplog.text
     assert [name for name in caplog.text.splitlines() if "slower" in name]
 
 
-def test_triton_that_works_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    working = import_module("shoal.onebit.plain")
+def test_triton_that_works_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    working = import_module("shoal.onebit.reference")
     monkeypatch.setattr(packing, "import_module", lambda name: working)
-    assert packing._tried(torch.device("cpu")) is working
+    assert packing._triton_or_reference(torch.device("cpu")) is working
 
 
 def native_by_backends() -> list[bool]:

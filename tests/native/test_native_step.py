@@ -1,4 +1,4 @@
-"""The native step is torch's step, with the same bits wherever the slice is cut and however many threads work."""
+"""The native step is torch's step; its bits depend neither on cuts of the slice nor on the number of threads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def made(name: str) -> tuple[nn.Parameter, Optimizer]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_four_steps_are_those_of_torch_and_leave_its_state(name: str) -> None:
+def test_four_steps_give_the_weights_and_the_state_of_torch(name: str) -> None:
     ours, native = made(name)
     theirs, optimizer = made(name)
     stepped(native, ours, gradients())
@@ -67,7 +67,7 @@ def test_four_steps_are_those_of_torch_and_leave_its_state(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("gradient_dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
-def test_one_pass_scales_and_rounds_as_separate_passes_do(gradient_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_the_fused_pass_rounds_as_separate_passes_do(gradient_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     ours, native = made("AdamW")
     theirs, other = made("AdamW")
     weight = torch.empty(SIZE, dtype=weight_dtype)
@@ -104,9 +104,9 @@ EDGES = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e6, 2**-24, 2**-25, 1.5 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_value_is_read_and_every_edge_is_rounded_as_torch_does(dtype: torch.dtype) -> None:
+def test_16_bit_values_are_converted_as_torch_converts_them(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    for values in (every, every[:7].clone()):  # vectors, and a tail
+    for values in (every, every[:7].clone()):  # SIMD loop, and its tail
         master = torch.zeros(values.numel())
         step(Rule.SGD, master, [], values, [-1.0, 0.0, 1.0, 0.0])  # weight = 0 + gradient
         assert torch.equal(master.nan_to_num(nan=7), values.float().nan_to_num(nan=7))
@@ -115,7 +115,7 @@ def test_every_16_bit_value_is_read_and_every_edge_is_rounded_as_torch_does(dtyp
     for values in (wide, wide[:5].clone(), wide[5:17].clone()):
         narrow = torch.empty(values.numel(), dtype=dtype)
         zeros = torch.zeros_like(values)
-        step(Rule.LION, values.clone(), [zeros.clone()], zeros, [0.0] * 4, weight=narrow)  # steps by nothing
+        step(Rule.LION, values.clone(), [zeros.clone()], zeros, [0.0] * 4, weight=narrow)  # the update is zero
         expected = values.to(dtype)
         assert torch.equal(narrow.isnan(), expected.isnan())
         assert torch.equal(narrow.nan_to_num(nan=0), expected.nan_to_num(nan=0))
@@ -125,7 +125,7 @@ def plain(optimizer: torch.optim.Optimizer) -> bool:
     return is_plain(optimizer, options_of(optimizer))
 
 
-def test_options_hooks_and_patches_leave_the_step_to_torch() -> None:
+def test_options_hooks_and_patches_disable_the_native_step() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     assert plain(AdamW([parameter]))
     assert not plain(AdamW([parameter], amsgrad=True))
@@ -144,20 +144,20 @@ def test_options_hooks_and_patches_leave_the_step_to_torch() -> None:
 
 
 @pytest.fixture
-def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def empty_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "load", build.load.__wrapped__)
     return tmp_path
 
 
-def test_a_library_is_built_once_and_a_damaged_one_again(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_built_once_and_rebuilt_when_damaged(empty_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.load("step").shoal_step_version() == _VERSION
-    [library] = (fresh / "cache").iterdir()
+    [library] = (empty_cache / "cache").iterdir()
     built = library.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(build, "_build", lambda *_: pytest.fail("built again"))
         assert build.load("step") is not None
-    other = fresh / "other"
+    other = empty_cache / "other"
     other.mkdir()
     monkeypatch.setenv("SHOAL_CACHE", str(other))
     (other / library.name).write_bytes(built[:1000])
@@ -165,18 +165,18 @@ def test_a_library_is_built_once_and_a_damaged_one_again(fresh: Any, monkeypatch
     assert [path.name for path in other.iterdir()] == [library.name]
 
 
-@pytest.mark.parametrize("trouble", ["no compiler", "a compiler that fails", "a folder that cannot be made", "switched off"])
-def test_whatever_goes_wrong_leaves_the_work_to_torch(fresh: Any, monkeypatch: pytest.MonkeyPatch, trouble: str,
+@pytest.mark.parametrize("failure", ["no compiler", "a compiler that fails", "a folder that cannot be made", "switched off"])
+def test_a_failed_build_warns_and_gives_no_library(empty_cache: Any, monkeypatch: pytest.MonkeyPatch, failure: str,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "warn_once", logging.getLogger("shoal").warning)
-    if trouble == "no compiler":
+    if failure == "no compiler":
         monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    elif trouble == "a compiler that fails":
+    elif failure == "a compiler that fails":
         monkeypatch.setenv("CXX", "false")
         monkeypatch.setattr(build, "_key", lambda *_: "key")
-    elif trouble == "a folder that cannot be made":
-        (fresh / "cache").write_text("a file")
+    elif failure == "a folder that cannot be made":
+        (empty_cache / "cache").write_text("a file")
     else:
         monkeypatch.setenv("SHOAL_NATIVE", "0")
     assert build.load("step") is None
-    assert ("native code is not available (step.cpp" in caplog.text) == (trouble != "switched off")
+    assert ("native code is not available (step.cpp" in caplog.text) == (failure != "switched off")

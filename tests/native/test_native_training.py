@@ -1,4 +1,4 @@
-"""An engine that steps natively trains as one that steps by torch, and either resumes what the other saved."""
+"""An engine with native steps trains as one with torch's steps, and each resumes the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compared(stage: int, dtype: str) -> tuple[list[Tensor], list[Tensor], int]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_native_steps_train_as_torchs_do(stage: int, dtype: str) -> None:
+def test_native_steps_train_as_torch_steps_do(stage: int, dtype: str) -> None:
     ours, theirs, calls = run_ranks(2, compared, stage, dtype)[0]
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     assert calls > 0
@@ -77,6 +77,6 @@ def resumed(folder: str, first: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_either_way_resumes_what_the_other_saved(first: bool, tmp_path: Path) -> None:
+def test_native_and_torch_steps_resume_each_others_checkpoints(first: bool, tmp_path: Path) -> None:
     for one, other in zip(*run_ranks(2, resumed, str(tmp_path), first)[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

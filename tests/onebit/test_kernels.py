@@ -1,4 +1,4 @@
-"""The kernels give the bits of torch, run by Triton's interpreter; on a GPU see tests/gpu/test_signs.py."""
+"""The Triton kernels, run by Triton's interpreter, give the bits of the reference (on a GPU: tests/gpu/test_onebit.py)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# The interpreter rounds to bf16 in its own way, and numpy, in which it computes, warns of every Inf.
+# No bf16: the interpreter rounds it differently. It computes in numpy, which warns of every Inf.
 CODE = """
 import torch
 from shoal.onebit import BLOCK, kernels
-from tests.onebit.alike import INPUTS, agree
-for kind, made in INPUTS.items():
+from tests.onebit.comparison import INPUTS, agree
+for kind, make in INPUTS.items():
     for elements in (0, 16, BLOCK - 16, 2 * BLOCK + 208):
         for dtype in (torch.float32, torch.float16):
-            assert agree(made(elements).to(dtype), kernels), (kind, elements, dtype)
+            assert agree(make(elements).to(dtype), kernels), (kind, elements, dtype)
 print("agreed")
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; here is none")
-def test_the_kernels_give_the_bits_of_torch() -> None:
+def test_triton_kernels_give_the_bits_of_the_reference() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", CODE], cwd=ROOT, capture_output=True,
                           text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.stdout == "agreed\n", done.stderr

@@ -1,4 +1,4 @@
-"""Laws of the loss scale: the rule as a formula, bounds, and resume."""
+"""The loss scale: its update rule, its bounds, and resuming."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def feed(scale: DynamicScale, overflows: list[bool]) -> list[float]:
 
 
 @given(rules, steps)
-def test_a_step_halves_keeps_or_doubles_and_never_leaves_the_floor(rule: dict[str, Any], overflows: list[bool]) -> None:
+def test_a_step_halves_keeps_or_doubles_the_scale_above_the_minimum(rule: dict[str, Any], overflows: list[bool]) -> None:
     before = 2.0 ** rule["initial_scale_power"]
     for overflow, value in zip(overflows, feed(DynamicScale(**rule), overflows), strict=False):
         assert value in ({before, max(before / 2, rule["min_loss_scale"])} if overflow else {before, before * 2})
@@ -91,7 +91,7 @@ def test_zero_means_dynamic_and_a_positive_number_means_static() -> None:
     assert make_loss_scale(initial_scale_power=3).value == 8
 
 
-def test_a_dynamic_scale_starts_anew_from_a_static_ones_state() -> None:
+def test_a_dynamic_scale_restarts_from_the_state_of_a_static_one() -> None:
     scale = DynamicScale(initial_scale_power=5)
     scale.load_state_dict(StaticScale(3).state_dict())
     assert scale.value == 32

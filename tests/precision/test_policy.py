@@ -1,10 +1,13 @@
-"""Laws of the dtype policy."""
+"""The dtype policy, and where the mean over ranks is divided."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.precision import Policy, dtype_named, policy
+from shoal.precision.policy import Averaging, Factors
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -17,15 +20,15 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
     ({"fp16": True}, FP32, FP16, FP32),
     ({"fp16": True}, FP64, FP16, FP64),
 ])  # fmt: skip
-def test_gradients_follow_compute_unless_told(flags: dict[str, bool], model: torch.dtype, compute: torch.dtype,
-                                              master: torch.dtype) -> None:
+def test_reduce_and_accumulate_default_to_compute(flags: dict[str, bool], model: torch.dtype, compute: torch.dtype,
+                                                  master: torch.dtype) -> None:
     expected = Policy(compute=compute, reduce=compute, accumulate=compute, master=master)
     assert policy(**flags, model_dtype=model) == expected
 
 
-def test_reduce_and_accumulate_are_chosen_apart() -> None:
-    chosen = policy(bf16=True, communication_data_type="FP32", grad_accum_dtype="bfloat16")
-    assert (chosen.reduce, chosen.accumulate) == (FP32, BF16)
+def test_reduce_and_accumulate_are_set_independently() -> None:
+    built = policy(bf16=True, communication_data_type="FP32", grad_accum_dtype="bfloat16")
+    assert (built.reduce, built.accumulate) == (FP32, BF16)
 
 
 @pytest.mark.parametrize("name", ["fp32", "float32", "float", "FP32"])
@@ -64,3 +67,55 @@ def test_a_16_bit_model_without_its_flag_is_refused() -> None:
 def test_a_model_of_integers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"its parameters are torch\.int8; training needs fp64, fp32, fp16 or bf16"):
         policy(model_dtype=torch.int8)
+
+
+# Averaging
+
+
+@pytest.mark.parametrize(("averaging", "before", "after"), [
+    (Averaging(prescale=True), 1 / 4, 1.0),
+    (Averaging(prescale=False), 1.0, 1 / 4),
+    (Averaging(predivide=2.0), 1 / 2, 2 / 4),
+    (Averaging(predivide=1.0), 1.0, 1 / 4),
+    (Averaging(prescale=True, predivide=1.0), 1 / 4, 1.0),
+    (Averaging(prescale=False, predivide=8.0), 1 / 8, 8 / 4),
+    (Averaging(times=4), 1.0, 1.0),
+    (Averaging(times=4, predivide=2.0), 1 / 2, 2.0),
+])  # fmt: skip
+def test_a_configured_division_holds_for_all_dtypes(averaging: Averaging, before: float, after: float) -> None:
+    for accumulate, wire in ((FP32, FP32), (FP32, FP16), (BF16, BF16), (BF16, FP32)):
+        assert averaging.factors(4, accumulate=accumulate, wire=wire) == Factors(before=before, after=after)
+
+
+@pytest.mark.parametrize(("accumulate", "wire", "before"), [
+    (FP32, FP32, 1 / 4), (torch.float64, torch.float64, 1 / 4), (FP32, FP16, 1.0), (BF16, FP32, 1.0), (FP16, FP16, 1.0),
+])  # fmt: skip
+def test_the_default_divides_where_it_is_free_and_exact(accumulate: torch.dtype, wire: torch.dtype, before: float) -> None:
+    factors = Averaging().factors(4, accumulate=accumulate, wire=wire)
+    assert (factors.before, factors.after) == (before, 1 / (4 * before))
+
+
+@pytest.mark.parametrize(("accumulate", "wire", "before"), [
+    (FP32, FP32, 1 / 4), (FP32, FP16, 1 / 4), (FP16, FP16, 1 / 4), (BF16, BF16, 1 / 4), (BF16, FP32, 1.0),
+])  # fmt: skip
+def test_a_16_bit_sum_is_of_divided_addends(accumulate: torch.dtype, wire: torch.dtype, before: float) -> None:
+    factors = Averaging(wide=False).factors(4, accumulate=accumulate, wire=wire)
+    assert (factors.before, factors.after) == (before, 1 / (4 * before))
+
+
+@pytest.mark.parametrize(("averaging", "before"), [
+    (Averaging(wide=False, prescale=False), 1.0), (Averaging(wide=False, predivide=2.0), 1 / 2),
+])  # fmt: skip
+def test_a_configured_division_holds_for_16_bit_sums(averaging: Averaging, before: float) -> None:
+    assert averaging.factors(4, accumulate=FP16, wire=FP16).before == before
+
+
+@given(st.sampled_from([None, True, False]), st.none() | st.floats(1e-3, 1e3), st.integers(1, 64), st.booleans(),
+       st.sampled_from([FP32, FP16, BF16]), st.sampled_from([FP32, FP16, BF16]))
+def test_the_product_of_both_factors_is_the_mean(prescale: bool | None, predivide: float | None, addends: int, summed: bool,
+                                                 accumulate: torch.dtype, wire: torch.dtype) -> None:
+    averaging = Averaging(prescale=prescale, predivide=predivide, times=addends if summed else 1)
+    factors = averaging.factors(addends, accumulate=accumulate, wire=wire)
+    assert factors.before * factors.after == pytest.approx(1.0 if summed else 1 / addends)
+    assert averaging.is_before(accumulate=accumulate, wire=wire) == (factors == Factors(
+        before=(1.0 if summed else 1 / addends), after=1.0)) or addends == 1 or summed or predivide is not None

@@ -25,9 +25,9 @@ from .test_disk_span import filled, numbers
 PROLOGUE = """
 import os, sys, signal, torch
 from shoal.tier.swap import Swap
-from shoal.tier.disk_span import Swapped
+from shoal.tier.disk_span import DiskSpan
 swap = Swap(sys.argv[1], block_bytes=65536)
-span = Swapped(swap, 4 << 20, torch.float32, "w")
+span = DiskSpan(swap, 4 << 20, torch.float32, "w")
 span.fetch(fresh=True).wait()
 span.tensor.fill_(7)
 """

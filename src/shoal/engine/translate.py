@@ -10,9 +10,8 @@ from shoal.engine.schema import Config
 from shoal.mesh.mesh import Mesh
 from shoal.optim.registry import prefers_native
 from shoal.optim.rules import StepRules
-from shoal.precision.averaging import Averaging
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
-from shoal.precision.policy import Policy, policy
+from shoal.precision.policy import Averaging, Policy, policy
 from shoal.tier import StoragePlan
 from shoal.transport.collectives import Communicator
 from shoal.zero.sharded import ShardingPlan

@@ -1,1 +1,1 @@
-"""C++ with a way in torch beside it, always: what is fast where there is a compiler, and right everywhere."""
+"""C++ kernels, built on first use; each has a torch fallback with the same result, for machines without a compiler."""

@@ -1,8 +1,8 @@
-// A checksum of memory, as fast as memory.
+// A checksum at memory bandwidth.
 //
-// The memory is 64-bit words dealt to lanes. Each lane keeps the sum of its words and the sum of those sums (Fletcher),
-// so that what it says depends on where a word stands; in the end the lanes, the bytes that fill no row, and the length
-// are mixed. It finds accidents, not attacks, and lives as long as the process: no file holds it.
+// The block is read as 64-bit words dealt to lanes. Each lane keeps the sum of its words and the sum of those sums
+// (Fletcher), so that the result depends on the position of a word; then the lanes, the bytes of an incomplete row, and the
+// length are mixed. It detects accidents, not attacks. It is valid within the process only: no file stores it.
 
 #include <cstdint>
 #include <cstring>
@@ -11,9 +11,9 @@ namespace {
 
 constexpr int64_t kLanes = 16;  // 64-bit words a row: two vectors of AVX-512, four of AVX2
 
-inline uint64_t mixed(uint64_t found, uint64_t value) {
-    found = (found ^ value) * 0x9E3779B97F4A7C15u;  // odd, so that nothing is lost; golden ratio * 2^64
-    return found ^ (found >> 29);
+inline uint64_t mix(uint64_t hash, uint64_t value) {
+    hash = (hash ^ value) * 0x9E3779B97F4A7C15u;  // golden ratio * 2^64; odd, so the product is a bijection
+    return hash ^ (hash >> 29);
 }
 
 }  // namespace
@@ -31,8 +31,8 @@ extern "C" uint64_t shoal_checksum(const unsigned char* bytes, int64_t size) {
             sums[lane] += sum[lane];
         }
     }
-    uint64_t found = static_cast<uint64_t>(size);
-    for (int64_t lane = 0; lane < kLanes; ++lane) found = mixed(mixed(found, sum[lane]), sums[lane]);
-    for (int64_t at = rows * 8 * kLanes; at < size; ++at) found = mixed(found, bytes[at]);
-    return found;
+    uint64_t hash = static_cast<uint64_t>(size);
+    for (int64_t lane = 0; lane < kLanes; ++lane) hash = mix(mix(hash, sum[lane]), sums[lane]);
+    for (int64_t at = rows * 8 * kLanes; at < size; ++at) hash = mix(hash, bytes[at]);
+    return hash;
 }

@@ -1,4 +1,4 @@
-// fp32 to 16 bits and back, for whatever computes in fp32: to nearest, ties to even, NaN stays NaN.
+// Conversions between fp32 and 16-bit floats: round to nearest, ties to even; NaN stays NaN.
 
 #pragma once
 
@@ -54,7 +54,7 @@ inline uint16_t to_float16(float x) {
     return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-// Write `count` elements from `start` on, times `factor`.
+// Convert `count` elements of `from`, from `start` on, to fp32, times `factor`.
 inline void widen(float* to, const void* from, int dtype, int64_t start, int64_t count, float factor) {
     if (dtype == kFloat32) {
         const float* source = static_cast<const float*>(from) + start;
@@ -77,7 +77,7 @@ inline void widen(float* to, const void* from, int dtype, int64_t start, int64_t
     for (; i < count; ++i) to[i] = from_float16(source[i]) * factor;
 }
 
-// Write `count` elements to where `start` is.
+// Convert `count` fp32 elements, and write them to `to` from element `start` on.
 inline void narrow(void* to, int dtype, const float* from, int64_t start, int64_t count) {
     if (dtype == kFloat32) {
         std::memcpy(static_cast<float*>(to) + start, from, count * sizeof(float));

@@ -1,13 +1,12 @@
-// One optimizer step in one pass over memory.
+// Fused optimizer steps of a flat slice: one pass over memory.
 //
-// Each element of a flat slice: its gradient is read in 16 or 32 bits and multiplied by `factor` (one over the loss scale,
-// times the clip coefficient), the fp32 master and moments change in place, and the new weight is written in 16 bits if
-// the weights rest so. A byte moves once; what is computed is computed in registers and in a block that stays in the L1
-// cache.
+// For each element the kernel reads the gradient in 16 or 32 bits, multiplies it by `factor` (the clip coefficient over the
+// loss scale), updates the fp32 master and moments in place, and writes the new weight in its own dtype. Every byte moves
+// once; intermediate values stay in registers, or in a block that stays in the L1 cache.
 //
-// Every element steps by itself and, but for LAMB's measure and the bound of 1-bit Adam, no sum runs over elements. No
-// multiplication is fused with an addition but where it says so (-ffp-contract=off). So the result has the same bits however
-// the slice is cut: into threads or vectors, and but for those two into calls.
+// Elements are independent, except for the sums of squares of LAMB and the variance floor of 1-bit Adam. Multiplications
+// and additions are fused only where the code says so (-ffp-contract=off). So the bits do not depend on the number of
+// threads or on SIMD widths; nor, those two aside, on how the slice is cut into calls.
 
 #include <cmath>
 #include <cstdint>
@@ -17,13 +16,13 @@
 
 namespace {
 
-constexpr int64_t kBlock = 1024;          // elements converted at a time: 4 KiB of L1
-constexpr int64_t kLanes = 8;             // partial sums in fp64: a vector of AVX-512, two of AVX2
-constexpr int64_t kWorthAThread = 1 << 15;  // elements below which a thread costs more than it brings
+constexpr int64_t kBlock = 1024;            // elements converted at a time: 4 KiB of L1
+constexpr int64_t kLanes = 8;               // partial sums in fp64: a vector of AVX-512, two of AVX2
+constexpr int64_t kMinPerThread = 1 << 15;  // elements below which another thread costs more than it saves
 
 enum Rule { kAdam = 0, kAdamW = 1, kSgd = 2, kNesterov = 3, kAdagrad = 4, kLion = 5, kOneBitAdam = 6 };
 
-// --- The rules. `c` holds what is the same for all elements, `g` the gradient times the factor. ---
+// --- The update rules. `c` holds the constants of the step, `g` the gradient times the factor. ---
 
 inline float first_moment(float m, float g, float into) { return m + into * (g - m); }
 
@@ -44,8 +43,9 @@ void adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict
     }
 }
 
-// The moments take a gradient that came as signs in part: one of its `addends`, `a`, is exact (onebit.py). Null: all are.
-void take(int64_t n, float* __restrict m, float* __restrict v, const float* __restrict g, const float* __restrict a,
+// Update the moments by a gradient that was reduced with 1-bit compression: `a` is the uncompressed one of its `addends`
+// (optim/onebit.py). Null: all are uncompressed.
+void update_moments(int64_t n, float* __restrict m, float* __restrict v, const float* __restrict g, const float* __restrict a,
           float addends, float into_m, float keep_v, float into_v) {
     if (a == nullptr) {
         for (int64_t i = 0; i < n; ++i) {
@@ -62,8 +62,8 @@ void take(int64_t n, float* __restrict m, float* __restrict v, const float* __re
     }
 }
 
-// What a variance of this block counts as at least: a fraction of their mean.
-float least_of(int64_t n, const float* v, float fraction) {
+// The variance floor of a block: a fraction of its mean variance.
+float variance_floor(int64_t n, const float* v, float fraction) {
     if (fraction == 0.0f) return 0.0f;
     float lanes[kLanes] = {};
     int64_t i = 0;
@@ -75,25 +75,25 @@ float least_of(int64_t n, const float* v, float fraction) {
     return fraction * sum / static_cast<float>(n);
 }
 
-inline float at_least(float least, float value) { return value < least ? least : value; }  // what is no number stays so
+inline float clamp_min(float value, float floor) { return value < floor ? floor : value; }  // NaN stays NaN
 
 // AdamW by such gradients.
-// c: those of AdamW, how far the momentum takes the gradient once more, the addends of a gradient, the fraction, and what
-// part of its gradient's square a variance is that is nothing yet
+// c: those of AdamW, look-ahead (weight of the gradient in the momentum used by the update), addends of a gradient,
+// fraction of the variance floor, and the factor on the squared gradient that initializes a variance of zero
 void one_bit_adam(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g,
                   const float* a, const float* c) {
-    const float size = c[3], root = c[4], eps = c[5], decay = c[6], again = c[7], fresh = c[10];
-    take(n, m, v, g, a, c[8], c[0], c[1], c[2]);
-    if (fresh != 0.0f)
-        for (int64_t i = 0; i < n; ++i) v[i] = v[i] == 0.0f ? fresh * g[i] * g[i] : v[i];
-    const float least = least_of(n, v, c[9]);
+    const float size = c[3], root = c[4], eps = c[5], decay = c[6], look_ahead = c[7], initial = c[10];
+    update_moments(n, m, v, g, a, c[8], c[0], c[1], c[2]);
+    if (initial != 0.0f)
+        for (int64_t i = 0; i < n; ++i) v[i] = v[i] == 0.0f ? initial * g[i] * g[i] : v[i];
+    const float floor = variance_floor(n, v, c[9]);
     for (int64_t i = 0; i < n; ++i)
         w[i] = w[i] * (1.0f - decay)
-             - size * first_moment(m[i], g[i], again) / (std::sqrt(at_least(least, v[i])) * root + eps);
+             - size * first_moment(m[i], g[i], look_ahead) / (std::sqrt(clamp_min(v[i], floor)) * root + eps);
 }
 
-// These two round where torch's do, which adds a multiple in one rounding: SGD's bits are torch's, and nearly all of
-// Adagrad's.
+// SGD and Adagrad fuse a multiplication with an addition where torch's kernels do: SGD gives torch's bits, Adagrad nearly
+// all of them.
 
 // c: lr, momentum, 1 - dampening (1 at the first step, when the momentum is the gradient), decay
 void sgd(int64_t n, float* __restrict w, float* __restrict m, const float* __restrict g, const float* c, bool nesterov) {
@@ -132,18 +132,18 @@ void lion(int64_t n, float* __restrict w, float* __restrict m, const float* __re
     }
 }
 
-// LAMB in two sweeps.
-// c: 1 - beta1, beta2, 1 - beta2, corrections of the two moments, eps under the root, eps beside it, decay, how far the
-// momentum takes the gradient once more, and the fraction of its block's mean that a variance counts as at least
+// LAMB in two passes.
+// c: 1 - beta1, beta2, 1 - beta2, bias corrections of the two moments, eps under the root, eps beside it, decay,
+// look-ahead, and the fraction of the variance floor
 
 inline float lamb_update(float w, float m, float v, const float* c) {
     return m * c[3] / (std::sqrt(v * c[4] + c[5]) + c[6]) + c[7] * w;
 }
 
-// The moments take the gradient, and u the update, which the weights will make but for what the momentum takes once more.
+// Update the moments, and write the update to `u`, without look-ahead.
 void lamb_advance(int64_t n, const float* __restrict w, float* __restrict m, float* __restrict v,
                   const float* __restrict g, const float* a, float addends, float* __restrict u, const float* c) {
-    if (a == nullptr && c[9] == 0.0f) {  // in one go: the roots are taken while memory is waited for
+    if (a == nullptr && c[9] == 0.0f) {  // one loop: the roots are computed while loads are under way
         const float k[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
         for (int64_t i = 0; i < n; ++i) {
             const float first = first_moment(m[i], g[i], k[0]), second = second_moment(v[i], g[i], k[1], k[2]);
@@ -153,25 +153,25 @@ void lamb_advance(int64_t n, const float* __restrict w, float* __restrict m, flo
         }
         return;
     }
-    take(n, m, v, g, a, addends, c[0], c[1], c[2]);
-    const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]}, least = least_of(n, v, c[9]);
-    for (int64_t i = 0; i < n; ++i) u[i] = lamb_update(w[i], m[i], at_least(least, v[i]), constants);
+    update_moments(n, m, v, g, a, addends, c[0], c[1], c[2]);
+    const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]}, floor = variance_floor(n, v, c[9]);
+    for (int64_t i = 0; i < n; ++i) u[i] = lamb_update(w[i], m[i], clamp_min(v[i], floor), constants);
 }
 
-// `g` is the gradient that `lamb_advance` had; it is not read where the momentum does not take it once more.
+// `g` is the gradient that `lamb_advance` had; it is read only with look-ahead.
 void lamb_apply(int64_t n, float* __restrict w, const float* __restrict m, const float* __restrict v,
                 const float* __restrict g, const float* c, float length) {
     const float constants[8] = {c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]};
-    const float again = c[8], least = least_of(n, v, c[9]);
-    if (again == 0.0f) {
-        for (int64_t i = 0; i < n; ++i) w[i] -= length * lamb_update(w[i], m[i], at_least(least, v[i]), constants);
+    const float look_ahead = c[8], floor = variance_floor(n, v, c[9]);
+    if (look_ahead == 0.0f) {
+        for (int64_t i = 0; i < n; ++i) w[i] -= length * lamb_update(w[i], m[i], clamp_min(v[i], floor), constants);
         return;
     }
     for (int64_t i = 0; i < n; ++i)
-        w[i] -= length * lamb_update(w[i], first_moment(m[i], g[i], again), at_least(least, v[i]), constants);
+        w[i] -= length * lamb_update(w[i], first_moment(m[i], g[i], look_ahead), clamp_min(v[i], floor), constants);
 }
 
-// The sum of squares: exact products, added in lanes and the lanes in order.
+// The sum of squares: exact products, summed per lane, then over the lanes in order.
 double squares(int64_t n, const float* x) {
     double lanes[kLanes] = {};
     int64_t i = 0;
@@ -191,7 +191,7 @@ struct Block {
     int64_t stretch, start, count;
 };
 
-// Cut the stretches, of which each ends where `ends` says, into blocks that begin anew with each.
+// Cut each stretch into blocks; stretch i ends at ends[i].
 std::vector<Block> blocks_of(int64_t stretches, const int64_t* ends) {
     std::vector<Block> blocks;
     int64_t start = 0;
@@ -203,11 +203,11 @@ std::vector<Block> blocks_of(int64_t stretches, const int64_t* ends) {
     return blocks;
 }
 
-bool worth(int threads, const std::vector<Block>& blocks) {
-    return threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kWorthAThread;
+bool run_parallel(int threads, const std::vector<Block>& blocks) {
+    return threads > 1 && static_cast<int64_t>(blocks.size()) * kBlock >= 2 * kMinPerThread;
 }
 
-// Return `count` elements of the gradient from `start` on, in fp32 and times `factor`: where they are, or `converted`.
+// Return `count` elements of the gradient from `start` on, in fp32 and times `factor`: in place, or in `converted`.
 const float* scaled(float* converted, const void* g, int g_dtype, int64_t start, int64_t count, float factor) {
     if (g_dtype == kFloat32 && factor == 1.0f) return static_cast<const float*>(g) + start;
     widen(converted, g, g_dtype, start, count, factor);
@@ -230,62 +230,61 @@ void step_block(int rule, int64_t n, float* w, float* a, float* b, const float* 
 
 extern "C" {
 
-// Which layout of arguments this library has; the caller asks before it calls.
+// The version of the arguments; the caller checks it before any call.
 int shoal_step_version() { return 5; }
 
 // Step `n` elements of the master `w` with moments `a` and `b` (null where the rule has fewer), the gradient `g` of
-// dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: nobody).
-// `addend`, of the dtype of `g` or null, is what some rules want of the gradient beside it.
+// dtype `g_dtype` and the rule's constants `c`. `out`, of dtype `out_dtype`, receives the new weights (kNone: they are not
+// written). `addend`, of the dtype of `g` or null, is the uncompressed addend that 1-bit rules need.
 void shoal_step(int rule, int64_t n, float* w, float* a, float* b, const void* g, const void* addend, int g_dtype,
                 float factor, void* out, int out_dtype, const float* c, int threads) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
-    const bool parallel = threads > 1 && n >= 2 * kWorthAThread;
+    const bool parallel = threads > 1 && n >= 2 * kMinPerThread;
 #pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t start = block * kBlock;
         const int64_t count = n - start < kBlock ? n - start : kBlock;
-        float converted[kBlock], beside[kBlock];
+        float converted[kBlock], exact[kBlock];
         const float* gradient = scaled(converted, g, g_dtype, start, count, factor);
-        if (addend != nullptr) widen(beside, addend, g_dtype, start, count, factor);
+        if (addend != nullptr) widen(exact, addend, g_dtype, start, count, factor);
         step_block(rule, count, w + start, a == nullptr ? nullptr : a + start, b == nullptr ? nullptr : b + start,
-                   gradient, addend == nullptr ? nullptr : beside, c);
+                   gradient, addend == nullptr ? nullptr : exact, c);
         if (out_dtype != kNone) narrow(out, out_dtype, w + start, start, count);
     }
 }
 
-// LAMB's first sweep over a slice that is so many stretches, the last of which ends the slice: the moments `m` and `v` take
-// the gradient, of whose `addends` one, `addend`, may be exact, and `sums` receives for each stretch the sums of squares of
-// the weight and of the update, which do not depend on the number of threads.
+// LAMB's first pass over a slice of `stretches` consecutive stretches, one for each parameter: update the moments `m` and
+// `v`, and write to `sums` each stretch's sums of squares of weight and update, whose bits do not depend on the number of
+// threads. `addend`, if not null, is the uncompressed one of the gradient's `addends`.
 void shoal_lamb_measure(int64_t stretches, const int64_t* ends, const float* w, float* m, float* v, const void* g,
                         const void* addend, float addends, int g_dtype, float factor, const float* c, double* sums,
                         int threads) {
     const std::vector<Block> blocks = blocks_of(stretches, ends);
-    std::vector<double> found(2 * blocks.size());
-#pragma omp parallel for num_threads(threads) schedule(static) if (worth(threads, blocks))
+    std::vector<double> squared(2 * blocks.size());
+#pragma omp parallel for num_threads(threads) schedule(static) if (run_parallel(threads, blocks))
     for (int64_t at = 0; at < static_cast<int64_t>(blocks.size()); ++at) {
         const int64_t start = blocks[at].start, count = blocks[at].count;
-        float converted[kBlock], beside[kBlock], update[kBlock];
+        float converted[kBlock], exact[kBlock], update[kBlock];
         const float* gradient = scaled(converted, g, g_dtype, start, count, factor);
-        if (addend != nullptr) widen(beside, addend, g_dtype, start, count, factor);
-        lamb_advance(count, w + start, m + start, v + start, gradient, addend == nullptr ? nullptr : beside, addends,
+        if (addend != nullptr) widen(exact, addend, g_dtype, start, count, factor);
+        lamb_advance(count, w + start, m + start, v + start, gradient, addend == nullptr ? nullptr : exact, addends,
                      update, c);
-        found[2 * at] = squares(count, w + start);
-        found[2 * at + 1] = squares(count, update);
+        squared[2 * at] = squares(count, w + start);
+        squared[2 * at + 1] = squares(count, update);
     }
     for (int64_t i = 0; i < 2 * stretches; ++i) sums[i] = 0;
     for (size_t at = 0; at < blocks.size(); ++at) {
-        sums[2 * blocks[at].stretch] += found[2 * at];
-        sums[2 * blocks[at].stretch + 1] += found[2 * at + 1];
+        sums[2 * blocks[at].stretch] += squared[2 * at];
+        sums[2 * blocks[at].stretch + 1] += squared[2 * at + 1];
     }
 }
 
-// The second sweep: each stretch changes by its own multiple, of `lengths`, of the update. `g` is null or as the first sweep
-// had it.
+// The second pass: subtract lengths[i] times the update from stretch i. `g` is null, or as in the first pass.
 void shoal_lamb_apply(int64_t stretches, const int64_t* ends, float* w, const float* m, const float* v, const void* g,
                       int g_dtype, float factor, void* out, int out_dtype, const float* c, const float* lengths,
                       int threads) {
     const std::vector<Block> blocks = blocks_of(stretches, ends);
-#pragma omp parallel for num_threads(threads) schedule(static) if (worth(threads, blocks))
+#pragma omp parallel for num_threads(threads) schedule(static) if (run_parallel(threads, blocks))
     for (int64_t at = 0; at < static_cast<int64_t>(blocks.size()); ++at) {
         const int64_t start = blocks[at].start, count = blocks[at].count;
         float converted[kBlock];

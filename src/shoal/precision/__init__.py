@@ -1,4 +1,4 @@
-"""Which dtype each tensor of training has, and how small fp16 gradients are kept from vanishing."""
+"""The dtypes of training (compute, reduce, accumulate, master), and loss scaling for fp16."""
 
 from __future__ import annotations
 

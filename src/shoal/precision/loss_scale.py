@@ -1,4 +1,4 @@
-"""Loss scaling: gradients are computed of `value * loss`, so that small ones do not vanish in fp16.
+"""Loss scaling: backward differentiates `value * loss`, so that small gradients do not underflow in fp16.
 
 The dynamic scale searches for the largest value that does not overflow (mixed precision training, Micikevicius et al.
 2018, section 3.2), with patience in both directions:
@@ -23,7 +23,7 @@ __all__ = ["DynamicScale", "LossScale", "StaticScale", "make_loss_scale"]
 
 
 class LossScale(Protocol):
-    """What the engine needs of a loss scale."""
+    """The interface of a loss scale."""
 
     @property
     def value(self) -> float:
@@ -31,11 +31,11 @@ class LossScale(Protocol):
         ...
 
     def update(self, overflow: bool) -> None:
-        """Learn whether the gradients of the step that just ended overflowed."""
+        """Adapt to whether the gradients of the last step overflowed."""
         ...
 
     def state_dict(self) -> dict[str, int | float]:
-        """Everything that changes in training, as JSON values."""
+        """Return the state that changes in training, as JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
@@ -54,14 +54,14 @@ class StaticScale:
         return self._value
 
     def update(self, overflow: bool) -> None:
-        """Nothing to learn: the step that overflowed is skipped, the next one runs at the same scale."""
+        """Do nothing: a step that overflowed is skipped, and the next one runs at the same scale."""
 
     def state_dict(self) -> dict[str, int | float]:
-        """Nothing changes, so nothing is stored: the scale is the configuration's."""
+        """Return no state: the scale comes from the configuration."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Keep the configured scale, whatever the checkpoint was trained with."""
+        """Ignore the checkpoint: keep the configured scale."""
 
 
 class DynamicScale:
@@ -118,7 +118,7 @@ class DynamicScale:
             self._patience = self._hysteresis
 
     def state_dict(self) -> dict[str, int | float]:
-        """The value, the patience left, and the counts of clean steps in a row and of all steps."""
+        """Return the value, the remaining patience, and the counts of consecutive clean steps and of all steps."""
         return {"value": self._value, "patience": self._patience, "clean": self._clean, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:

@@ -7,6 +7,18 @@
 
 The two 16-bit formats never meet in one policy: fp16 cannot hold the range of bf16 gradients (they are not scaled), and
 bf16 drops three of fp16's eleven significant bits.
+
+`Averaging` decides where the mean over ranks is divided: before the sum, after it, or on both sides.
+
+    prescale              before     after
+    true                  mean       1            no partial sum exceeds the largest addend: no overflow
+    false                 1          mean         addends keep their magnitude: no underflow
+    null, fp32 or wider   mean       1            fused into the copy that collects a gradient, where it is free
+    null, 16 bits         1          mean         after the sum, which gloo computes in fp32; but
+                          mean       1            where the sum is computed in 16 bits, as by NCCL: it might overflow
+    predivide f           1 / f      f mean       part of the division on each side
+
+Only the factors differ: powers of two give the same bits on either side, unless something overflows.
 """
 
 from __future__ import annotations
@@ -16,9 +28,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.errors import ConfigError
-from shoal.precision.averaging import Averaging
 
-__all__ = ["Policy", "dtype_named", "policy"]
+__all__ = ["Averaging", "Factors", "Policy", "dtype_named", "policy"]
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
@@ -27,6 +38,44 @@ _DTYPES = {
 }  # fmt: skip
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _HALVES = {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """The factor on every addend of a sum, and the factor on the sum."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """Where the mean over ranks is divided."""
+
+    prescale: bool | None = None
+    """Divide before the sum, or after it; None: where it is free and loses no precision."""
+    predivide: float | None = None
+    """Divide by this before the sum, and by the rest after it; None: the division is not split."""
+    wide: bool = True
+    """Whether sums of 16-bit addends are computed in fp32."""
+    times: int = 1
+    """A factor on the mean: the number of data ranks turns the mean into a sum."""
+
+    def is_before(self, *, accumulate: torch.dtype, wire: torch.dtype) -> bool:
+        """Whether the whole division precedes the sum, for gradients accumulated and sent in these dtypes."""
+        if self.prescale is not None or self.predivide is not None:
+            return self.prescale is True
+        if wire.itemsize < torch.float32.itemsize:
+            return not self.wide
+        return accumulate == wire
+
+    def factors(self, addends: int, *, accumulate: torch.dtype, wire: torch.dtype) -> Factors:
+        """Return the factors of the mean of `addends`, for gradients accumulated and sent in these dtypes."""
+        mean = self.times / addends
+        if self.is_before(accumulate=accumulate, wire=wire):
+            return Factors(before=mean, after=1.0)
+        part = self.predivide or 1.0
+        return Factors(before=1 / part, after=part * mean)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which dtypes training uses, and how fp16 keeps small gradients from vanishing."""
+"""The configuration of dtypes and of the loss scale: `fp16`, `bf16` and `data_types`."""
 
 from __future__ import annotations
 

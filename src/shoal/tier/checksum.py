@@ -1,4 +1,4 @@
-"""The checksum of a block, in native code where that can be built, else CRC-32. It is only valid in this process."""
+"""The checksum of a block of memory: native code where it can be built, else CRC-32. Valid in this process only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VERSION = 1
 
 
 def checksum(block: memoryview) -> int:
-    """Return a number that changes when any byte of the writable `block` changes, or moves."""
+    """Return the checksum of the writable `block`; it depends on the value and the position of every byte."""
     library = _library()
     if library is None:
         return zlib.crc32(block)

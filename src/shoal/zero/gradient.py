@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.mesh.parameter_groups import ReplicaGroup
-from shoal.precision.averaging import Averaging
+from shoal.precision.policy import Averaging
 from shoal.recording.call import Handle
 from shoal.sparse.gradients import Rows
 from shoal.tier import InUse, ResidentSpan, Store, Transfer, above, behind

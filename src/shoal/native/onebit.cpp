@@ -1,8 +1,8 @@
-// A flat vector as one bit an element and one scale a block, in one pass over memory.
+// 1-bit packing of a flat vector: one sign bit an element and one scale a block, in one pass over memory.
 //
-// A block is read once: its magnitudes are added while it comes, and by the time that its scale is known it lies in the L1
-// cache, where its signs and its rest are made. Blocks know nothing of each other, and within one the order of the sum is
-// part of the format (signs/plain.py): the bits are the same however many threads work.
+// A block is read from memory once: the first loop sums its magnitudes; then its scale is known and the block is in the L1
+// cache, where the second loop computes signs and residual. Blocks are independent, and the order of the sum within a block
+// is part of the format (onebit/reference.py), so that the bits do not depend on the number of threads.
 
 #include <cmath>
 #include <cstdint>
@@ -13,22 +13,22 @@
 namespace {
 
 constexpr int64_t kBlock = 2048;  // elements that share a scale
-constexpr int64_t kGrain = 16;    // elements whose signs are one word; vectors are whole grains
-constexpr int64_t kAhead = 2 * kBlock;
-constexpr int64_t kHeader = 4;    // bytes of a scale
+constexpr int64_t kGrain = 16;    // elements whose signs fill a 16-bit word; the length of a vector is a multiple of it
+constexpr int64_t kPrefetch = 2 * kBlock;  // elements between the one in use and the one prefetched
+constexpr int64_t kScaleBytes = 4;
 constexpr int64_t kAlignment = 16;
-constexpr int64_t kWorthAThread = 1 << 15;  // elements below which a thread costs more than it brings
+constexpr int64_t kMinPerThread = 1 << 15;  // elements below which another thread costs more than it saves
 
 inline int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
-// --- A grain in registers: its signs (bit j: whether element j >= 0), and a number with the signs that bits say. ---
+// --- A grain in registers: its signs (bit j: element j >= 0), and +-step by sign bits. ---
 
 #if defined(__AVX512F__)
 using Grain = __m512;
 inline Grain load(const float* x) { return _mm512_loadu_ps(x); }
 inline void store(float* x, Grain grain) { _mm512_storeu_ps(x, grain); }
-inline Grain sum(Grain a, Grain b) { return _mm512_add_ps(a, b); }
-inline Grain less(Grain a, Grain b) { return _mm512_sub_ps(a, b); }
+inline Grain add(Grain a, Grain b) { return _mm512_add_ps(a, b); }
+inline Grain subtract(Grain a, Grain b) { return _mm512_sub_ps(a, b); }
 inline Grain magnitude(Grain x) { return _mm512_abs_ps(x); }
 inline uint16_t signs_of(Grain x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ); }
 inline Grain signed_by(float step, uint16_t signs) {
@@ -43,8 +43,8 @@ inline void store(float* x, Grain grain) {
     _mm256_storeu_ps(x, grain.low);
     _mm256_storeu_ps(x + 8, grain.high);
 }
-inline Grain sum(Grain a, Grain b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
-inline Grain less(Grain a, Grain b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Grain add(Grain a, Grain b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Grain subtract(Grain a, Grain b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline __m256 magnitude(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 inline Grain magnitude(Grain x) { return {magnitude(x.low), magnitude(x.high)}; }
 inline int signs_of(__m256 x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ)); }
@@ -65,11 +65,11 @@ inline Grain load(const float* x) {
     return grain;
 }
 inline void store(float* x, const Grain& grain) { std::memcpy(x, grain.at, sizeof grain.at); }
-inline Grain sum(Grain a, const Grain& b) {
+inline Grain add(Grain a, const Grain& b) {
     for (int j = 0; j < kGrain; ++j) a.at[j] += b.at[j];
     return a;
 }
-inline Grain less(Grain a, const Grain& b) {
+inline Grain subtract(Grain a, const Grain& b) {
     for (int j = 0; j < kGrain; ++j) a.at[j] -= b.at[j];
     return a;
 }
@@ -78,9 +78,9 @@ inline Grain magnitude(Grain x) {
     return x;
 }
 inline uint16_t signs_of(const Grain& x) {
-    unsigned found = 0;
-    for (int j = 0; j < kGrain; ++j) found |= static_cast<unsigned>(x.at[j] >= 0.0f) << j;
-    return static_cast<uint16_t>(found);
+    unsigned bits = 0;
+    for (int j = 0; j < kGrain; ++j) bits |= static_cast<unsigned>(x.at[j] >= 0.0f) << j;
+    return static_cast<uint16_t>(bits);
 }
 inline Grain signed_by(float step, uint16_t signs) {
     Grain grain;
@@ -91,17 +91,17 @@ inline Grain signed_by(float step, uint16_t signs) {
 
 // --- A block. ---
 
-// The sum of the grains at x, x + width, x + 2 width, ... of a block: folded in the middle, and its halves added. All of it
-// happens in registers, of which it takes eight.
+// The sum of the magnitudes of the grains at x, x + width, x + 2 width, ... of a block: folded in the middle, its halves
+// added. It needs eight registers and no memory.
 template <int64_t width>
 inline Grain folded(const float* x) {
     if constexpr (width == kBlock)
         return magnitude(load(x));
     else
-        return sum(folded<2 * width>(x), folded<2 * width>(x + width));
+        return add(folded<2 * width>(x), folded<2 * width>(x + width));
 }
 
-// The mean magnitude of `count` elements, zeros behind them to the end of a block; NaN where they have no finite sum.
+// The mean magnitude of `count` elements, followed by zeros to the end of the block; NaN if their sum is not finite.
 float scale_of(const float* x, int64_t count) {
     alignas(64) float sums[kGrain];
     store(sums, folded<kGrain>(x));
@@ -110,87 +110,87 @@ float scale_of(const float* x, int64_t count) {
     return std::isfinite(sums[0]) ? sums[0] / static_cast<float>(count) : float_of(0x7FC00000u);
 }
 
-// Ask the L2 cache for the line of an element that will be needed: a block is too short for the processor to see by itself
-// where reading goes on, and twice as slow without. Further ahead, or in L1, it is slower again.
-inline void ask_for(const float* x) { __builtin_prefetch(x, 0, 2); }
+// Prefetch the line of an element into the L2 cache. A block is too short for the hardware prefetcher: without this,
+// packing takes twice as long. Prefetching farther ahead, or into L1, is slower too.
+inline void prefetch(const float* x) { __builtin_prefetch(x, 0, 2); }
 
-// Write the scale and the signs of the block that begins at element `start`, which is `x`. Its rest goes to `rest`, which
-// may be `x` (null: nowhere). The block `ahead` is asked for meanwhile (null: none).
-void encode(const float* x, float* rest, const float* ahead, int64_t start, int64_t count, int64_t n, uint8_t* packed) {
+// Write the scale and the signs of the block `x`, which begins at element `start`. The residual goes to `residual`, which
+// may be `x` (null: nowhere). Meanwhile prefetch the block `next` (null: none).
+void encode(const float* x, float* residual, const float* next, int64_t start, int64_t count, int64_t n, uint8_t* packed) {
     const float scale = scale_of(x, count);
-    std::memcpy(packed + start / kBlock * kHeader, &scale, sizeof scale);
-    uint8_t* to = packed + blocks_of(n) * kHeader + start / 8;
+    std::memcpy(packed + start / kBlock * kScaleBytes, &scale, sizeof scale);
+    uint8_t* to = packed + blocks_of(n) * kScaleBytes + start / 8;
     const bool finite = std::isfinite(scale);
     for (int64_t i = 0; i < count; i += kGrain) {
-        if (ahead != nullptr) ask_for(ahead + i);
+        if (next != nullptr) prefetch(next + i);
         const Grain grain = load(x + i);
         const uint16_t signs = signs_of(grain);
         std::memcpy(to + i / 8, &signs, sizeof signs);
-        if (rest != nullptr && finite) store(rest + i, less(grain, signed_by(scale, signs)));
+        if (residual != nullptr && finite) store(residual + i, subtract(grain, signed_by(scale, signs)));
     }
-    if (rest != nullptr && !finite) std::memset(rest, 0, count * sizeof(float));
+    if (residual != nullptr && !finite) std::memset(residual, 0, count * sizeof(float));
 }
 
 void clear_padding(uint8_t* packed, int64_t n) {
-    const int64_t used = blocks_of(n) * kHeader + n / 8;
+    const int64_t used = blocks_of(n) * kScaleBytes + n / 8;
     std::memset(packed + used, 0, (kAlignment - used % kAlignment) % kAlignment);
 }
 
 void pack_block(void* values, int dtype, int64_t start, int64_t count, int64_t n, uint8_t* packed) {
-    alignas(64) float whole[kBlock];
+    alignas(64) float buffer[kBlock];
     if (dtype == kFloat32 && count == kBlock) {
         float* x = static_cast<float*>(values) + start;
-        encode(x, x, start + kAhead + kBlock <= n ? x + kAhead : nullptr, start, count, n, packed);
+        encode(x, x, start + kPrefetch + kBlock <= n ? x + kPrefetch : nullptr, start, count, n, packed);
         return;
     }
-    widen(whole, values, dtype, start, count, 1.0f);
-    std::memset(whole + count, 0, (kBlock - count) * sizeof(float));
-    encode(whole, whole, nullptr, start, count, n, packed);
-    narrow(values, dtype, whole, start, count);
+    widen(buffer, values, dtype, start, count, 1.0f);
+    std::memset(buffer + count, 0, (kBlock - count) * sizeof(float));
+    encode(buffer, buffer, nullptr, start, count, n, packed);
+    narrow(values, dtype, buffer, start, count);
 }
 
 void pack_difference(const float* master, const void* weight, int dtype, int64_t start, int64_t count, int64_t n,
                      uint8_t* packed) {
-    alignas(64) float whole[kBlock];
-    const float* right = whole;
+    alignas(64) float buffer[kBlock];
+    const float* right = buffer;
     if (dtype == kFloat32)
         right = static_cast<const float*>(weight) + start;
     else
-        widen(whole, weight, dtype, start, count, 1.0f);
-    const bool more = start + kAhead + kBlock <= n;
+        widen(buffer, weight, dtype, start, count, 1.0f);
+    const bool prefetching = start + kPrefetch + kBlock <= n;
     for (int64_t i = 0; i < count; i += kGrain) {
-        if (more) ask_for(master + start + kAhead + i);
-        if (more && right != whole) ask_for(right + kAhead + i);
-        store(whole + i, less(load(master + start + i), load(right + i)));
+        if (prefetching) prefetch(master + start + kPrefetch + i);
+        if (prefetching && right != buffer) prefetch(right + kPrefetch + i);
+        store(buffer + i, subtract(load(master + start + i), load(right + i)));
     }
-    std::memset(whole + count, 0, (kBlock - count) * sizeof(float));
-    encode(whole, nullptr, nullptr, start, count, n, packed);
+    std::memset(buffer + count, 0, (kBlock - count) * sizeof(float));
+    encode(buffer, nullptr, nullptr, start, count, n, packed);
 }
 
 void unpack_block(const uint8_t* packed, int64_t start, int64_t count, int64_t n, void* target, int dtype, float factor,
                   bool accumulate) {
-    alignas(64) float whole[kBlock];
-    float* x = dtype == kFloat32 ? static_cast<float*>(target) + start : whole;
-    if (accumulate && dtype != kFloat32) widen(whole, target, dtype, start, count, 1.0f);
+    alignas(64) float buffer[kBlock];
+    float* x = dtype == kFloat32 ? static_cast<float*>(target) + start : buffer;
+    if (accumulate && dtype != kFloat32) widen(buffer, target, dtype, start, count, 1.0f);
     float step;
-    std::memcpy(&step, packed + start / kBlock * kHeader, sizeof step);
+    std::memcpy(&step, packed + start / kBlock * kScaleBytes, sizeof step);
     step *= factor;
-    const uint8_t* from = packed + blocks_of(n) * kHeader + start / 8;
-    const bool more = dtype == kFloat32 && start + kAhead + kBlock <= n;
+    const uint8_t* from = packed + blocks_of(n) * kScaleBytes + start / 8;
+    const bool prefetching = dtype == kFloat32 && start + kPrefetch + kBlock <= n;
     for (int64_t i = 0; i < count; i += kGrain) {
-        if (more) ask_for(x + kAhead + i);
+        if (prefetching) prefetch(x + kPrefetch + i);
         uint16_t signs;
         std::memcpy(&signs, from + i / 8, sizeof signs);
-        const Grain sent = signed_by(step, signs);
-        store(x + i, accumulate ? sum(load(x + i), sent) : sent);
+        const Grain decoded = signed_by(step, signs);
+        store(x + i, accumulate ? add(load(x + i), decoded) : decoded);
     }
-    if (dtype != kFloat32) narrow(target, dtype, whole, start, count);
+    if (dtype != kFloat32) narrow(target, dtype, buffer, start, count);
 }
 
 template <typename Work>
 void each_block(int64_t n, int threads, Work work) {
     const int64_t blocks = blocks_of(n);
-    const bool parallel = threads > 1 && n >= 2 * kWorthAThread;
+    const bool parallel = threads > 1 && n >= 2 * kMinPerThread;
 #pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t start = block * kBlock;
@@ -202,25 +202,25 @@ void each_block(int64_t n, int threads, Work work) {
 
 extern "C" {
 
-// Which layout of arguments and bytes this library has; the caller asks before it calls.
-int shoal_signs_version() { return 1; }
+// The version of arguments and format; the caller checks it before any call.
+int shoal_onebit_version() { return 1; }
 
-// Pack `n` elements of `dtype`, and leave the rest in their place.
-void shoal_signs_pack(int64_t n, void* values, int dtype, uint8_t* packed, int threads) {
+// Pack `n` elements of `dtype`, and replace them by the residual.
+void shoal_onebit_pack(int64_t n, void* values, int dtype, uint8_t* packed, int threads) {
     clear_padding(packed, n);
     each_block(n, threads, [=](int64_t start, int64_t count) { pack_block(values, dtype, start, count, n, packed); });
 }
 
 // Pack `n` elements of `master - weight`.
-void shoal_signs_difference(int64_t n, const float* master, const void* weight, int dtype, uint8_t* packed, int threads) {
+void shoal_onebit_difference(int64_t n, const float* master, const void* weight, int dtype, uint8_t* packed, int threads) {
     clear_padding(packed, n);
     each_block(n, threads, [=](int64_t start, int64_t count) {
         pack_difference(master, weight, dtype, start, count, n, packed);
     });
 }
 
-// Write, or add, `factor` times what was packed to the `n` elements of `target`.
-void shoal_signs_unpack(int64_t n, const uint8_t* packed, void* target, int dtype, float factor, int accumulate,
+// Write `factor` times the decoded vector to the `n` elements of `target`, or add it.
+void shoal_onebit_unpack(int64_t n, const uint8_t* packed, void* target, int dtype, float factor, int accumulate,
                         int threads) {
     each_block(n, threads, [=](int64_t start, int64_t count) {
         unpack_block(packed, start, count, n, target, dtype, factor, accumulate != 0);
