@@ -38,6 +38,7 @@ def train(composition: Composition) -> list[Trained]:
     schedule = schedule_of(composition, optimizer)
     found: list[Trained] = []
     for number, job in enumerate((composition.first, composition.second)):
+        _round_frozen(masters, DTYPES[job.dtype])
         start, losses, norms = state_of(masters), list[float](), list[float | None]()
         for step in range(composition.steps):
             loss, norm = _accumulate(composition, job, number * composition.steps + step, masters)
@@ -70,6 +71,13 @@ def schedule_of(composition: Composition, optimizer: torch.optim.Optimizer) -> t
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the weights in fp32, under all names."""
     return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
+
+
+def _round_frozen(masters: nn.Module, dtype: torch.dtype) -> None:
+    """Round what is not trained, as it has no master."""
+    for parameter in masters.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype).float()
 
 
 def _accumulate(composition: Composition, job: JobDraw, step: int, masters: nn.Module) -> tuple[float, float]:

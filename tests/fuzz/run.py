@@ -54,14 +54,17 @@ def differences(composition: Composition) -> list[str]:
     expected = plain.train(composition)
     found: list[str] = []
     with tempfile.TemporaryDirectory(prefix="shoal-fuzz-") as folder:
-        before: dict[str, Tensor] = expected[0].start
+        before = dict[str, Tensor]()
+        trained = [name for name, parameter in line(composition.model).named_parameters(remove_duplicate=False)
+                   if parameter.requires_grad]
         for number, (job, wanted) in enumerate(zip((composition.first, composition.second), expected, strict=True)):
             try:
                 ranks = run_ranks(job.ranks, train, composition, number, folder)
             except RankFailed as error:
                 return [*found, f"topology {number + 1} failed: {error}"]
-            found += [f"topology {number + 1}: {each}" for each in _compare(job, composition, before, ranks, wanted)]
-            before = ranks[0].end
+            start = wanted.start | before
+            found += [f"topology {number + 1}: {each}" for each in _compare(job, composition, start, ranks, wanted)]
+            before = {name: ranks[0].end[name] for name in trained if name in ranks[0].end}
     return found
 
 
@@ -146,20 +149,20 @@ def _step(engine: Any, composition: Composition, job: JobDraw, step: int) -> flo
     return total.item() / (job.accumulation * job.ranks)
 
 
-def _compare(job: JobDraw, composition: Composition, before: dict[str, Tensor], ranks: list[Trained],
+def _compare(job: JobDraw, composition: Composition, start: dict[str, Tensor], ranks: list[Trained],
              wanted: Trained) -> Iterator[str]:
-    """Yield what differs between the ranks' training and the one that is wanted, `before` which the weights were so."""
+    """Yield what differs between the ranks' training and the one that is wanted, which begins with the weights `start`."""
     first = ranks[0]
     dtypes = {composition.first.dtype, job.dtype}
     tolerance = TOLERANCES[next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)]
     for rank, other in enumerate(ranks):
         if (other.losses, other.norms) != (first.losses, first.norms):
             yield f"rank {rank} has losses {other.losses} and norms {other.norms}, rank 0 {first.losses} and {first.norms}"
-    if first.start.keys() != before.keys():
-        yield f"the names of weights differ: {sorted(first.start.keys() ^ before.keys())}"
+    if first.start.keys() != start.keys():
+        yield f"the names of weights differ: {sorted(first.start.keys() ^ start.keys())}"
         return
     yield from (f"weight {name} is not bit by bit what it should start from: {_apart(first.start[name], value)}"
-                for name, value in before.items() if not torch.equal(first.start[name], value))
+                for name, value in start.items() if not torch.equal(first.start[name], value))
     for step, (loss, expected) in enumerate(zip(first.losses, wanted.losses, strict=True)):
         if not math.isclose(loss, expected, rel_tol=tolerance.loss):
             yield f"loss of step {step + 1}: {loss:.8g}, plain PyTorch has {expected:.8g}"
