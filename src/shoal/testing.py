@@ -29,10 +29,10 @@ import torch.distributed as dist
 __all__ = ["RankFailed", "run_ranks"]
 
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.utils.checkpoint", "torch._dynamo",
-            "shoal.testing", "shoal.engine.build", "shoal.offload")
+            "shoal.testing", "shoal.engine.build")
 """What the fork server imports for all ranks; the first optimizer of a process imports torch._dynamo, two seconds."""
 
-_IF_LOADED = ("pytest", "transformers")
+_IF_LOADED = ("pytest", "hypothesis", "transformers")
 """What every rank would import for itself with the module of its function, if the process that asks has it."""
 
 P = ParamSpec("P")

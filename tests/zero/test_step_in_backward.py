@@ -1,4 +1,8 @@
-"""A step that begins within backward is the step that follows it, bit for bit, or it is refused."""
+"""A step that begins within backward gives the same bits as a step after it.
+
+Every feature and every stage meets every tier and every case, and every tier every case; a feature at a stage takes every
+other tier and one case.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +51,16 @@ def config(case: dict[str, Any], stage: int, tier: dict[str, Any], folder: str, 
 
 
 def train_all(feature: str, stage: int, folder: str) -> list[tuple[str, Result, Result]]:
-    """Return a case in its turn, trained without tiers and within backward."""
+    """Train a case without tiers, then with steps within backward in every other tier."""
     found: list[tuple[str, Result, Result]] = []
-    case = CASES[turn_of(feature, stage) % len(CASES)]
+    turn = turn_of(feature, stage)
+    case = CASES[turn % len(CASES)]
     plain = train(feature, config(case, stage, {"offload_optimizer": {}}, folder, within=False), steps=STEPS)
-    for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), APART)):  # torch takes them for two
+    hosts = [*((torch.device("cpu"), tier) for tier in TIERS.items()),
+             *((torch.device("cpu", 0), tier) for tier in APART.items())]  # torch takes them for two
+    for host, (name, tier) in hosts[turn % 2::2]:
         open_stores.HOST = host
-        found += [(f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS))
-                  for name, tier in tiers.items()]
+        found.append((f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS)))
     return found
 
 

@@ -1,4 +1,8 @@
-"""Wherever the state rests, training is the same, bit for bit: every tier beside none, at every stage."""
+"""Training in every tier gives the same bits as training without tiers, at every stage.
+
+Every feature meets every tier at every stage in one case of dtype, optimizer, accumulation and clipping, and over the
+stages in each of them. Tiers of another memory take turns: each meets every feature, every stage and every case.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ APART: dict[str, dict[str, Any]] = {
 }
 """Tiers of another memory than the compute device's, as a GPU's host is."""
 
+ALL = TIERS | APART
 
 @dataclass(frozen=True)
 class Case:
@@ -66,16 +71,16 @@ def run(case: Case, stage: int, folder: str) -> Result:
 
 
 def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Result, Result]]:
-    """Return the first case and another in its turn in each tier, and one of the two in those apart."""
+    """Train each case without tiers, then one case in each of `TIERS` and one in one of `APART`, in their turns."""
     found: list[tuple[Case, str, Result, Result]] = []
-    turn, (first, *others) = turn_of(feature, stage), cases(feature)
-    taken = first, others[turn % len(others)]
-    plains = [run(case, stage, folder) for case in taken]
-    for case, plain in zip(taken, plains, strict=True):
-        apart = APART if case is taken[turn // len(others) % len(taken)] else {}
-        for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), apart)):  # torch takes them for two
-            open_stores.HOST = host
-            found += [(case, name, plain, run(replace(case, tier=tier), stage, folder)) for name, tier in tiers.items()]
+    turn, every, apart = turn_of(feature, stage), cases(feature), [*APART]
+    plains = [run(case, stage, folder) for case in every]
+    taken = [(torch.device("cpu"), name, (turn + index) % len(every)) for index, name in enumerate(TIERS)]
+    other = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
+    taken.append((other, apart[turn % len(apart)], turn // len(apart) % len(every)))
+    for host, name, index in taken:
+        open_stores.HOST = host
+        found.append((every[index], name, plains[index], run(replace(every[index], tier=ALL[name]), stage, folder)))
     return found
 
 
