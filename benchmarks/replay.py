@@ -16,18 +16,13 @@ REQUESTS = 16  # as an engine has by default: 8 each way
 
 
 class Replay:
-    """Spans of weights, gradients and two moments in fp32 for units of so many elements, stepped after or in backward.
+    """Spans of weights, gradients and two moments in fp32 for units of so many elements, stepped after or in backward."""
 
-    A step that backward only attempts has its gradients written, in case it is undone.
-    """
-
-    def __init__(self, folder: str, units: list[int], *, buffers: int, in_backward: bool = False,
-                 attempted: bool = False):
+    def __init__(self, folder: str, units: list[int], *, buffers: int, in_backward: bool = False):
         self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, spare=SPARE)
         self._units = [[DiskSpan(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
         self._in_backward = in_backward
-        self._attempted = in_backward and attempted
         self._begun = in_backward  # before its first step nothing is kept for backward
         self._leaving: deque[list[Transfer]] = deque()
 
@@ -47,7 +42,7 @@ class Replay:
                 unit[0].commit(changed=False)
             if self._in_backward:
                 self._step([unit])
-            if self._attempted or not self._in_backward:
+            if not self._in_backward:
                 unit[1].fetch(fresh=True).wait()
                 unit[1].commit()
             if self._in_backward or unit not in first:

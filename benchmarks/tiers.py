@@ -2,11 +2,10 @@
 
     python benchmarks/tiers.py [--path FOLDER] [--rounds 5] [--layers 12] [--dim 640] [--threads 1]
 
-One process, five engines and three replays take turns: no tier, offload to the host, everything on disk, and the bytes of
-an iteration on disk without its arithmetic. A disk's step is attempted in backward, ahead of a norm that then clips none
-(the default); taken there for good (`step_in_backward` true, unclipped); or taken after backward, as it is by default where
-the norm clips it. Each batch size is a row: small ones are bound by the disk, large ones by arithmetic. Before that
-processes by themselves train for a while, and their memory is held against the estimate.
+One process, four engines and two replays take turns: no tier, offload to the host, everything on disk, and the bytes of
+an iteration on disk without its arithmetic. A disk's step is taken after backward and clipped (the default), or in backward
+and unclipped (`step_in_backward` true). Each batch size is a row: small ones are bound by the disk, large ones by
+arithmetic. Before that processes by themselves train for a while, and their memory is held against the estimate.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MEBI = 1 << 20
 LEAST = 3
 """Iterations of a turn at least, beside the one before them, which is not counted: it leaves the first its step to take, as
 any iteration of a training does, and as the last leaves its own."""
-DISKS = {"ahead of the norm": (None, 1e6), "in backward": (True, 0.0), "after backward": (False, 1.0)}
+DISKS = {"in backward": (True, 0.0), "after backward": (False, 1.0)}
 """The ways with everything on disk: `step_in_backward`, and the largest norm."""
 PIECES = 8
 """Pieces of state in memory at once: with the default of 4 steps in backward take some 7 % longer here."""
@@ -48,7 +47,7 @@ def main() -> None:
     shoal.init_distributed()
     with progress() as tell, tempfile.TemporaryDirectory(dir=options.path) as folder:
         held = {way: _memory(folder, way, 60, options.dim, options.layers, tell) for way in DISKS}
-        growth = _memory(folder, "ahead of the norm", options.steps, 256, 8, tell)
+        growth = _memory(folder, "after backward", options.steps, 256, 8, tell)
         rows, raw = [], {}
         for tokens in options.tokens:
             found = _turns(options, folder, tokens, tell)
@@ -82,10 +81,9 @@ def config(tier: dict[str, Any], clipping: float = 1.0) -> dict[str, Any]:
 
 def on_disk(folder: str, way: str) -> dict[str, Any]:
     """Return the configuration of an engine with everything on disk, in one of the ways."""
-    disk, (asked, clipping) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
+    disk, (in_backward, clipping) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
     return config({"offload_param": {**disk, "buffer_count": 3},
-                   "offload_optimizer": {**disk, "buffer_count": PIECES,
-                                         **({} if asked is None else {"step_in_backward": asked})}}, clipping)
+                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}}, clipping)
 
 
 def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
@@ -137,8 +135,8 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     assert sharded is not None
     units = [unit.layout.size for unit in sharded.units]
     return engines, {
-        f"{way} apart": Replay(folder, units, buffers=3, in_backward=asked is not False, attempted=asked is None)
-        for way, (asked, _) in DISKS.items()}
+        f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward)
+        for way, (in_backward, _) in DISKS.items()}
 
 
 def settle(engine: shoal.Engine) -> None:

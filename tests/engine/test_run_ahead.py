@@ -106,7 +106,7 @@ def delay(owner: type, name: str, longest: float, chance: random.Random) -> None
 
 def trained_at_its_own_pace(folder: str, tier: dict[str, Any], ahead: int, seed: int) -> tuple[list[float], Tensor]:
     """Train, with passes between that use one block; with `seed`, this rank and its thread are late at random."""
-    settings = config(folder, tier, gradient_clipping=1e3)  # attempted steps stand
+    settings = config(folder, tier, gradient_clipping=0.0)
     settings["zero_optimization"]["stage3_prefetch_bucket_size"] = ahead
     model = Early()
     engine = shoal.initialize(model=model, config=settings)[0]
@@ -124,9 +124,9 @@ def trained_at_its_own_pace(folder: str, tier: dict[str, Any], ahead: int, seed:
     return losses, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("within", [None, False])
+@pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_ranks_train_alike_whenever_their_threads_take_their_steps(ahead: int, within: bool | None, tmp_path: Path) -> None:
+def test_ranks_train_alike_whenever_their_threads_take_their_steps(ahead: int, within: bool, tmp_path: Path) -> None:
     tier = {key: {**block, "buffer_count": 3} for key, block in ALL.items()}
     tier["offload_optimizer"]["step_in_backward"] = within
     plain = run_ranks(2, trained_at_its_own_pace, str(tmp_path), {}, ahead, 0)

@@ -71,10 +71,8 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
         swap = Swap(folder, block_bytes=data.draw(st.sampled_from((4096, 8192))), requests=3, write_ahead=2 * PAGE,
                     spare=spare)
         span, plain, held = DiskSpan(swap, size, torch.float32, "w", part=part, chunk=CHUNK), torch.zeros(size), list[Hold]()
-        readers, before = list[Hold](), list[Tensor]()  # holds of before an attempt, and what that may come back to
         for step in range(1, data.draw(st.integers(1, 16), "steps")):
-            match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard", "attempt", "end", "end",
-                                               "reclaim"))):
+            match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard"))):
                 case "fetch":
                     held.append(fetched(data, span, plain, held, value=step))
                 case "change" if held:
@@ -85,31 +83,12 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
                 case "commit" if held:
                     hold = held.pop(data.draw(st.integers(0, len(held) - 1)))
                     span.commit(hold.start, hold.stop, changed=hold.changed)
-                case "discard" if not (held or readers or before):
+                case "discard" if not held:
                     span.discard()
                     plain.zero_()
-                case "reclaim":
-                    swap.reclaim()
-                case "attempt" if not (before or any(hold.changed for hold in held)):
-                    span.double()
-                    if data.draw(st.booleans(), "given up"):
-                        span.single()
-                        continue
-                    span.attempt()
-                    before.append(plain.clone())
-                    readers, held = readers + held, []
-                case "end" if before and (held or data.draw(st.booleans(), "accepted")):
-                    span.accept()
-                    before.clear()
-                case "end" if before:
-                    while readers:
-                        hold = readers.pop()
-                        span.commit(hold.start, hold.stop, changed=False)
-                    span.undo()
-                    plain = before.pop()
                 case _:
                     pass
-        for hold in (*held, *readers):
+        for hold in held:
             span.commit(hold.start, hold.stop, changed=hold.changed)
         span.fetch().wait()
         assert torch.equal(span.tensor[part.start:part.stop], plain[part.start:part.stop])

@@ -61,18 +61,6 @@ def test_a_hole_at_the_end_is_made_longer() -> None:
     assert taken(extents, 3 * ALIGNMENT) == Extent(0, 3 * ALIGNMENT)
 
 
-def test_a_file_shrinks_to_the_end_of_what_is_held() -> None:
-    extents = Extents()
-    held = [taken(extents, pages * ALIGNMENT) for pages in (2, 1, 3)]
-    extents.free(held[0])
-    assert extents.shrink() == extents.size == 6 * ALIGNMENT, "a hole before what is held stays"
-    extents.free(held[2])
-    assert extents.shrink() == extents.size == extents.held + 2 * ALIGNMENT == 3 * ALIGNMENT
-    extents.free(held[1])
-    assert extents.shrink() == extents.size == extents.held == 0
-    assert taken(extents, ALIGNMENT) == Extent(0, ALIGNMENT)
-
-
 def test_to_free_an_extent_twice_is_our_own_mistake() -> None:
     extents = Extents()
     held = taken(extents, ALIGNMENT)

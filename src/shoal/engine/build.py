@@ -30,8 +30,8 @@ from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.rank_consistency import agree, facts_of
 from shoal.engine.replicated_grads import ReplicatedGradCheck
 from shoal.engine.schema import Config
-from shoal.engine.storage_plan import plan_storage, spares_memory
-from shoal.engine.translate import attempts_of, loss_scale_of, plan_of, policy_of, rules_of
+from shoal.engine.storage_plan import plan_storage
+from shoal.engine.translate import loss_scale_of, plan_of, policy_of, rules_of
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
@@ -180,10 +180,9 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_rows_error(model)
     trained = groups.of if optimizer is not None or named else {}
-    place = plan_storage(settings, model, trained, stepping.moments, dtypes, engine.parameter_groups, engine.device,
-                      attempted=attempts_of(settings, stepping, engine.mesh, engine.device))
+    place = plan_storage(settings, model, trained, stepping.moments, dtypes, engine.parameter_groups, engine.device)
     engine.sharded = ShardedModel(model, engine.parameter_groups, place, aliases=engine.aliases)
-    engine.sharded.shard(trained, plan_of(settings, stepping, place), dtypes, roots=engine.roots, announced=engine.announces,
+    engine.sharded.shard(trained, plan_of(settings, stepping), dtypes, roots=engine.roots, announced=engine.announces,
                          boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
     engine.frozen = FrozenParamCheck(
         (member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
@@ -211,8 +210,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     if isinstance(inner, CompressedOptimizer) and not stepping.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
-    place.twice &= spares_memory(settings, engine.sharded, stepping.moments, dtypes)
-    rules = rules_of(settings, dtypes, OptimizerTraits.of(inner), place, named=optimizer is None)
+    rules = rules_of(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
     engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, loss_scale_of(settings), rules)
 
 

@@ -67,7 +67,7 @@ class Checkpointer(Surface):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder that all ranks share")
         assert self.sharded is not None
         if self.optimizer is not None:
-            self.optimizer.retract("save_checkpoint")
+            self.optimizer.check_not_begun("save_checkpoint")
         if self.optimizer is not None and self.optimizer.pending:
             warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are not "
                       "in the checkpoint")
@@ -113,7 +113,7 @@ class Checkpointer(Surface):
                              "rename them in the checkpoint, or load with load_module_strict=False")
         assert self.sharded is not None
         if self.optimizer is not None:
-            self.optimizer.retract("load_checkpoint")
+            self.optimizer.check_not_begun("load_checkpoint")
         self.wait_for_checkpoint()
         settle()  # another engine of this process may be saving what is to be loaded
         there = self.parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)

@@ -117,7 +117,7 @@ class Engine(Controls):
             raise UsageError(f"backward: got a tensor of shape {tuple(loss.shape)} "
                              f"{'with' if loss.requires_grad else 'without'} a graph; pass the scalar loss that the "
                              f"engine's forward led to, with gradients enabled")
-        self.optimizer.retract("backward")
+        self.optimizer.check_not_begun("backward")
         share = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor = share * self.optimizer.loss_scale
         self._scaled = True
@@ -138,8 +138,6 @@ class Engine(Controls):
         """Return the context in which the next backward pass steps what it has finished, if it is to."""
         assert self.optimizer is not None
         if not (self.optimizer.rules.in_backward and self.synchronising() and self.is_gradient_accumulation_boundary()):
-            return nullcontext()
-        if retain_graph and self.optimizer.rules.attempted:  # another pass is to follow
             return nullcontext()
         if retain_graph:
             raise UsageError("backward: retain_graph=True keeps a graph whose weights this pass is to step; add the losses "
@@ -165,7 +163,7 @@ class Engine(Controls):
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs or {})
         elif self.optimizer is not None:
-            self.optimizer.retract("step within an accumulation")
+            self.optimizer.check_not_begun("step within an accumulation")
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -224,7 +222,7 @@ class Engine(Controls):
         """Check that a backward pass was scaled as this engine needs it."""
         assert self.optimizer is not None
         self._unstepped = True
-        self.optimizer.retract("backward")
+        self.optimizer.check_not_begun("backward")
         self.frozen.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use
         if self._scaled:

@@ -232,18 +232,6 @@ class Config(Section):
                 message=f"got '{accumulate}' beside {self.compute_dtype} gradients; choose {choices}",
             )
 
-    @property
-    def attempts_steps(self) -> bool:
-        """Whether backward is to begin steps that may have to be undone; where nothing is said, if it can."""
-        asked = self.zero_optimization.offload_optimizer.step_in_backward
-        return self._undoes_steps if asked is None else asked and any(self._decided_on_all_gradients())
-
-    @property
-    def _undoes_steps(self) -> bool:
-        """Whether all that a step writes rests on disks, where what was there before can stay beside it."""
-        zero = self.zero_optimization
-        return zero.offload_optimizer.device == zero.offload_param.device == "nvme"
-
     def _decided_on_all_gradients(self) -> Iterable[tuple[str, str, str]]:
         """Yield each key by which a step is decided on when all gradients are there, what is known then, and what to do."""
         for asked, key, known, fix in (
@@ -259,14 +247,13 @@ class Config(Section):
                 yield key, known, fix
 
     def _against_step_in_backward(self) -> Iterable[Conflict]:
-        """Yield what is decided for all gradients together, when backward has stepped some and cannot undo it."""
-        if self._undoes_steps or not self.zero_optimization.offload_optimizer.step_in_backward:
+        """Yield what is decided for all gradients together, when backward has stepped some units already."""
+        if not self.zero_optimization.offload_optimizer.step_in_backward:
             return
         for other, known, fix in self._decided_on_all_gradients():
             yield Conflict(keys=("zero_optimization.offload_optimizer.step_in_backward", other),
-                           message=f"got true beside {other}: {known} only after backward; {fix}, or let weights and state "
-                                   f"rest on a disk, where a step can be undone (device \"nvme\" of offload_param and "
-                                   f"offload_optimizer), or leave the step to engine.step()")
+                           message=f"got true beside {other}: {known} only after backward; {fix}, or leave the step to "
+                                   f"engine.step()")
 
     def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
         if any(findings.refused(key) for key in (TOTAL, MICRO, ACCUMULATION)):

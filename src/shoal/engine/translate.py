@@ -7,16 +7,14 @@ from torch import nn
 
 from shoal.engine.optimizer_traits import OptimizerTraits
 from shoal.engine.schema import Config
-from shoal.mesh.mesh import Mesh
 from shoal.optim.registry import prefers_native
 from shoal.optim.rules import StepRules
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Averaging, Policy, policy
-from shoal.tier import StoragePlan
 from shoal.transport.collectives import Communicator
 from shoal.zero.sharded import ShardingPlan
 
-__all__ = ["attempts_of", "loss_scale_of", "plan_of", "policy_of", "rules_of"]
+__all__ = ["loss_scale_of", "plan_of", "policy_of", "rules_of"]
 
 
 def policy_of(settings: Config, model: nn.Module, stepping: OptimizerTraits, data: Communicator) -> Policy:
@@ -32,14 +30,7 @@ def policy_of(settings: Config, model: nn.Module, stepping: OptimizerTraits, dat
                   averaging=averaging)
 
 
-def attempts_of(settings: Config, stepping: OptimizerTraits, mesh: Mesh, device: torch.device) -> bool:
-    """Return whether backward is to attempt steps, if there is room: where the configuration does not say, if it can."""
-    possible = device.type == "cpu" and mesh.size("pipeline") == 1 and not (stepping.layerwise or stepping.compressing)
-    asked = settings.zero_optimization.offload_optimizer.step_in_backward is not None
-    return settings.attempts_steps and (asked or possible)
-
-
-def plan_of(settings: Config, stepping: OptimizerTraits, place: StoragePlan) -> ShardingPlan:
+def plan_of(settings: Config, stepping: OptimizerTraits) -> ShardingPlan:
     """Return how the model is sharded, and how far its weights run ahead."""
     zero = settings.zero_optimization
     param = zero.offload_param
@@ -48,10 +39,10 @@ def plan_of(settings: Config, stepping: OptimizerTraits, place: StoragePlan) -> 
                 live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
                 persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
                 reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-                in_backward=bool(zero.offload_optimizer.step_in_backward) or place.twice, by_rows=settings.sparse_gradients)
+                in_backward=bool(zero.offload_optimizer.step_in_backward), by_rows=settings.sparse_gradients)
 
 
-def rules_of(settings: Config, dtypes: Policy, stepping: OptimizerTraits, place: StoragePlan, *, named: bool) -> StepRules:
+def rules_of(settings: Config, dtypes: Policy, stepping: OptimizerTraits, *, named: bool) -> StepRules:
     """Return how a step is taken, by an optimizer that the configuration `named` or by another."""
     overflows = stepping.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
@@ -62,8 +53,7 @@ def rules_of(settings: Config, dtypes: Policy, stepping: OptimizerTraits, place:
                      unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size,
                      native=native,
                      ahead=ahead, behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
-                     in_backward=offload.step_in_backward or (place.twice and native and not stepping.layerwise),
-                     unnoticed=place.twice)
+                     in_backward=bool(offload.step_in_backward))
 
 
 def loss_scale_of(settings: Config) -> LossScale:

@@ -30,8 +30,6 @@ class StepRules:
     """Pieces that may still be on their way back meanwhile."""
     in_backward: bool = False
     """Step a unit while backward goes on with others, as soon as its gradient is there."""
-    unnoticed: bool = False
-    """Nobody may notice that such a step has begun, before `step`."""
     waiting: int = WRITE_AHEAD
     """Bytes of such units that may be in memory at once."""
 
@@ -39,10 +37,3 @@ class StepRules:
     def measures(self) -> bool:
         """Whether a step needs the norm of all gradients."""
         return self.clipping > 0 or self.check_overflow
-
-    @property
-    def attempted(self) -> bool:
-        """Whether what backward steps may have to be undone: it takes all gradients to know that a step is to be taken, and
-        how far; or somebody may look.
-        """
-        return self.measures or not self.unused or self.unnoticed

@@ -26,7 +26,17 @@ from shoal.optim.offloaded_state import OffloadedStateView
 from shoal.optim.onebit import CompressedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.rules import StepRules
-from shoal.optim.step_pass import Options, StepPass, by_native, by_optimizer, by_signs, is_native, natively, settle
+from shoal.optim.step_pass import (
+    Options,
+    StepPass,
+    by_native,
+    by_optimizer,
+    by_signs,
+    is_native,
+    natively,
+    options_of,
+    settle,
+)
 from shoal.optim.step_scheduler import StepScheduler
 from shoal.optim.views import Views
 from shoal.optim.write_check import MasterWriteCheck
@@ -69,7 +79,8 @@ class ShardedOptimizer:
                         else None)
         self._stepping = StepScheduler(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
                                   waiting=rules.waiting, lanes=model.residence.lanes)
-        self._within = BackwardStepper(model, views, optimizer, rules, self._stepping, self._step)
+        self._backward_stepper = BackwardStepper(model, views, optimizer, self._stepping, self._step,
+                                                 native=rules.native) if rules.in_backward else None
         if isinstance(optimizer, CompressedOptimizer):
             optimizer.exchanging = model.parameter_groups.state_shards > 1
         self.route()
@@ -110,7 +121,7 @@ class ShardedOptimizer:
     @property
     def begun(self) -> bool:
         """Whether backward has begun the next step."""
-        return self._within.begun
+        return self._backward_stepper is not None and self._backward_stepper.begun
 
     @property
     def failed(self) -> bool:
@@ -128,18 +139,16 @@ class ShardedOptimizer:
                              f"engine.backward(loss) on the output of the engine since the last step")
         if not self._joined:
             return self._stand_still()
-        options = self._within.options
+        options = (self._backward_stepper and self._backward_stepper.options) or options_of(self.optimizer)
         verdict = self._judge(units)
         self.overflow = self.rules.check_overflow and verdict.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._joined
         self.norm = None if verdict.norm is None else verdict.norm / scale
-        factor, calm = self._factor(self.norm, scale), False
+        factor = self._factor(self.norm, scale)
         try:
             if not self.rules.unused:
                 _refuse_unused(verdict, parameter_groups)
-            calm = not self.overflow and factor == self._factor(None, scale)
-            self._within.conclude(factor if calm else None)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 self._change(verdict.touched, factor, options)
@@ -147,13 +156,13 @@ class ShardedOptimizer:
             elif isinstance(self.optimizer, CompressedOptimizer):
                 self.optimizer.drop()
         except BaseException as error:
-            if calm and self.begun:  # and concluded: what backward has stepped stands, and is not all
+            if self.begun:  # backward has stepped some units, and the others are not stepped
                 self._stepping.fail(error)
             raise
         finally:
+            if self._backward_stepper is not None:
+                self._backward_stepper.finish()
             if not self.failed:
-                self._within.conclude(factor if calm else None)
-                self._within.judged(calm=calm)
                 self.zero_grad()
                 self.rescale(self.scaler.value / loss_scale)
         self.route()
@@ -173,7 +182,7 @@ class ShardedOptimizer:
 
     def _show(self) -> None:
         """Have the state be that of the last step, for somebody to look at."""
-        self.retract("optimizer.state")
+        self.check_not_begun("optimizer.state")
         self.settle()
 
     def _stand_still(self) -> bool:
@@ -213,23 +222,22 @@ class ShardedOptimizer:
         self._stepping.run(touched, views, sweep, wait=native)
 
     def within_backward(self) -> AbstractContextManager[None]:
-        """Return the context of a backward pass that may step units whose gradient it has finished (within.py)."""
-        return self._within.context(self._factor(None, self.scaler.value))
+        """Return the context of a backward pass that steps units whose gradient it has finished (backward_step.py)."""
+        assert self._backward_stepper is not None
+        return self._backward_stepper.context(self._factor(None, self.scaler.value))
 
-    def retract(self, call: str) -> None:
-        """Undo what backward has attempted of the next step, for `call`, which comes before it.
-
-        Raises `UsageError` if it has begun that for good.
+    def check_not_begun(self, call: str) -> None:
+        """Raise `UsageError` for `call`, which comes before the next step, if backward has begun that; `TierError` if the
+        last step was taken in part.
         """
         self._stepping.check()
-        self._within.retract()
         if self.begun:
             raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
                              f"engine.step() first, once after each backward that ends an accumulation")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were accumulated, but for those of a step that is owed."""
-        self.retract("zero_grad")
+        self.check_not_begun("zero_grad")
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would bring weights
             for unit in self._model.trainable:
                 if unit.gradient is not None and unit.owed is None:
@@ -257,9 +265,8 @@ class ShardedOptimizer:
                 unit.stay.let_go()
 
     def close(self) -> None:
-        """Take what is owed, and undo what backward has only attempted; no thread steps anything afterwards."""
+        """Take what is owed; no thread steps anything afterwards."""
         try:
-            self._within.retract()
             self._stepping.settle()
         finally:
             self._stepping.close()

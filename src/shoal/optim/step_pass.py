@@ -7,7 +7,7 @@ lie in the spans of their unit's state where that rests away, so that they rest 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from shoal.zero.optimizer_state import WHOLE_STEP, OptimizerState, Use
 
 __all__ = [
     "Options",
-    "States",
     "StepPass",
     "Stepping",
     "by_native",
@@ -44,7 +43,6 @@ __all__ = [
     "natively",
     "options_of",
     "rounding",
-    "same_options",
     "settle",
 ]
 
@@ -62,13 +60,9 @@ class StepPass:
     factor: float
     options: Options
     use: Use = WHOLE_STEP
-    attempted: bool = False
-    """It may be undone: the gradients go to rest again."""
 
 
 _State = dict[str, Any]
-States = Callable[[MasterView], AbstractContextManager[_State]]
-"""Gives the state of a view to a step of it, for as long as that changes it."""
 _Plan = tuple[Rule, list[Tensor], list[float]]
 """The rule of a view's step, the moments, and the constants."""
 _Moment = Callable[[str], Tensor]
@@ -104,33 +98,21 @@ def _set(optimizer: Optimizer, options: Options) -> Generator[None]:
             group.update(now)
 
 
-def same_options(some: Options, others: Options) -> bool:
-    """Whether two steps have the same options."""
-    return len(some) == len(others) and all(
-        one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
-        for one, other in zip(some, others, strict=True))
-
-
 def _same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or torch.equal(one, other)
     return type(one) is type(other) and one == other
 
 
-def natively(optimizer: Optimizer, states: States | None = None) -> Stepping | None:
-    """Return the native way, for views that `is_native` was asked about when their step was decided on; None: there is none.
-
-    `states` gives what the optimizer holds of a view.
-    """
+def natively(optimizer: Optimizer) -> Stepping | None:
+    """Return the native way for views of which `is_native` was true when their step was decided; None if there is none."""
     plan = _PLANS.get(type(optimizer))
     if plan is None or not available():
         return None
 
     def stepping(some: Sequence[MasterView], factor: float, options: Options) -> None:
         for view in some:
-            with nullcontext(optimizer.state[view.parameter]) if states is None else states(view) as state:
-                planned = plan(options[view.group], state, moments_of(view))
-            _step(view, planned, factor)
+            _step(view, plan(options[view.group], optimizer.state[view.parameter], moments_of(view)), factor)
     return stepping
 
 

@@ -138,16 +138,6 @@ class StepScheduler:
             self._join()
             deque(self._stream(_given(pieces)), maxlen=0)
 
-    def give_up(self, units: Iterable[Unit]) -> None:
-        """Have none of `units` stepped by backward, once the thread has done with them; the caller undoes what it did."""
-        self.settle()
-        self._join()
-        while self._leaving:
-            self._leaving.popleft().wait()
-        for unit in units:
-            unit.stepped = False
-            unit.stay.let_go()
-
     def expect(self, views: Iterable[MasterView]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
         self._foresight.expect(view for view in views if _is_away(view.unit))
@@ -331,7 +321,7 @@ def _can_wait(unit: Unit) -> bool:
 def _let_go(unit: Unit, sweep: StepPass) -> None:
     """Give up what was there for `sweep` alone."""
     if unit.gradient is not None and unit.state is not None:
-        unit.gradient.leave() if sweep.attempted else unit.gradient.spend()
+        unit.gradient.spend()
         if sweep.use.weights and not unit.expected:
             unit.stay.let_go()
 

@@ -7,8 +7,6 @@ The span is cut into chunks, and a chunk is all or nothing:
     leaving   it was committed and is being written; if it is fetched now it stays
 
 A read that fails leaves the chunk absent, and the next fetch tries again. A write that fails leaves it present.
-
-An attempt writes chunks to a second place, and the first one holds what they were until the attempt is accepted or undone.
 """
 
 from __future__ import annotations
@@ -32,23 +30,15 @@ CHUNK = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Copy:
-    """What the file holds of a chunk, and where."""
-
-    stretch: Stretch
-    sums: list[int]
-    written: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Chunk:
     """Bytes that come and go together, where they are, and who needs them."""
 
-    copy: _Copy
-    former: _Copy | None = None
-    """What they were before the attempt that has changed them."""
-    spare: _Copy | None = None
-    """The second place, while it holds nothing of use."""
+    stretch: Stretch
+    """Where it is in memory and in the file."""
+    sums: list[int]
+    """The checksum of each block in the file."""
+    written: bool = False
+    """Whether the file holds it; else it is zeros."""
     pins: int = 0
     present: bool = False
     dirty: bool = False
@@ -75,20 +65,14 @@ class DiskSpan:
         self._pages = Pages(size, dtype, aligned=hull.start)
         self.tensor = self._pages.tensor
         self._chunk_bytes = whole_pages(chunk * self._width)
-        self._attempting = False
-        self._doubled = False  # whether the second place is in use, or about to be
-        self._chunks = [_Chunk(copy=copy) for copy in self._place()]
+        extent = self._swap.allocate(len(hull), self._name)
+        self._chunks = [self._chunk(extent, start) for start in hull[::self._chunk_bytes]]
 
-    def _place(self) -> list[_Copy]:
-        """Return a new place for each chunk."""
-        extent = self._swap.allocate(len(self._hull), self._name)
-        return [self._copy(extent, start) for start in self._hull[::self._chunk_bytes]]
-
-    def _copy(self, extent: Extent, start: int) -> _Copy:
+    def _chunk(self, extent: Extent, start: int) -> _Chunk:
         stop = min(self._hull.stop, start + self._chunk_bytes)
         blocks = -(-(stop - start) // self._swap.block_bytes)
-        return _Copy(sums=[0] * blocks, stretch=Stretch(pages=self._pages, start=start, stop=stop,
-                                                        offset=extent.offset + start - self._hull.start))
+        return _Chunk(sums=[0] * blocks, stretch=Stretch(pages=self._pages, start=start, stop=stop,
+                                                         offset=extent.offset + start - self._hull.start))
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self._swap.check_owner(self._name)
@@ -101,13 +85,13 @@ class DiskSpan:
                 if not chunk.present:
                     chunk.error = None
                     overwritten = fresh and self._is_within(chunk, wanted)
-                    self._populate(chunk, zeros=not (chunk.copy.written or overwritten))
-                    if chunk.copy.written and not overwritten:
+                    self._populate(chunk, zeros=not (chunk.written or overwritten))
+                    if chunk.written and not overwritten:
                         self._send("read", chunk)
                     else:
                         chunk.present = True
-                if chunk.job is not None and (chunk.job.lane == "read" or self._attempting):
-                    arriving.append(chunk.job)  # of an attempt, what is being written is what it may have to come back to
+                if chunk.job is not None and chunk.job.lane == "read":
+                    arriving.append(chunk.job)
                 elif chunk.error is not None:
                     failed.append(chunk.error)
         return PendingJobs(arriving, failed) if arriving or failed else DONE
@@ -115,13 +99,13 @@ class DiskSpan:
     def _populate(self, chunk: _Chunk, *, zeros: bool) -> None:
         """Have memory for a chunk: zeros, or whatever pages are there already."""
         if zeros:
-            self._swap.spare.forget(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
+            self._swap.spare.forget(self._pages, chunk.stretch.start, chunk.stretch.stop)
         else:
-            self._swap.spare.lend(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
+            self._swap.spare.lend(self._pages, chunk.stretch.start, chunk.stretch.stop)
 
     def _drop(self, chunk: _Chunk) -> None:
         """Give up the memory of a chunk that nobody needs."""
-        self._swap.spare.keep(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
+        self._swap.spare.keep(self._pages, chunk.stretch.start, chunk.stretch.stop)
 
     def _pin(self, chunk: _Chunk) -> None:
         """Keep a chunk from being dropped; if that has begun, wait until it is over."""
@@ -158,19 +142,16 @@ class DiskSpan:
                 chunk.present = False
                 self._drop(chunk)
                 return None
-            if self._attempting and chunk.former is None:
-                assert chunk.spare is not None
-                chunk.former, chunk.copy, chunk.spare = chunk.copy, chunk.spare, None
             return self._send("write", chunk)  # from here on a fetch knows that it leaves
 
     def _await_room(self, chunk: _Chunk) -> None:
         """Wait until a chunk may be on its way to the disk, or somebody has it in use; the caller holds the lock."""
-        bytes = chunk.copy.stretch.stop - chunk.copy.stretch.start
+        bytes = chunk.stretch.stop - chunk.stretch.start
         self._swap.changed.wait_for(lambda: chunk.pins > 0 or chunk.job is not None or self._swap.has_room(bytes))
 
     def _send(self, lane: Lane, chunk: _Chunk) -> Job:
         """Let a chunk travel; the caller holds the lock. What others can wait for is carried, whatever interrupts this."""
-        job = Job(lane, self._name, chunk.copy.stretch, chunk.copy.sums, partial(self._settle, chunk),
+        job = Job(lane, self._name, chunk.stretch, chunk.sums, partial(self._settle, chunk),
                   block_bytes=self._swap.block_bytes, names=lambda at: self._names(self._wanted(at.start, at.stop)))
         travels, wake = self._swap.prepare(job)
         writing = job.bytes if lane == "write" else 0
@@ -190,7 +171,7 @@ class DiskSpan:
                 chunk.present = job.error is None
             else:
                 chunk.dirty |= job.error is not None
-                chunk.copy.written |= job.error is None
+                chunk.written |= job.error is None
             self._swap.count(job)
             if chunk.pins or chunk.dirty:
                 chunk.job = None
@@ -200,10 +181,9 @@ class DiskSpan:
         chunk.job = None
 
     def discard(self) -> None:
-        assert not self._attempting, f"{self._name}: discarded while it may yet be undone"
         for chunk in self._chunks:
             self._forget(chunk)
-            chunk.copy.written = False
+            chunk.written = False
 
     def _forget(self, chunk: _Chunk) -> None:
         """Drop what memory holds of a chunk, once its job has ended."""
@@ -214,63 +194,6 @@ class DiskSpan:
             self._drop(chunk)
         chunk.present = chunk.dirty = False
         chunk.error = None
-
-    def double(self) -> None:
-        """Have room for what an attempt writes, beside what is there; raises `TierError` when the disk has none."""
-        with self._swap.lock:
-            self._doubled = True
-        if any(chunk.spare is None for chunk in self._chunks):
-            for chunk, copy in zip(self._chunks, self._place(), strict=True):
-                chunk.spare = copy
-            self._swap.doubled.add(self)
-
-    def single(self) -> None:
-        """Have no use for that room: no attempt begins."""
-        assert not self._attempting, f"{self._name}: its second place is given up while it may yet be undone"
-        self._doubled = False
-
-    def spared(self) -> list[Extent]:
-        """Give up the second place, if no attempt needs it, and return the parts of it."""
-        with self._swap.lock:
-            spares = [] if self._doubled else [chunk.spare for chunk in self._chunks if chunk.spare is not None]
-            for chunk in self._chunks if spares else ():
-                chunk.spare = None
-        return [_extent(copy) for copy in spares]
-
-    def attempt(self) -> None:
-        """From now on keep what the file holds beside what is committed, until `accept` or `undo`; there is room for it."""
-        assert all(chunk.spare is not None for chunk in self._chunks), f"{self._name}: attempted without room"
-        self._attempting = True
-        for chunk in self._chunks:
-            self._save(chunk)
-
-    def _save(self, chunk: _Chunk) -> None:
-        """Write what only memory holds, and somebody has in use."""
-        with self._swap.lock:
-            self._swap.changed.wait_for(lambda: not chunk.dirty or self._swap.has_room(self._chunk_bytes))
-            if chunk.dirty:
-                self._send("write", chunk)
-
-    def accept(self) -> None:
-        """Let what was committed since `attempt` be what the span holds."""
-        self._attempting = False
-        with self._swap.lock:
-            for chunk in self._chunks:
-                if chunk.former is not None:
-                    chunk.spare, chunk.former = chunk.former, None
-                    chunk.spare.written = False
-            self._doubled = False
-
-    def undo(self) -> None:
-        """Hold what was committed before `attempt`; nothing of the span may be fetched now."""
-        self._attempting = False
-        for chunk in self._chunks:
-            if chunk.former is not None or chunk.dirty:
-                self._forget(chunk)
-            if chunk.former is not None:
-                chunk.spare, chunk.copy, chunk.former = chunk.copy, chunk.former, None
-                chunk.spare.written = False
-        self._doubled = False
 
     def edges(self) -> Transfer:
         """Return what must be over before somebody writes just outside `part`: pages at its edges travel whole."""
@@ -288,10 +211,9 @@ class DiskSpan:
         for chunk in self._chunks:
             if (job := chunk.job) is not None:
                 job.wait()
-            self._swap.spare.forget(self._pages, chunk.copy.stretch.start, chunk.copy.stretch.stop)
+            self._swap.spare.forget(self._pages, chunk.stretch.start, chunk.stretch.stop)
         chunks, self._chunks = self._chunks, []
-        self._swap.free([_extent(copy) for chunk in chunks for copy in (chunk.copy, chunk.former, chunk.spare)
-                         if copy is not None])
+        self._swap.free([_extent(chunk.stretch) for chunk in chunks])
 
     def _wanted(self, start: int, stop: int | None) -> range:
         """Return the elements of [start, stop) that have a place on disk."""
@@ -307,10 +229,10 @@ class DiskSpan:
 
     def _is_within(self, chunk: _Chunk, wanted: range) -> bool:
         """Whether all elements of the chunk are among `wanted`; those outside `part` do not count."""
-        start = max(chunk.copy.stretch.start, self.part.start * self._width)
-        stop = min(chunk.copy.stretch.stop, self.part.stop * self._width)
+        start = max(chunk.stretch.start, self.part.start * self._width)
+        stop = min(chunk.stretch.stop, self.part.stop * self._width)
         return wanted.start * self._width <= start and stop <= wanted.stop * self._width
 
 
-def _extent(copy: _Copy) -> Extent:
-    return Extent(copy.stretch.offset, copy.stretch.stop - copy.stretch.start)
+def _extent(stretch: Stretch) -> Extent:
+    return Extent(stretch.offset, stretch.stop - stretch.start)

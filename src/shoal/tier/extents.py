@@ -49,12 +49,6 @@ class Extents:
         old, self.size = self.size, self.size + bytes
         self.free(Extent(old, bytes))
 
-    def shrink(self) -> int:
-        """Let the file end where nobody holds more of it; return its size."""
-        if self._free and self._free[-1].stop == self.size:
-            self.size = self._free.pop().offset
-        return self.size
-
     def allocate(self, bytes: int) -> Extent:
         """Return the first free extent of `bytes`, rounded up to the alignment; there is one where `shortage` is 0."""
         wanted = aligned(bytes)

@@ -78,18 +78,15 @@ class OffloadOptimizer(Section):
     """The share of the elements that rest there; the state of the other units stays on the compute device."""
 
     step_in_backward: Switch | None = None
-    """Step each block as soon as backward has reduced its gradient: from a disk fewer bytes move then, and more evenly.
-    null: attempt it where weights and state rest on disks that have room for both outcomes, and the model computes on the
-    host. What was attempted is undone if the step turns out to be clipped or skipped, or if anybody looks before
-    `engine.step()`; an attempt is made after a step that was neither. false: never, and state takes its place on the disk
-    once. true: the same where a step may be clipped or skipped (`gradient_clipping`, fp16, bf16 with overflow checks), but
-    elsewhere for good, wherever state rests: weights change before `engine.step()` then, and the one backward of a step is
-    `engine.backward(loss)`. (Ours.)"""
+    """true: step each unit as soon as backward has reduced its gradient; from a disk fewer bytes move then, and more evenly.
+    Weights change before `engine.step()`, and the one backward of a step is `engine.backward(loss)`. Refused beside
+    `gradient_clipping`, fp16, bf16 overflow checks and `ignore_unused_parameters` false, which decide on all gradients
+    together. false or null: `engine.step()` takes the whole step. (Ours.)"""
 
     published: ClassVar[Mapping[str, Published]] = {
         "fast_init": inert("start the files faster", False, True, reason="new state is zeros, which are never written"),
         "pipeline": inert("either of the two above", False, True, reason="set pipeline_read and pipeline_write"),
-        "super_offload": later("steps ahead of the norm, of state in memory; from disks: step_in_backward", False),
+        "super_offload": later("steps ahead of the norm, of state in memory", False),
         "cpuadam_cores_perc": inert("cores for super_offload", 0.8, reason="super_offload is not supported yet"),
     }
 

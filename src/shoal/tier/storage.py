@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from shoal.tier.folder_check import free_bytes
 from shoal.tier.lanes import Lanes
 from shoal.tier.store import Disk, Memory, Store
 from shoal.tier.swap import Swap
@@ -38,12 +36,6 @@ class StoragePlan:
     """The share of the elements whose optimizer's state rests in `state`; the others' stays on the compute device."""
     near: int = 0
     """Elements of weights that stay in the host's memory where `weight` is a disk."""
-    twice: bool = False
-    """Whether what a step writes may rest there beside what was there before."""
-    again: Mapping[Path, int] = field(default_factory=dict)
-    """The bytes of it in each folder, if it may only as long as it takes no more than half of what is free there."""
-    neighbours: int = 1
-    """Ranks on this machine."""
     lanes: Lanes = field(default_factory=Lanes)
     _seen: int = field(default=0, init=False)
     _away: int = field(default=0, init=False)
@@ -66,11 +58,6 @@ class StoragePlan:
     def swaps(self) -> list[Swap]:
         """The swap files that the state rests in."""
         return list({id(store.swap): store.swap for store in (self.weight, self.state) if isinstance(store, Disk)}.values())
-
-    @property
-    def has_room(self) -> bool:
-        """Whether that is so now, for all ranks of this machine."""
-        return all(2 * self.neighbours * size <= free_bytes(folder) for folder, size in self.again.items())
 
     @contextmanager
     def trace(self) -> Generator[Trace]:

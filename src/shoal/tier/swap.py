@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 from shoal.errors import TierError
 from shoal.tier.claim import Claim, claim
@@ -24,14 +23,6 @@ from shoal.tier.transfer import Job, SwapFile, Threads, refusal
 __all__ = ["Swap"]
 
 _MOST_THREADS = 64
-
-
-class Doubled(Protocol):
-    """A span that may have a second place in the file."""
-
-    def spared(self) -> list[Extent]:
-        """Give up the second place, if no attempt needs it, and return the parts of it."""
-        ...
 
 
 class Swap:
@@ -61,8 +52,6 @@ class Swap:
         self.spare = PagePool(spare)
         """Pages that nobody uses."""
         self._write_ahead = write_ahead
-        self.doubled: WeakSet[Doubled] = WeakSet()
-        """Spans that have a second place."""
         self._extents = Extents()
         self._allocating = threading.Lock()
         self._file = SwapFile(path=made.path, descriptor=made.descriptor, rank=rank, direct=made.direct, checksums=checksums)
@@ -92,30 +81,12 @@ class Swap:
 
     def allocate(self, bytes: int, name: str) -> Extent:
         """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full, or
-        the file closed. Before that, spans give up the second places that no attempt needs."""
+        the file closed."""
         with self._allocating:
             if self.closed:  # another file may have its number by now
                 raise self._file.error("write", name, self._extents.size, "the file is closed")
-            try:
-                self._grow(bytes, name)
-            except TierError:
-                if not self._reclaim():
-                    raise
-                self._grow(bytes, name)
+            self._grow(bytes, name)
             return self._extents.allocate(bytes)
-
-    def reclaim(self) -> None:
-        """Give the disk back the second places that no attempt needs, as far as they are at the end of the file."""
-        with self._allocating:
-            if self._reclaim() and not self.closed:
-                os.ftruncate(self._file.descriptor, self._extents.shrink())
-
-    def _reclaim(self) -> bool:
-        """Let those places be free, and return whether there were any."""
-        spared = [extent for span in list(self.doubled) for extent in span.spared()]
-        for extent in spared:
-            self._extents.free(extent)
-        return bool(spared)
 
     def _grow(self, bytes: int, name: str) -> None:
         """Let the file have a free extent of `bytes`."""

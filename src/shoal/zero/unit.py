@@ -88,8 +88,6 @@ class Unit:
     """Whether an engine may take the parameters over."""
     stepped = False
     """Backward has begun its step already, which the engine's `step` will finish."""
-    undo: Callable[[], None] | None = None
-    """Undoes such a step, if it is only attempted: somebody wants what was there before."""
     pins = 0
     """How many contexts keep the unit gathered."""
     held = False
@@ -203,7 +201,6 @@ class Unit:
 
     def fetch(self) -> None:
         """Start bringing what rests on this rank, if the weights are released; what is owed comes by its step."""
-        self.retract()
         if self.owed is not None and not self.stepped:
             self.owed(wait=False)  # it may have been taken long ago, and its weights been given up
         self.expected = self.owed is not None
@@ -390,11 +387,6 @@ class Unit:
         for now, before in self.copies:
             before.copy_(now)
 
-    def retract(self) -> None:
-        """Undo the step that backward has begun, if it can be."""
-        if self.stepped and self.undo is not None:
-            self.undo()
-
     def spoil(self, owed: Callable[..., None]) -> None:
         """Have the weights not be read any more, wherever they rest: what is `owed` raises why."""
         self.stepped, self.owed, self.phase = False, owed, Phase.RELEASED
@@ -402,8 +394,7 @@ class Unit:
             guard(parameter)
 
     def check(self) -> None:
-        """Have the weights be as old as the others'; raise `UsageError` where backward has stepped them for good."""
-        self.retract()
+        """Raise `UsageError` where backward has stepped the weights already."""
         if self.stepped:
             raise stepped_error(self.name, self.communicator.rank)
 

@@ -44,14 +44,13 @@ class WorkingMemory:
 
 def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtype, accumulate: torch.dtype, moments: int = 2,
             weights_away: bool = False, state_away: bool = False, window: int = 2, pieces: int = 4,
-            piece: int = 1 << 20, write_ahead: int = 0, in_backward: bool = False,
-            attempted: bool = False) -> WorkingMemory:
+            piece: int = 1 << 20, write_ahead: int = 0, in_backward: bool = False) -> WorkingMemory:
     """Return the most that training needs in memory beside what rests there.
 
     `units` are the elements of each unit in the order of their use; `window` of them have weights in memory at once where
     they come and go. With the state away, `pieces` of at most `piece` elements are stepped, read and written at once, and at
     most `write_ahead` bytes of gradients wait to be written; or `in_backward` (offload_optimizer.step_in_backward) for their
-    step, and where that is only `attempted` the last one stepped to be written: the next step ends when it is.
+    step.
     """
     row, largest = over(STAGES[stage], ranks), max(units, default=0)
     comes = weights_away or (row.weight is SHARD and ranks > 1)
@@ -70,7 +69,6 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
         master = compute.itemsize if weights_away and compute == master_dtype(compute) else 0
         each = _own(row, largest, ranks) * (accumulate.itemsize + master)  # one waits for room, beside those that have it
         leaving = min(max(write_ahead, each) + each, _own(row, sum(units), ranks) * (accumulate.itemsize + master))
-        leaving += min(write_ahead, _own(row, largest, ranks) * accumulate.itemsize) if attempted else 0
     return WorkingMemory(weights=in_use * compute.itemsize, gradients=leaving,
                          pool=(lent + travelling) * accumulate.itemsize,
                    step=step, together=in_backward)
