@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,39 +25,61 @@ TOPOLOGIES = {
 }
 
 
-def begun(case: Case, folder: str) -> dict[str, Tensor]:
-    """Train two steps on the same samples whatever the data ranks, save, and return the weights."""
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint after two steps: its folder, the weights in it, and what the run that saved it goes on to."""
+
+    folder: str
+    weights: dict[str, Tensor]
+    next: Result
+
+
+def begun(case: Case, folder: str) -> Saved:
+    """Train two steps on the same samples whatever the data ranks, save, and train a third."""
     engine = shoal.initialize(model=case.module(), config=case.settings)[0]
     for step in range(2):
         engine.train_batch(data(step, 0))
     engine.save_checkpoint(folder, tag="two")
     engine.wait_for_checkpoint()
-    return engine.consolidated_state_dict(torch.float32) or {}
+    weights = engine.consolidated_state_dict(torch.float32) or {}
+    return Saved(folder, weights, third_step(engine))
 
 
-def resumed(case: Case, folder: str) -> tuple[dict[str, Tensor], Result]:
-    """Load, return the weights, and those after a third step."""
-    engine = shoal.initialize(model=case.module(), config=case.settings)[0]
-    path, _ = engine.load_checkpoint(folder)
-    assert path is not None and engine.global_steps == 2
-    loaded = engine.consolidated_state_dict(torch.float32) or {}
+def third_step(engine: shoal.PipelineEngine) -> Result:
     losses = [engine.train_batch(data(2, 0)).item()]
-    return loaded, Result(losses, [], engine.consolidated_state_dict(torch.float32) or {})
+    return Result(losses, [], engine.consolidated_state_dict(torch.float32) or {})
 
 
-@pytest.mark.parametrize("saved", TOPOLOGIES)
-def test_any_topology_loads_what_any_other_saved(saved: str, tmp_path: Path) -> None:
-    ranks, case = TOPOLOGIES[saved]
-    weights = run_ranks(ranks, begun, case, str(tmp_path))[0]
-    expected: Result | None = None
-    for ranks, case in TOPOLOGIES.values():
-        loaded, after = run_ranks(ranks, resumed, case, str(tmp_path))[0]
-        assert loaded.keys() == weights.keys()
-        assert all(torch.equal(loaded[name], weight) for name, weight in weights.items()), (saved, case)
-        expected = expected or after
-        assert after.losses == pytest.approx(expected.losses, rel=2e-6)
-        for name, weight in expected.weights.items():
-            assert torch.allclose(after.weights[name], weight, rtol=1e-5, atol=2e-6), (saved, case, name)
+def resumed(case: Case, folders: list[str]) -> list[tuple[dict[str, Tensor], Result]]:
+    """Load each checkpoint into an engine of its own; return the weights, and those after a third step."""
+    found: list[tuple[dict[str, Tensor], Result]] = []
+    for folder in folders:
+        engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None and engine.global_steps == 2
+        found.append((engine.consolidated_state_dict(torch.float32) or {}, third_step(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
+    """One checkpoint of every topology."""
+    folder = tmp_path_factory.mktemp("saved")
+    return [run_ranks(ranks, begun, case, str(folder / str(number)))[0]
+            for number, (ranks, case) in enumerate(TOPOLOGIES.values())]
+
+
+@pytest.mark.parametrize("target", TOPOLOGIES)
+def test_a_topology_loads_what_every_other_saved(target: str, checkpoints: list[Saved]) -> None:
+    ranks, case = TOPOLOGIES[target]
+    found = run_ranks(ranks, resumed, case, [saved.folder for saved in checkpoints])[0]
+    for name, saved, (weights, after) in zip(TOPOLOGIES, checkpoints, found, strict=True):
+        assert weights.keys() == saved.weights.keys(), name
+        assert all(torch.equal(weights[key], weight) for key, weight in saved.weights.items()), name
+        assert after.losses == pytest.approx(saved.next.losses, rel=2e-6), name
+        for key, weight in saved.next.weights.items():
+            assert torch.allclose(after.weights[key], weight, rtol=1e-5, atol=2e-6), (name, key)
 
 
 class Plain(nn.Module):

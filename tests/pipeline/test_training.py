@@ -28,13 +28,14 @@ def trains(cases: list[Case]) -> list[Result]:
 
 
 @pytest.mark.parametrize("schedule", WAYS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_schedule_and_stage_trains_as_one_process_does(schedule: str, tied: bool) -> None:
-    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, tied=tied) for zero in range(4)]
-    found = run_ranks(4, trains, cases)
-    expected = train_plain(cases[0], ranks=2)
-    for case, *results in zip(cases, *found, strict=True):
-        agree(results[0], expected, tolerance=2e-6)
+def test_every_schedule_and_stage_trains_as_one_process_does(schedule: str) -> None:
+    """With tied weights and without in turn, so that any two of schedule, ZeRO stage and tied weights meet."""
+    turn = [*WAYS].index(schedule)
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, tied=(turn + zero) % 2 == 0)
+             for zero in range(4)]
+    expected = {tied: train_plain(Case(tied=tied), ranks=2) for tied in (False, True)}
+    for case, *results in zip(cases, *run_ranks(4, trains, cases), strict=True):
+        agree(results[0], expected[case.tied], tolerance=2e-6)
         assert all(result.losses == results[0].losses for result in results), case  # every rank hears of the loss
 
 
