@@ -86,7 +86,7 @@ def _answer(answers: TextIO, **facts: Any) -> None:
 def _lent() -> int:
     """Return the bytes that other ranks have read from this one's memory, which no socket counts."""
     collectives = sys.modules.get("shoal.transport.collectives")
-    return collectives.traffic.lent if collectives else 0
+    return collectives.traffic.peer_memory_bytes if collectives else 0
 
 
 def _kinds() -> dict[str, int]:

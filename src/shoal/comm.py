@@ -203,7 +203,7 @@ def _by_kind(rows: list[CallStats]) -> Counter[str]:
 
 
 def _exchange(value: Any) -> list[Any]:
-    return process_group.exchange(value, "the log of collectives") if is_initialized() else [value]
+    return process_group.gather_objects(value, "the log of collectives") if is_initialized() else [value]
 
 
 def _spoken() -> list[tuple[float, float]]:

@@ -47,9 +47,9 @@ def test_a_rank_without_units_sends_its_words_from_its_device() -> None:
 def test_a_sum_is_taken_in_pieces_that_fit_a_cache_of_the_host_and_at_once_elsewhere(
         device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[int] = []
-    monkeypatch.setattr(reduction, "add_up", lambda addends, target, *_: summed.append(target.numel()))
+    monkeypatch.setattr(reduction, "sum_addends", lambda addends, target, *_: summed.append(target.numel()))
     addends = [torch.ones(256, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    Reduction(DONE, addends, torch.empty(256, device=device), 1.0, False, piece_bytes=256).wait()
+    Reduction(DONE, addends, torch.empty(256, device=device), 1.0, False, chunk_bytes=256).wait()
     assert summed == [256 // parts] * parts
 
 

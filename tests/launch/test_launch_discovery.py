@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.transport.launcher_env import Place, discover, first_host
+from shoal.transport.launcher_env import RankInfo, discover, first_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
             "MASTER_PORT": "1234"}
@@ -15,7 +15,7 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
 
 
 def test_a_process_that_nobody_launched_is_alone():
-    assert discover({"MASTER_ADDR": "stale", "PATH": "/bin"}) == Place(rank=0, ranks=1, local_rank=0, local_ranks=1,
+    assert discover({"MASTER_ADDR": "stale", "PATH": "/bin"}) == RankInfo(rank=0, ranks=1, local_rank=0, local_ranks=1,
                                                                         source="alone")
 
 

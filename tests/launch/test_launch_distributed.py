@@ -12,10 +12,10 @@ import torch.distributed as dist
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import run_ranks
 from shoal.transport import process_group
-from shoal.transport.launcher_env import Place
+from shoal.transport.launcher_env import RankInfo
 from shoal.transport.process_group import device, init_distributed
 
-TWO = Place(rank=1, ranks=2, local_rank=1, local_ranks=2, source="Open MPI", job="ompi-7/8")
+TWO = RankInfo(rank=1, ranks=2, local_rank=1, local_ranks=2, source="Open MPI", job="ompi-7/8")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_where_to_meet_can_be_given(lone, tmp_path):
 
 
 def test_a_rank_without_a_place_to_meet_is_refused(lone):
-    with pytest.raises(UsageError, match="got rank=0 and world_size=2 but nowhere to meet; pass init_method"):
+    with pytest.raises(UsageError, match="got rank=0 and world_size=2 but no rendezvous address; pass init_method"):
         init_distributed("gloo", rank=0, world_size=2)
 
 
@@ -128,7 +128,7 @@ def test_ranks_of_gloo_train_on_the_cpu_of_a_host_with_gpus():
 
 def test_nccl_refuses_a_rank_without_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(process_group, "discover", lambda variables, **more: Place(
+    monkeypatch.setattr(process_group, "discover", lambda variables, **more: RankInfo(
         rank=6, ranks=8, local_rank=2, local_ranks=4, source="Slurm"))
     with pytest.raises(LaunchError, match="rank 6 has no GPU of its own: it is local rank 2, and this host has 2 GPUs"):
         init_distributed("nccl")
@@ -145,7 +145,7 @@ def test_what_a_dead_job_announced_is_not_believed(monkeypatch, tmp_path):
 def test_what_a_live_job_announces_is_believed(monkeypatch, tmp_path):
     monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
     path = process_group._announcement(TWO)
-    path.write_text(json.dumps({"port": 4321, "pid": os.getpid(), "born": process_group._born(os.getpid())}))
+    path.write_text(json.dumps({"port": 4321, "pid": os.getpid(), "born": process_group._start_time(os.getpid())}))
     assert process_group._announced_port(path, timedelta(seconds=5)) == 4321
 
 

@@ -13,7 +13,7 @@ from shoal.pipeline.connector import Connector, own_backends
 from shoal.pipeline.links import Edge
 from shoal.pipeline.wire import messages
 from shoal.testing import run_ranks
-from shoal.transport.collectives import PIECE_BYTES
+from shoal.transport.collectives import CHUNK_BYTES
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GLOO, NCCL, BOTH = {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}
@@ -29,11 +29,11 @@ def test_edges_have_groups_of_their_own_where_no_tags_tell_them_apart(backends: 
     assert own_backends(backends, device) == found
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 3 * PIECE_BYTES + 4])
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 4])
 def test_gloo_sends_pieces_and_a_device_sends_wholes(size: int) -> None:
     host, device = (messages(torch.empty(size // 4, device=place)) for place in ("cpu", "meta"))
     assert sum(each.nbytes for each in host) == sum(each.nbytes for each in device) == size // 4 * 4
-    assert [each.nbytes <= PIECE_BYTES for each in host] == [True] * -(-(size // 4 * 4) // PIECE_BYTES)
+    assert [each.nbytes <= CHUNK_BYTES for each in host] == [True] * -(-(size // 4 * 4) // CHUNK_BYTES)
     assert len(device) == (size >= 4)
 
 

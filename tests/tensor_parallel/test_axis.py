@@ -96,7 +96,7 @@ def bytes_of(size: int) -> dict[str, int]:
     here.all_reduce(torch.zeros(size)).wait()
     here.all_gather(torch.zeros(size)).wait()
     here.reduce_scatter(torch.zeros(here.ranks, size)).wait()
-    return {**traffic.bytes, "lent": traffic.lent}
+    return {**traffic.bytes, "lent": traffic.peer_memory_bytes}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -45,7 +45,7 @@ def both_ways() -> tuple[bool, int, int]:
     direct, sockets = communicator(1), communicator(None)
     before = traffic.bytes_sent
     found = [gathered(direct), *(reduced(direct, dtype) for dtype in (torch.float32, torch.bfloat16))]
-    lent, sent = traffic.lent, traffic.bytes_sent - before
+    lent, sent = traffic.peer_memory_bytes, traffic.bytes_sent - before
     wanted = [gathered(sockets), *(reduced(sockets, dtype) for dtype in (torch.float32, torch.bfloat16))]
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), lent, sent
 
@@ -60,9 +60,9 @@ def test_memory_gives_the_bits_that_sockets_give_and_counts_the_same_bytes(ranks
 def lent_by_size() -> tuple[int, int]:
     ranks = communicator(4 * SPAN)
     gathered(ranks)
-    large = traffic.lent
+    large = traffic.peer_memory_bytes
     reduced(ranks, torch.bfloat16)
-    return large, traffic.lent
+    return large, traffic.peer_memory_bytes
 
 
 def test_small_messages_go_by_socket() -> None:
@@ -75,13 +75,13 @@ def trained(direct_bytes: int | None, stage: int) -> tuple[list[Tensor], int]:
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
               "zero_optimization": {"stage": stage}, "direct_bytes": direct_bytes, "timeout": 20}
     engine, *_ = shoal.initialize(model=model, config=config)
-    before = traffic.lent
+    before = traffic.peer_memory_bytes
     for step in range(5):
         torch.manual_seed(10 * step + dist.get_rank())
         engine.backward(engine(torch.randn(2, 32)).pow(2).mean())
         engine.step()
     with shoal.gathered(model):
-        return [parameter.detach().clone() for parameter in model.parameters()], traffic.lent - before
+        return [parameter.detach().clone() for parameter in model.parameters()], traffic.peer_memory_bytes - before
 
 
 def trained_both_ways(stage: int) -> tuple[bool, int, int]:
@@ -103,7 +103,7 @@ def forbidden() -> tuple[bool, int]:
             raise PermissionError(1, "Operation not permitted")
         peer_memory.read_memory = refuse
     ranks = communicator()
-    return bool(gathered(ranks)[-1] == SPAN + ranks.ranks - 2), traffic.lent
+    return bool(gathered(ranks)[-1] == SPAN + ranks.ranks - 2), traffic.peer_memory_bytes
 
 
 def elsewhere() -> tuple[bool, int]:
@@ -111,7 +111,7 @@ def elsewhere() -> tuple[bool, int]:
         link = os.readlink
         os.readlink = lambda path: "net:[1]" if str(path).endswith("ns/net") else link(path)
     ranks = communicator()
-    return bool(gathered(ranks)[-1] == SPAN + ranks.ranks - 2), traffic.lent
+    return bool(gathered(ranks)[-1] == SPAN + ranks.ranks - 2), traffic.peer_memory_bytes
 
 
 @pytest.mark.parametrize("obstacle", [forbidden, elsewhere])
@@ -129,8 +129,8 @@ def alone(timeout: float, leave: bool) -> str:
         dist.barrier()
         return f"{type(caught.value).__name__}: {caught.value}"
     if leave:
-        assert ranks._neighbours is not None  # pyright: ignore[reportPrivateUsage]
-        ranks._neighbours.close()  # pyright: ignore[reportPrivateUsage]
+        assert ranks._peer_memory is not None  # pyright: ignore[reportPrivateUsage]
+        ranks._peer_memory.close()  # pyright: ignore[reportPrivateUsage]
     dist.barrier()
     return ""
 

@@ -80,7 +80,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
         mesh = mesh_of(source, model, mpu, mesh_param)
         settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
     except (ConfigError, UsageError) as error:
-        process_group.tell(error)
+        process_group.announce_failure(error)
         raise
     board = FailureBoard(agree(facts_of(model, mesh, settings)))
     _listen(settings)
@@ -156,7 +156,7 @@ def _check_device(settings: Config, device: torch.device) -> None:
 
 def _counted(mesh: Mesh) -> str:
     """Say who counted the data ranks."""
-    world = f"the world size of torch.distributed, from {process_group.origin()}"
+    world = f"the world size of torch.distributed, from {process_group.world_size_origin()}"
     others = mesh.ranks.numel() // mesh.size("data")
     return world if others == 1 else f"{world}, divided by the {others} ranks of one copy of the model in {mesh}"
 
@@ -238,7 +238,7 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
             for group, params in zip(optimizer.param_groups, groups, strict=False):
                 group["params"] = params
         if not isinstance(failure, CollectiveFailed):  # which tells of another rank
-            engine.board.post(f"rank {engine.global_rank}: initialize failed: {type(failure).__name__}: {failure}")
+            engine.board.publish(f"rank {engine.global_rank}: initialize failed: {type(failure).__name__}: {failure}")
         if engine.sharded is not None:
             engine.parameter_groups.shorten_timeouts()
             try:

@@ -283,7 +283,7 @@ class Engine(Controls):
         try:
             self._applied = self.optimizer.step()
         except TierError as error:  # of this rank alone, for which the others wait
-            self.board.post(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
+            self.board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
             raise
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

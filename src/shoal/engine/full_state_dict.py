@@ -55,7 +55,7 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
         copies = {rank: names[name] for rank, names in enumerate(said) if name in names}
         first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(copies.items())}
         found = {rank: copies[rank] for rank in first.values()}  # of those that several stages or tensor ranks hold, one
-        parts = copy.collect(own.pop(name, None), {rank: (part.shape, part.dtype) for rank, part in found.items()})
+        parts = copy.gather_to_first(own.pop(name, None), {rank: (part.shape, part.dtype) for rank, part in found.items()})
         if copy.rank == 0:
             cuts = [part.cut for part in found.values() if part.cut is not None]
             state[name] = whole(parts, cuts) if cuts else parts[0]

@@ -77,7 +77,7 @@ def _of_sizes(sizes: dict[str, int]) -> Mesh:
 def _check_places(mesh: Mesh, model: nn.Module) -> None:
     """Raise on every rank unless each has built the stages of its place in the mesh."""
     built = model.pipeline_rank if isinstance(model, PipelineModule) else mesh.rank("pipeline")
-    for rank, (stage, place) in enumerate(process_group.exchange((built, mesh.rank("pipeline")),
+    for rank, (stage, place) in enumerate(process_group.gather_objects((built, mesh.rank("pipeline")),
                                                                 "initialize: stages")):
         if stage != place:
             raise UsageError(f"initialize: rank {rank} built the stages of pipeline rank {stage}, and its place in the mesh "
@@ -117,7 +117,7 @@ def _cut_layers(mesh: Mesh, model: nn.Module) -> None:
 
 def _anywhere(mesh: Mesh, here: bool) -> bool:
     """Return whether something is so on any rank of the job."""
-    return any(process_group.exchange(here, "initialize: cuts")) if mesh.size("pipeline") > 1 else here
+    return any(process_group.gather_objects(here, "initialize: cuts")) if mesh.size("pipeline") > 1 else here
 
 
 def _marked(model: nn.Module, mesh: Mesh) -> dict[str, TensorSlice]:

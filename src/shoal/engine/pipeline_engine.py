@@ -82,7 +82,7 @@ class PipelineEngine(Engine):
         schedule = self._schedule(count)
         self._executor.refuse_failed()
         call = f"train_batch of {count} microbatches"
-        self.board.begin(call)
+        self.board.start_call(call)
         batches = self._agreed(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self._applied = False
@@ -112,7 +112,7 @@ class PipelineEngine(Engine):
         self._executor.refuse_failed()
         call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
                 f"bcast_loss={bcast_loss}")
-        self.board.begin(call)
+        self.board.start_call(call)
         batches = self._agreed(data_iter, count, call)
         if self.optimizer is not None:
             self.optimizer.settle()
@@ -279,7 +279,7 @@ class PipelineEngine(Engine):
         except Exception as error:
             trouble = str(error) or type(error).__name__
         except BaseException as error:  # somebody wants to end the program
-            self.board.post(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
+            self.board.publish(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
             raise
         values = name not in self._compared or self.settings.debug
         drawn = MicrobatchSource.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,

@@ -39,7 +39,7 @@ def facts_of(model: nn.Module, mesh: Mesh, settings: Config) -> dict[str, str]:
 
 def agree(facts: Mapping[str, str]) -> str:
     """Return a word that no other job and no other call of this one has. Raises `RanksDisagree` at the first difference."""
-    said = process_group.exchange((dict(facts), secrets.token_hex(8)), "initialize")
+    said = process_group.gather_objects((dict(facts), secrets.token_hex(8)), "initialize")
     first, word = said[0]
     for rank, (theirs, _) in enumerate(said):
         for what in (*first, *theirs):

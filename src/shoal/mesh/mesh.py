@@ -271,7 +271,7 @@ def adapt(mpu: Mesh | Mpu) -> Mesh:
         return mpu
     process_group.init_distributed()
     place = _coordinates(mpu)
-    said = process_group.exchange(place, "initialize: mpu")
+    said = process_group.gather_objects(place, "initialize: mpu")
     sizes = {axis: size for axis, (_, size) in said[0].items()}
     ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], 1, sizes["tensor"]), -1)
     text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())

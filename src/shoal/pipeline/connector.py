@@ -17,7 +17,7 @@ from shoal.mesh.mesh import Mesh
 from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.links import Edge
 from shoal.transport import process_group
-from shoal.transport.failure_board import end_waits
+from shoal.transport.failure_board import abort_waits
 
 __all__ = ["Connector"]
 
@@ -36,7 +36,7 @@ class Connector:
         _channels[self._group] = self._first + 2 * stages
         self._own: list[dist.ProcessGroup | None] = []
         if (apart := own_backends(process_group.backends(self._group), device)) is not None:
-            self._own = [process_group.group_of(mesh.lines("pipeline"), apart=apart) for _ in range(2 * stages)]
+            self._own = [process_group.group_of(mesh.lines("pipeline"), backend=apart) for _ in range(2 * stages)]
 
     def sender(self, edge: Edge, peer: int) -> Sender:
         return Sender(self._of(edge), peer, self._first + edge.number, device=self._device, timeout=self._timeout,
@@ -50,7 +50,7 @@ class Connector:
         """End whatever waits in the channels."""
         for group in self._own or [self._group]:
             if group is not None:
-                end_waits(group)
+                abort_waits(group)
 
     def _of(self, edge: Edge) -> dist.ProcessGroup:
         own = self._own[edge.number] if self._own else None

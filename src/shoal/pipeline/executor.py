@@ -28,7 +28,7 @@ from shoal.pipeline.schedules import PipelineSchedule
 from shoal.pipeline.split_backward import WeightGradQueue, backward, deferring, rounds
 from shoal.pipeline.stage_io import tensors_in
 from shoal.pipeline.text_grid import fault
-from shoal.transport.failure_board import FailureBoard, cause, waiting
+from shoal.transport.failure_board import FailureBoard, interruptible_wait, published_failure
 
 __all__ = ["Batches", "Executor"]
 
@@ -236,7 +236,7 @@ class Executor:
         self._position = 0
         self._links.begin(schedule.rows[rank])
         try:
-            with waiting(self._links.end_waits, grace=_GRACE):
+            with interruptible_wait(self._links.end_waits, grace=_GRACE):
                 yield
                 self._links.flush()
         except BaseException as error:
@@ -262,14 +262,14 @@ class Executor:
         """Return what to say of an error: what another rank said, if it came from there."""
         if isinstance(error, PipelineError | PeerFailed):
             return str(error)
-        if isinstance(error, CollectiveFailed) and (word := cause()) is not None:
+        if isinstance(error, CollectiveFailed) and (word := published_failure()) is not None:
             return word
         return f"{self._where}: {what}: {type(error).__name__}: {error}"
 
     def _fail(self, message: str) -> None:
         self._failure = message
         self._held.clear()
-        self._board.post(message)
+        self._board.publish(message)
         self._links.abort(message)
 
 

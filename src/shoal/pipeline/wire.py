@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.transport import process_group
-from shoal.transport.collectives import PIECE_BYTES
-from shoal.transport.reduction import pieces
+from shoal.transport.collectives import CHUNK_BYTES
+from shoal.transport.reduction import chunks
 
 __all__ = ["EVER", "TAGS", "Wire", "WireTransfer"]
 
@@ -118,6 +118,6 @@ def messages(tensor: Tensor) -> tuple[Tensor, ...]:
     size, by_gloo = tensor.nbytes, tensor.is_cpu
     if size == 0:
         return ()
-    if size <= PIECE_BYTES and by_gloo:
+    if size <= CHUNK_BYTES and by_gloo:
         return (tensor,)
-    return pieces(tensor.view(-1).view(torch.uint8), PIECE_BYTES if by_gloo else size)
+    return chunks(tensor.view(-1).view(torch.uint8), CHUNK_BYTES if by_gloo else size)

@@ -20,8 +20,8 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter[str])
     bytes: Counter[str] = field(default_factory=Counter[str])
-    lent: int = 0
-    """Of these bytes, how many neighbours read from memory, by no network."""
+    peer_memory_bytes: int = 0
+    """Of these bytes, those that ranks of one machine read from memory instead of the network."""
 
     @property
     def bytes_sent(self) -> int:

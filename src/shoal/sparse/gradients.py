@@ -120,7 +120,7 @@ class Rows:
         given = [addends[rank] if other == rank else addends[rank].new_empty(count, columns)
                  for other, count in enumerate(received)]
         label = self._labels["reduce rows"]
-        arriving = [self._communicator.exchange(_to_others(mine, rank), _to_others(into, rank), label)
+        arriving = [self._communicator.all_to_all(_to_others(mine, rank), _to_others(into, rank), label)
                     for mine, into in ((numbers, theirs), (addends, given))]
         return _Sum(self, arriving, theirs, given, own.view(-1, columns), scale, accumulate)
 
@@ -168,11 +168,11 @@ class Rows:
         label, asked = self._labels["gather rows"], [row[rank] for row in counts]
         mine = list((wanted % self.table.span).to(self.table.index).split(counts[rank]))
         theirs = [mine[rank].new_empty(count) for count in asked]
-        self._communicator.exchange(_to_others(mine, rank), _to_others(theirs, rank), label).wait()
+        self._communicator.all_to_all(_to_others(mine, rank), _to_others(theirs, rank), label).wait()
         theirs[rank] = mine[rank]
         given = [table[self._own + numbers.long()] for numbers in theirs]
         values = [given[rank].new_empty(count, self.table.columns) for count in counts[rank]]
-        self._communicator.exchange(_to_others(given, rank), _to_others(values, rank), label).wait()
+        self._communicator.all_to_all(_to_others(given, rank), _to_others(values, rank), label).wait()
         values[rank] = given[rank]
         table.index_copy_(0, wanted, torch.cat(values))
         return True
@@ -195,7 +195,7 @@ class Rows:
         numbers, values = rows.to(self.table.index), table[self._own + rows]
         theirs = [numbers.new_empty(count) for count in counts]
         given = [values.new_empty(count, self.table.columns) for count in counts]
-        arriving = [self._communicator.exchange(_to_others([mine] * len(counts), self._communicator.rank),
+        arriving = [self._communicator.all_to_all(_to_others([mine] * len(counts), self._communicator.rank),
                                                 _to_others(into, self._communicator.rank), label)
                     for mine, into in ((numbers, theirs), (values, given))]
         return _ArrivingRows(arriving, table, self.table.span, _to_others(theirs, self._communicator.rank),

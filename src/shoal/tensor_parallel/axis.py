@@ -23,8 +23,8 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed, CollectiveTimeout
 from shoal.recording import Call, over
 from shoal.tensor_parallel.shared_memory import PLACE_BYTES, SharedMemoryRing, open_shelves
-from shoal.transport.collectives import PIECE_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
-from shoal.transport.failure_board import end_waits, peer_failed, waiting
+from shoal.transport.collectives import CHUNK_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
+from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
 from shoal.transport.reduction import Reduction
 
 __all__ = ["Axis", "PendingTensor", "eager"]
@@ -110,7 +110,7 @@ class Axis:
         peer = 1 - self.rank
         call = self._count("all-reduce", size, "all_reduce", tensor)
         if shelves is not None:
-            traffic.lent += size
+            traffic.peer_memory_bytes += size
             number = shelves.lay(tensor)
 
             def add() -> None:
@@ -147,7 +147,7 @@ class Axis:
         if shelves is None:
             work = self.group.alltoall_base(received.view(-1), flat, [own] * self.ranks, list(spans))
             return _recorded(self._waiting(work), call)
-        traffic.lent += size
+        traffic.peer_memory_bytes += size
         start = sum(spans[:self.rank])
         number = shelves.lay(flat)
         rows = received.view(self.ranks, own)
@@ -162,7 +162,7 @@ class Axis:
         rows = whole.view(-1).split(list(spans))
         shelves = self._shelves_for(size)
         if shelves is not None:
-            traffic.lent += sent
+            traffic.peer_memory_bytes += sent
             number = shelves.lay(part)
             rows[self.rank].copy_(part.view(-1))
             return _recorded(lambda: [shelves.take(peer, number, rows[peer]) for peer in self._peers()], call)
@@ -184,7 +184,7 @@ class Axis:
     def _waiting(self, work: dist.Work | None) -> _Finish:
         """Return how to wait for `work`, and for no rank that failed."""
         def finish() -> None:
-            with waiting(partial(end_waits, self.group)):
+            with interruptible_wait(partial(abort_waits, self.group)):
                 if work is not None:
                     work.wait()
 
@@ -245,7 +245,7 @@ def _recorded(finish: _Finish, call: Call | None) -> _Finish:
 def _sum(addends: Tensor, total: Tensor) -> Tensor:
     """Sum `addends` (ranks, ...) in rank order, in fp32 or wider, into `total` (...)."""
     rows = list(addends.view(addends.shape[0], -1).unbind())
-    Reduction(_HERE, rows, total.view(-1), 1.0, False, PIECE_BYTES).wait()
+    Reduction(_HERE, rows, total.view(-1), 1.0, False, CHUNK_BYTES).wait()
     return total
 
 

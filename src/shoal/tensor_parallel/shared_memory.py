@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.transport.failure_board import PATIENCE, cause
-from shoal.transport.process_memory import place
+from shoal.transport.failure_board import POLL_AFTER, published_failure
+from shoal.transport.peer_memory import namespaces
 
 PLACE_BYTES = 1 << 20
 """The largest tensor that is laid on a shelf."""
@@ -126,7 +126,7 @@ class SharedMemoryRing:
                 checked = now
                 if self._is_gone(peer) and words[word] < number:
                     raise RuntimeError(f"rank {peer} of the group is gone")
-                if now - start > PATIENCE and cause() is not None:
+                if now - start > POLL_AFTER and published_failure() is not None:
                     raise RuntimeError("another rank failed")
             if now - start > self._timeout:
                 raise RuntimeError(f"timed out after {self._timeout:g} s of waiting for rank {peer} of the group")
@@ -144,7 +144,7 @@ def open_shelves(rank: int, ranks: int, timeout: float, everyone: _Everyone) -> 
     file, path, word, here = -1, "", secrets.token_hex(16), ()
     shelves: SharedMemoryRing | None = None
     with suppress(OSError):  # no Linux: no shelves
-        here = place()[:2] if platform.machine() in ("x86_64", "AMD64") else ()
+        here = namespaces()[:2] if platform.machine() in ("x86_64", "AMD64") else ()
         if rank == 0 and here:
             file, path = tempfile.mkstemp(prefix="shoal-", dir=_FOLDER)
             os.posix_fallocate(file, 0, _size(ranks))  # a full file system says so here, and not by a signal later

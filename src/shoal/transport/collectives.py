@@ -1,14 +1,16 @@
-"""The collectives that move model state: few, counted, byte-optimal, and named when they fail.
+"""The collectives that move model state: few, counted, byte-optimal, and named in the error when they fail.
 
-A buffer of N equal spans rests on N ranks. Two collectives are all that the placements need, both in place:
+A flat buffer has N equal spans, one per rank. The placements need only two collectives, both in place:
 
     all_gather       rank r holds span r            -> every rank holds every span      (N-1)/N of the buffer sent
     reduce_scatter   every rank holds one addend    -> rank r holds the sum of span r   (N-1)/N of the buffer sent
 
-On gloo both are point to point, the receives posted first, in pieces; the sum is taken in rank order and in fp32, so
-that every stage gives the same bits. Between ranks of one machine large messages are read from memory to memory
-(neighbours.py). On NCCL both are the native ones. Every message carries a tag made of its unit and collective: ranks that
-take different paths wait for each other's words, until the timeout names them, and never mistake one message for another.
+On gloo both are point-to-point messages in chunks, the receives posted first. The sum is taken in rank order and in fp32, so
+that every stage gives the same bits. Large messages between ranks of one machine are copied from memory to memory
+(peer_memory.py). On NCCL both are the native collectives.
+
+Every message carries a tag made of its unit and collective. Ranks that take different paths through the model therefore
+time out with an error that names the collective, and never take one message for another.
 """
 
 from __future__ import annotations
@@ -29,34 +31,34 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.recording import Call, Traffic, Watched, over, traffic
 from shoal.recording.call import Handle
-from shoal.transport.failure_board import end_waits, peer_failed, waiting
-from shoal.transport.peer_memory import PeerMemory, PeerTransfer, neighbours_of
-from shoal.transport.reduction import DONE, Reduction, add_up, pieces
+from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
+from shoal.transport.peer_memory import PeerMemory, PeerTransfer, peer_memory_of
+from shoal.transport.reduction import DONE, Reduction, chunks, sum_addends
 
 __all__ = ["Communicator", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
 
 T = TypeVar("T")
 
-# Newer torch calls the two native collectives `*_single` and deprecates the names that torch 2.11 has.
+# Newer torch renames the two native collectives to `*_single` and deprecates the names that torch 2.11 has.
 native_all_gather: Callable[..., dist.Work | None] = (vars(dist).get("all_gather_single")
                                                       or vars(dist)["all_gather_into_tensor"])
 native_reduce_scatter: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
                                                           or vars(dist)["reduce_scatter_tensor"])
 
-PIECE_BYTES = 4 << 20
-"""Bytes of one point-to-point message: large ones ran half-duplex on a limited link."""
+CHUNK_BYTES = 4 << 20
+"""Bytes of one point-to-point message: larger ones ran half-duplex on a limited link."""
 
-_TAG_BASE = 1 << 20  # out of the way of tags that a training script may use on the same group
+_TAG_BASE = 1 << 20  # above the tags that a training script may use on the same group
 _WORDS, _SIZE, _OBJECT, _COLLECT = (_TAG_BASE - offset for offset in (1, 2, 3, 4))
 
 
 _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many units were registered in each group, over all its communicators: several engines share no tag."""
+"""The number of units registered in each group, over all its communicators: several engines share no tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """The name of one collective: what, of which unit. Equal on all ranks that take part in it."""
+    """The name of one collective: its kind and its unit. Equal on all ranks that take part."""
 
     kind: str
     unit: str
@@ -78,7 +80,7 @@ class Communicator:
     """The ranks that share one data axis, and the transport between them."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, debug: bool = False,
-                 direct_bytes: int | None = None, piece_bytes: int = PIECE_BYTES,
+                 direct_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES,
                  gather_elements: int = sys.maxsize, reduce_elements: int = sys.maxsize):
         self.group = group
         self.rank = dist.get_rank(group)
@@ -87,28 +89,28 @@ class Communicator:
         """The ranks of the job, by rank of this group."""
         self.timeout = timedelta(seconds=timeout)
         self.debug = debug
-        self.piece_bytes = piece_bytes
+        self.chunk_bytes = chunk_bytes
         self.gather_elements = gather_elements
-        """The most elements of a buffer that travel in one piece of a gather, over all ranks."""
+        """The most elements of a buffer in one chunk of a gather, over all ranks."""
         self.reduce_elements = reduce_elements
-        """The same of a reduction."""
+        """The most elements of a buffer in one chunk of a reduction, over all ranks."""
         self.native = any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
         self.direct_bytes = direct_bytes
-        """Messages of at least so many bytes between ranks of one machine are read directly; None: none."""
+        """Messages of at least so many bytes between ranks of one machine go through peer memory; None: no message."""
         self.step = 0
-        self._neighbours: PeerMemory | None = None
+        self._peer_memory: PeerMemory | None = None
         if direct_bytes is not None and self.ranks > 1 and not self.native:
-            self._neighbours = neighbours_of(group, self.gather_objects)
+            self._peer_memory = peer_memory_of(group, self.gather_objects)
 
-    def lend(self, peer: int, tag: int, send: Tensor, receive: Tensor) -> PeerTransfer | None:
-        """Exchange two tensors of one size with `peer` by memory; None where that is not possible, or not worth it."""
+    def exchange_by_memory(self, peer: int, tag: int, send: Tensor, receive: Tensor) -> PeerTransfer | None:
+        """Exchange two tensors of one size with `peer` through peer memory; None where that is impossible or too small."""
         size = send.numel() * send.element_size()
         alike = send.numel() == receive.numel()  # both sides see the same two sizes, and choose the same way
         worthwhile = alike and send.device.type == "cpu" and size >= (self.direct_bytes or 1)
-        if self._neighbours is None or peer not in self._neighbours or not worthwhile:
+        if self._peer_memory is None or peer not in self._peer_memory or not worthwhile:
             return None
-        traffic.lent += size
-        return self._neighbours.exchange(peer, tag, send, receive)
+        traffic.peer_memory_bytes += size
+        return self._peer_memory.exchange(peer, tag, send, receive)
 
     def register(self) -> int:
         """Return the number of a new unit in its process group. Ranks register their units in the same order."""
@@ -139,8 +141,8 @@ class Communicator:
         has the dtype of `source` and room for the N-1 addends of the other ranks.
         """
         self._check(label, source)
-        if self.ranks == 1:  # which is no other sum, and nothing to prepare or wait for
-            add_up((source,), target, scale, accumulate)
+        if self.ranks == 1:  # the same sum, without a transfer to prepare or wait for
+            sum_addends((source,), target, scale, accumulate)
             return DONE
         span = source.numel() // self.ranks
         call = traffic.count(label.kind, span * source.element_size() * (self.ranks - 1), op="reduce_scatter", of=source,
@@ -150,15 +152,15 @@ class Communicator:
             total = staging[:span]
             work = native_reduce_scatter(total, source, group=self.group, async_op=True)
             transfer = _watched(_Native(self, label, work), call)
-            return Reduction(transfer, [total], target, scale, accumulate, self.piece_bytes)
+            return Reduction(transfer, [total], target, scale, accumulate, self.chunk_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
         work = _Pairwise(self, label, label.tag, receive={peer: received[peer] for peer in peers},
                          send={peer: spans[peer] for peer in peers}, elements=self.reduce_elements)
         addends = [spans[self.rank] if r == self.rank else received[r] for r in range(self.ranks)]
-        return Reduction(_watched(work, call), addends, target, scale, accumulate, self.piece_bytes)
+        return Reduction(_watched(work, call), addends, target, scale, accumulate, self.chunk_bytes)
 
-    def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: Label) -> Handle:
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: Label) -> Handle:
         """Send each rank a contiguous tensor and receive one of each, of any sizes, this rank's own being empty."""
         self._check(label, send[self.rank])
         call = traffic.count(label.kind, sum(tensor.numel() * tensor.element_size() for tensor in send), op="all_to_all",
@@ -171,18 +173,18 @@ class Communicator:
         return _watched(work, call)
 
     def staging_elements(self, elements: int) -> int:
-        """How many elements of staging a `reduce_scatter` of a buffer of `elements` needs."""
+        """Return the elements of staging that a `reduce_scatter` of a buffer of `elements` needs."""
         return elements // self.ranks * (1 if self.native else self.ranks - 1)
 
     def gather_words(self, words: Tensor, what: str = "the decision at the end of a step") -> Tensor:
-        """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; for decisions, not for state."""
+        """Return the int64 `words` (n,) of every rank as (ranks, n). Blocks; meant for a few numbers."""
         self._check(what, words)
         size = words.numel() * 8
         call = traffic.count("words", size * (self.ranks - 1), op="all_gather", of=words, ranks=self.members)
         return over(call, lambda: self._gather_whole(words, what, _WORDS))
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Give every rank the contiguous `tensor` of rank `source` of this group. Blocks."""
+        """Copy the contiguous `tensor` of rank `source` of this group to every rank. Blocks."""
         if self.ranks == 1:
             return
         self._check(f"broadcast of {what}", tensor)
@@ -190,55 +192,59 @@ class Communicator:
         call = traffic.count("broadcast", size, op="broadcast", of=tensor, ranks=self.members, what=what)
         try:
             work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
-            with self.waiting():
+            with self.interruptible_wait():
                 if work is not None:
                     over(call, work.wait if self.native else partial(work.wait, self.timeout))
         except RuntimeError as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the picklable `value` of every rank, by rank. Blocks; for checks, not for state."""
+        """Return the picklable `value` of every rank, by rank. Blocks; meant for checks."""
         what = "a comparison between ranks"
         device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        sizes = self._gather_whole(torch.tensor([mine.numel()], device=device), what, _SIZE).flatten().tolist()
-        padded = mine.new_zeros(max(sizes))
-        padded[:mine.numel()] = mine
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes = self._gather_whole(torch.tensor([pickled.numel()], device=device), what, _SIZE).flatten().tolist()
+        padded = pickled.new_zeros(max(sizes))
+        padded[:pickled.numel()] = pickled
         rows = self._gather_whole(padded, what, _OBJECT).cpu()
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def collect(self, tensor: Tensor | None, having: Mapping[int, tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        """Bring the CPU tensors of the ranks `having` one, of known shape and dtype, to rank 0; elsewhere return nothing."""
+    def gather_to_first(self, tensor: Tensor | None,
+                        owners: Mapping[int, tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Send the CPU tensor of each of `owners` to rank 0, in their order; return an empty list on other ranks. Blocks.
+
+        `owners` gives the shape and dtype for each rank that has a `tensor`; other ranks pass None.
+        """
         device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
         parts: list[Tensor] = []
         try:
             if self.rank == 0:
-                for peer, (shape, dtype) in having.items():
+                for peer, (shape, dtype) in owners.items():
                     if peer == 0:
                         assert tensor is not None
                         parts.append(tensor)
                     else:
                         part = torch.empty(shape, dtype=dtype, device=device)
-                        with self.waiting():
+                        with self.interruptible_wait():
                             self.group.recv([part], peer, _COLLECT).wait(self.timeout)
                         parts.append(part.cpu())
-            elif self.rank in having and tensor is not None:
+            elif self.rank in owners and tensor is not None:
                 traffic.count("collect", tensor.numel() * tensor.element_size())
-                with self.waiting():
+                with self.interruptible_wait():
                     self.group.send([tensor.contiguous().to(device)], 0, _COLLECT).wait(self.timeout)
         except RuntimeError as error:
             raise self.failure("collecting the state dict", error) from error
         return parts
 
-    def waiting(self) -> waiting:
-        """Return the context of a wait for the others, who may fail meanwhile."""
-        return waiting(partial(end_waits, self.group))
+    def interruptible_wait(self) -> interruptible_wait:
+        """Return the context of a wait for the other ranks, which a published failure aborts."""
+        return interruptible_wait(partial(abort_waits, self.group))
 
     def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
-        """Say which collective of which rank failed, and why it may have."""
+        """Return the error for a collective that failed: the rank, the step, the collective and the likely cause."""
         where = f"rank {self.rank} of {self.ranks}, step {self.step}: {what}"
-        if (known := peer_failed(where)) is not None:
-            return known
+        if (published := peer_failed(where)) is not None:
+            return published
         if "imed out" in str(error) or "timeout" in str(error).lower():
             return CollectiveTimeout(
                 f"{where} did not finish within {self.timeout.total_seconds():g} s. Another rank took a different path "
@@ -264,11 +270,10 @@ class Communicator:
     def _check(self, what: object, tensor: Tensor) -> None:
         if not self.debug or self.ranks == 1:
             return
-        mine = f"{what} ({tensor.numel()} x {tensor.dtype})"
-        said = self.gather_objects(mine)
-        if len(set(said)) > 1:
+        issued = self.gather_objects(f"{what} ({tensor.numel()} x {tensor.dtype})")
+        if len(set(issued)) > 1:
             raise RanksDisagree(f"step {self.step}: ranks issue different collectives: " +
-                                "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said)))
+                                "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(issued)))
 
 
 def _watched(handle: Handle, call: Call | None) -> Handle:
@@ -276,46 +281,46 @@ def _watched(handle: Handle, call: Call | None) -> Handle:
 
 
 class _Pairwise:
-    """Point-to-point messages to and from each peer, in pieces."""
+    """Point-to-point messages to and from each peer, in chunks, or through peer memory."""
 
     def __init__(self, communicator: Communicator, what: object, tag: int, *,
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
         self._communicator = communicator
         self._what = what
-        self._failed: RuntimeError | None = None  # at the start, or in an earlier wait: what that left undone stays so
+        self._failed: RuntimeError | None = None  # at the start or in an earlier wait; every later wait fails too
         group = communicator.group
-        loans = {peer: communicator.lend(peer, tag, send[peer], receive[peer]) for peer in send}
-        self._loans = [loan for loan in loans.values() if loan is not None]
-        far = [peer for peer, loan in loans.items() if loan is None]
+        transfers = {peer: communicator.exchange_by_memory(peer, tag, send[peer], receive[peer]) for peer in send}
+        self._transfers = [transfer for transfer in transfers.values() if transfer is not None]
+        remote = [peer for peer, transfer in transfers.items() if transfer is None]
         width = next((tensor.element_size() for tensor in send.values()), 1)
-        size = min(communicator.piece_bytes, elements // communicator.ranks * width)
+        size = min(communicator.chunk_bytes, elements // communicator.ranks * width)
         self._works: list[dist.Work] = []
         try:
-            self._works += [group.recv([piece], peer, tag) for peer in far for piece in pieces(receive[peer], size)
-                            if piece.numel()]
-            self._works += [group.send([piece], peer, tag) for peer in far for piece in pieces(send[peer], size)
-                            if piece.numel()]
+            self._works += [group.recv([chunk], peer, tag) for peer in remote for chunk in chunks(receive[peer], size)
+                            if chunk.numel()]
+            self._works += [group.send([chunk], peer, tag) for peer in remote for chunk in chunks(send[peer], size)
+                            if chunk.numel()]
         except RuntimeError as error:  # the connection is closed already
             self._failed = error
 
     def wait(self) -> None:
-        works, self._works = self._works, []  # a gloo work that is waited for twice never returns
-        loans, self._loans = self._loans, []
+        works, self._works = self._works, []  # a second wait for a gloo work never returns
+        transfers, self._transfers = self._transfers, []
         if self._failed is not None:
             raise self._communicator.failure(self._what, self._failed)
         try:
-            with self._communicator.waiting():
+            with self._communicator.interruptible_wait():
                 for work in works:
                     work.wait(self._communicator.timeout)
-                for loan in loans:
-                    loan.wait(self._communicator.timeout.total_seconds())
+                for transfer in transfers:
+                    transfer.wait(self._communicator.timeout.total_seconds())
         except RuntimeError as error:
             self._failed = error
             raise self._communicator.failure(self._what, error) from error
 
 
 class _Native:
-    """A collective of the backend itself; `wait` orders the current stream behind it."""
+    """A native collective of the backend; `wait` makes the current stream wait for it."""
 
     def __init__(self, communicator: Communicator, what: object, work: dist.Work | None):
         self._communicator = communicator

@@ -1,13 +1,14 @@
-"""What went wrong on one rank, for all who wait for it: word of a failure crosses the job by no message that others await.
+"""A failing rank publishes its error to the c10d store; blocked ranks poll the store and abort their waits.
 
-    post     a rank that cannot go on leaves word at the store of the process group
-    waiting  who waits for other ranks longer than a moment looks there, in a thread, and is woken where there is word
-    cause    what a wait that broke raises: the word of the rank where it began, rather than what the transport saw
+    publish             a rank that cannot go on writes its error to the store of the process group
+    interruptible_wait  a rank in a long wait polls the store in a thread, which aborts the wait after a failure
+    published_failure   the error that started it, which an aborted wait raises instead of the transport's own error
 
-While nobody waits long nothing is asked or sent. A wait within gloo can only be ended together with its group: that of the
-ranks that wait is, when there is word, for what they wait for will never come.
+No rank polls while no wait is long. A wait inside gloo can be aborted only with its whole group: once an error is published
+the group's ranks wait for messages that will never come.
 
-Who waits long also says in which call, so that ranks in different ones (one trains, one evaluates) hear of it.
+A rank in a long wait also publishes which call it is in, so that ranks in different calls (one trains, one evaluates) find
+out.
 """
 
 from __future__ import annotations
@@ -27,100 +28,100 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from shoal.errors import PeerFailed
 
-__all__ = ["PATIENCE", "FailureBoard", "cause", "end_waits", "peer_failed", "waiting"]
+__all__ = ["POLL_AFTER", "FailureBoard", "abort_waits", "interruptible_wait", "peer_failed", "published_failure"]
 
-PATIENCE = 0.5
-"""Seconds of waiting that are nobody's fault."""
+POLL_AFTER = 0.5
+"""Seconds that a wait lasts before it polls the store."""
 
-_LOOK = 0.25  # seconds between looks at the waits
-_RARELY = 2.0  # seconds between looks at the store, of a wait that goes on
-_TAG = (1 << 20) - 9  # of what nobody sends
-_AT_ONCE = timedelta(milliseconds=1)
-_CALLS = 16  # calls of which the store knows who is in them
+_WATCH_INTERVAL = 0.25  # seconds between the watching thread's looks at the waits
+_POLL_INTERVAL = 2.0  # seconds between two polls of the store by one wait
+_UNUSED_TAG = (1 << 20) - 9  # no rank sends with it
+_IMMEDIATE = timedelta(milliseconds=1)
+_CALL_KEYS = 16  # the store keeps the last calls under so many keys, in turn
 
 
 class FailureBoard:
-    """Where the ranks of one engine leave word; every rank makes it with the same `name`, which no other engine has."""
+    """The failure record of one engine in the c10d store; all its ranks pass the same `name`, which no other engine has."""
 
     def __init__(self, name: str):
         self._rank = dist.get_rank()
         self._store: Store = PrefixStore(f"shoal/{name}", dist.distributed_c10d._get_default_store())  # pyright: ignore
-        self._number = 0
+        self._call_number = 0
         self._call = ""
-        self.over = dist.get_world_size() == 1
-        """Whether this rank has failed or heard of it, and looks no more."""
+        self.closed = dist.get_world_size() == 1
+        """Whether this rank has failed itself, and polls no more."""
         _boards.add(self)
-        if not self.over:
-            _start()
+        if not self.closed:
+            _start_watching()
 
-    def begin(self, call: str) -> None:
-        """Say what this rank does from now on, as all others should."""
-        self._number += 1
+    def start_call(self, call: str) -> None:
+        """Record which engine call this rank is in from now on; every rank makes the same calls in one order."""
+        self._call_number += 1
         self._call = call
 
-    def post(self, text: str) -> None:
-        """Leave word of why this rank cannot go on, unless there is some."""
-        if not self.over:
-            self.over = True
+    def publish(self, text: str) -> None:
+        """Write why this rank cannot go on, unless another failure is there already."""
+        if not self.closed:
+            self.closed = True
             try:
                 self._store.compare_set("failed", "", text)
-            except RuntimeError:  # the rank that keeps the store is gone, and so is the job
+            except RuntimeError:  # the rank that hosts the store has ended, and so has the job
                 return
 
-    def look(self) -> str | None:
-        """Return the word that there is."""
-        if self.over:
+    def poll(self) -> str | None:
+        """Return the published failure, None where there is none."""
+        if self.closed:
             return None
         try:
-            return self._store.get("failed").decode() if self._store.check(["failed"]) else self._astray()
+            return self._store.get("failed").decode() if self._store.check(["failed"]) else self._compare_calls()
         except RuntimeError:
             return None
 
-    def _astray(self) -> str | None:
-        """Return what there is to say if somebody waits in another call than this rank does."""
-        if not self._number:
+    def _compare_calls(self) -> str | None:
+        """Publish this rank's call; publish and return a failure if a rank waits in another call of the same number."""
+        if not self._call_number:
             return None
-        key, mine = f"call {self._number % _CALLS}", f"{self._number}|{self._rank}|{self._call}"
+        key, own = f"call {self._call_number % _CALL_KEYS}", f"{self._call_number}|{self._rank}|{self._call}"
         number, rank, call = (self._store.get(key).decode() if self._store.check([key]) else "0||").split("|", 2)
-        if int(number) < self._number:
-            self._store.set(key, mine)
-        if int(number) != self._number or call == self._call:
+        if int(number) < self._call_number:
+            self._store.set(key, own)
+        if int(number) != self._call_number or call == self._call:
             return None
         text = (f"ranks call different things: rank {rank} waits in {call}, rank {self._rank} in {self._call}; let every "
                 f"rank make the same calls, in one order")
         return self._store.compare_set("failed", "", text).decode()
 
 
-class waiting:
-    """A context that waits for other ranks; `cut` ends that from another thread, `grace` seconds after there is word."""
+class interruptible_wait:
+    """A context that waits for other ranks; a thread calls `abort` when a failure is published, `grace` seconds later."""
 
-    __slots__ = ("cut", "grace", "looked", "since", "word")
+    __slots__ = ("abort", "failed_at", "grace", "polled_at", "since")
 
-    def __init__(self, cut: Callable[[], None], *, grace: float = 0.0):
-        self.cut = cut
+    def __init__(self, abort: Callable[[], None], *, grace: float = 0.0):
+        self.abort = abort
         self.grace = grace
-        self.word: float | None = None
-        """When there was word."""
+        self.failed_at: float | None = None
+        """When this rank read of a failure."""
 
     def __enter__(self) -> None:
-        self.since = self.looked = time.monotonic()
+        self.since = self.polled_at = time.monotonic()
         _waits.add(self)
 
     def __exit__(self, *_: object) -> None:
         _waits.discard(self)
 
 
-def end_waits(group: dist.ProcessGroup) -> None:
-    """End whatever waits for gloo in a group, here and at its peers: it closes its connections when a wait is too long."""
+def abort_waits(group: dist.ProcessGroup) -> None:
+    """Abort every wait in a gloo group, on this rank and its peers: gloo closes its connections when a wait times out."""
     if "cpu:gloo" in dist.get_backend_config(group) and dist.get_world_size(group) > 1:
         peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         with suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _TAG).wait(_AT_ONCE)
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(_IMMEDIATE)
 
 
 def peer_failed(where: str) -> PeerFailed | None:
-    """Return what to raise if a wait at `where` ended because another rank failed, and said so."""
-    text = cause()
+    """Return the error to raise where a wait at `where` ended because another rank published a failure; else None."""
+    text = published_failure()
     if text is None:
         return None
     error = PeerFailed(text)
@@ -128,32 +129,32 @@ def peer_failed(where: str) -> PeerFailed | None:
     return error
 
 
-def cause() -> str | None:
-    """Return the word of a rank that failed, if there is any."""
+def published_failure() -> str | None:
+    """Return the failure that a rank of any engine of this process has published, None where there is none."""
     for board in list(_boards):
-        if (text := board.look()) is not None:
+        if (text := board.poll()) is not None:
             return text
     return None
 
 
 _boards: WeakSet[FailureBoard] = WeakSet()
-_waits: set[waiting] = set()
-_ended = threading.Event()
+_waits: set[interruptible_wait] = set()
+_exiting = threading.Event()
 
 
 @cache
-def _start() -> None:
+def _start_watching() -> None:
     threading.Thread(target=_watch, name="shoal-board", daemon=True).start()
-    atexit.register(_ended.set)
+    atexit.register(_exiting.set)
 
 
 def _watch() -> None:
-    while not _ended.wait(_LOOK):
+    while not _exiting.wait(_WATCH_INTERVAL):
         now = time.monotonic()
         for wait in list(_waits):
-            due = PATIENCE if now - wait.since < _RARELY else _RARELY
-            if wait.word is None and now - wait.looked >= due:
-                wait.looked = now
-                wait.word = now if cause() is not None else None
-            if wait.word is not None and now - wait.word >= wait.grace and wait in _waits:
-                wait.cut()
+            interval = POLL_AFTER if now - wait.since < _POLL_INTERVAL else _POLL_INTERVAL
+            if wait.failed_at is None and now - wait.polled_at >= interval:
+                wait.polled_at = now
+                wait.failed_at = now if published_failure() is not None else None
+            if wait.failed_at is not None and now - wait.failed_at >= wait.grace and wait in _waits:
+                wait.abort()

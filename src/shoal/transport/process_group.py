@@ -1,8 +1,8 @@
-"""One call joins this process to its job's ranks, whoever started it; on a laptop the job is this process.
+"""One call joins this process to the process group of its job, under any launcher; without one the job is this process.
 
-An initialised process group is adopted as it is. Otherwise the environment says which rank this is
-(`shoal.transport.launcher_env`), the device says which backend carries tensors, and the ranks meet where the launcher says,
-or on one host at a port that rank 0 gets from the system and announces. No port is fixed unless it has to be known in
+A process group that is initialised already is used as it is. Otherwise the launcher's environment variables give the rank
+(`shoal.transport.launcher_env`), and the device gives the backend. The ranks rendezvous at the launcher's address, or, on
+one host, at a port that rank 0 gets from the system and announces in a file. No port is fixed unless it has to be known in
 advance.
 """
 
@@ -25,7 +25,7 @@ from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[repo
 
 from shoal.errors import LaunchError, RanksDisagree, UsageError
 from shoal.log import logger, set_rank, warn_once
-from shoal.transport.launcher_env import Place, discover
+from shoal.transport.launcher_env import RankInfo, discover
 
 __all__ = ["device", "init_distributed"]
 
@@ -33,11 +33,12 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 _FAILED = "a failure"
-_origin = "the process group that was there already"
+_world_size_origin = "the process group that was there already"
 MINUTES = 10.0
+"""The default timeout of collectives, in minutes."""
 
 GRACE = 0.1
-"""Seconds at exit in which gloo's threads let go of tensors; it takes them microseconds once they run."""
+"""Seconds at exit for gloo's threads to release their tensors; they need microseconds once they run."""
 
 
 def init_distributed(
@@ -52,14 +53,13 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group of this job; calling it again, or after somebody else did, changes nothing.
+    """Join the process group of this job; a call after the process group is initialised changes nothing.
 
-    `dist_backend` is nccl on CUDA and gloo otherwise, unless given; ranks of gloo train on the CPU. Ranks are found from
-    torchrun's, Open MPI's, PMI's or Slurm's variables (all but the first only with `auto_mpi_discovery`), unless
-    `init_method` is given with `rank` and `world_size`. `distributed_port` is where rank 0 listens when ranks on several
-    hosts have no MASTER_PORT. `timeout` of collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With
-    `dist_init_required` false an initialised process group must be there already. Raises `LaunchError` naming the variable
-    that is missing or wrong.
+    `dist_backend` is nccl on CUDA and gloo otherwise, unless given; gloo ranks train on the CPU. The rank comes from the
+    variables of torchrun, Open MPI, PMI or Slurm (all but torchrun's only with `auto_mpi_discovery`), unless `init_method`
+    is given with `rank` and `world_size`. `distributed_port` is the port of rank 0 where ranks on several hosts have no
+    MASTER_PORT. `timeout` of collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With `dist_init_required` false an
+    initialised process group must exist already. Raises `LaunchError` naming the variable that is missing or wrong.
     """
     if config is not None:
         warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
@@ -71,103 +71,103 @@ def init_distributed(
         wait = timeout or timedelta(minutes=_minutes(os.environ))
         if init_method is not None or rank >= 0 or world_size >= 0:
             _join_at(init_method, rank, world_size, backend, wait)
-            _remember("the arguments of init_distributed")
+            _set_world_size_origin("the arguments of init_distributed")
         else:
-            place = discover(os.environ, port=distributed_port, mpi=auto_mpi_discovery)
-            _join(place, backend, wait)
-            _remember("no launcher: this process is alone" if place.source == "alone" else place.source)
+            info = discover(os.environ, port=distributed_port, mpi=auto_mpi_discovery)
+            _join(info, backend, wait)
+            _set_world_size_origin("no launcher: this process is alone" if info.source == "alone" else info.source)
             atexit.register(_leave)
             if verbose:
-                logger.info("rank %d of %d on %s, found by %s, over %s", place.rank, place.ranks, socket.gethostname(),
-                            place.source, backend)
+                logger.info("rank %d of %d on %s, found by %s, over %s", info.rank, info.ranks, socket.gethostname(),
+                            info.source, backend)
     set_rank(dist.get_rank())
-    if (place := device()).type == "cuda":
-        torch.cuda.set_device(place)
+    if (own_device := device()).type == "cuda":
+        torch.cuda.set_device(own_device)
 
 
-def origin() -> str:
-    """Return in words who said how many ranks there are."""
-    return _origin
+def world_size_origin() -> str:
+    """Return, for messages, where the world size comes from."""
+    return _world_size_origin
 
 
-def group_of(lines: Sequence[tuple[int, ...]], *, apart: str | None = None) -> dist.ProcessGroup | None:
-    """Return the process group of that one of `lines` that this rank is in; every rank of the job calls it with the same.
+def group_of(rank_lists: Sequence[tuple[int, ...]], *, backend: str | None = None) -> dist.ProcessGroup | None:
+    """Create one process group for each of `rank_lists`; return the one that this rank is in. Collective over the job.
 
-    The group of all ranks is the job's own, and the others have its backends; with backends `apart` it is a group that
-    nobody else uses.
+    A list of all ranks gives the world group, and every new group has the world's backends; with a `backend` the groups
+    are new and not shared.
 
-    Every rank takes part in making every group: torch's groups that only members make are named by how many groups a
-    member has made before, and hang where that differs.
+    Every rank takes part in the creation of every group. torch names a group that only its members create
+    (`use_local_synchronization`) by the number of groups that a member has created before, and hangs where these differ.
     """
-    mine: dist.ProcessGroup | None = None
-    for ranks in lines:
-        if len(ranks) == dist.get_world_size() and apart is None:
+    own: dist.ProcessGroup | None = None
+    for ranks in rank_lists:
+        if len(ranks) == dist.get_world_size() and backend is None:
             return dist.group.WORLD
-        group = dist.new_group(list(ranks), backend=apart)
+        group = dist.new_group(list(ranks), backend=backend)
         if isinstance(group, dist.ProcessGroup):
-            mine = group
-    return mine
+            own = group
+    return own
 
 
-def exchange(value: T, what: str) -> list[T]:
-    """Return the picklable `value` of every rank of the job, by rank.
+def gather_objects(value: T, what: str) -> list[T]:
+    """Return the picklable `value` of every rank of the job, by rank. Collective over the job.
 
-    Raises `RanksDisagree` where a rank is at another exchange than this of `what`, or has failed before it.
+    `what` names the call site. Raises `RanksDisagree` where a rank is at another call site, or has announced a failure.
     """
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (what, value))
-    for rank, (place, said_there) in enumerate(said):
-        if place == _FAILED:
-            raise RanksDisagree(f"{what}: rank {rank} failed, and the others wait for it: {said_there}")
-    if len({place for place, _ in said}) > 1:
-        raise RanksDisagree("ranks do different things: " + ", ".join(f"rank {rank} is at {place}"
-                                                                       for rank, (place, _) in enumerate(said)))
-    return [theirs for _, theirs in said]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (what, value))
+    for rank, (site, cause) in enumerate(gathered):
+        if site == _FAILED:
+            raise RanksDisagree(f"{what}: rank {rank} failed, and the others wait for it: {cause}")
+    if len({site for site, _ in gathered}) > 1:
+        raise RanksDisagree("ranks do different things: " + ", ".join(f"rank {rank} is at {site}"
+                                                                       for rank, (site, _) in enumerate(gathered)))
+    return [theirs for _, theirs in gathered]
 
 
-def tell(error: Exception) -> None:
-    """Let ranks that come to an exchange know why this one does not; those that failed likewise meet here."""
+def announce_failure(error: Exception) -> None:
+    """Take part in the `gather_objects` that other ranks wait in, and give them this rank's error instead of a value."""
     dist.all_gather_object([None] * dist.get_world_size(), (_FAILED, str(error)))
 
 
-def _remember(origin: str) -> None:
-    global _origin
-    _origin = origin
+def _set_world_size_origin(origin: str) -> None:
+    global _world_size_origin
+    _world_size_origin = origin
 
 
 def device() -> torch.device:
-    """Return the device of this rank: its GPU, or the CPU where there is none, and in a job whose GPUs only gloo could join.
+    """Return the device of this rank: its GPU; the CPU where there is no GPU or where only gloo connects the ranks.
 
-    Its GPU is that of its local rank; where nothing says which that is, the one that the process has chosen for itself
-    (`torch.cuda.set_device`). Ranks that each see one GPU use that one. Ranks beyond the GPUs share them in turn, which
-    NCCL refuses at `init_distributed`.
+    A rank's GPU is the one of its local rank. If no variable gives the local rank it is the process's current device
+    (`torch.cuda.set_device`). Ranks that each see one GPU use that one. With more ranks than GPUs the ranks share them in
+    turn, which `init_distributed` refuses for NCCL.
     """
-    if not torch.cuda.is_available() or not _joins_gpus():
+    if not torch.cuda.is_available() or not _gpu_collectives():
         return torch.device("cpu")
-    told = discover_local_rank(os.environ)
-    return torch.device("cuda", torch.cuda.current_device() if told is None else told % torch.cuda.device_count())
+    local = discover_local_rank(os.environ)
+    return torch.device("cuda", torch.cuda.current_device() if local is None else local % torch.cuda.device_count())
 
 
-def _joins_gpus() -> bool:
-    """Whether tensors of GPUs travel between ranks. Gloo takes their addresses for those of the host in most of its calls.
+def _gpu_collectives() -> bool:
+    """Return whether the process group can send GPU tensors: gloo treats their addresses as host memory in most calls.
 
-    Before the ranks have met: yes, for NCCL would be chosen.
+    True before the process group is initialised, because the default on GPUs is NCCL.
     """
     return not dist.is_initialized() or backends().get("cuda", "gloo") != "gloo"
 
 
 def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Return which backend carries the tensors of each type of device in `group` (None: all ranks of the job)."""
+    """Return the backend for tensors of each device type in `group` (None: the world group)."""
     return dict(item.split(":") for item in dist.get_backend_config(group).split(","))
 
 
 def local_rank() -> int:
-    """Return which of its host's ranks this process is, 0 where nothing says."""
+    """Return the rank of this process among those of its host, 0 where no variable gives it."""
     return discover_local_rank(os.environ) or 0
 
 
 def discover_local_rank(variables: Mapping[str, str]) -> int | None:
-    """Return which of its host's ranks this process is, None where nothing says."""
+    """Return the rank of this process among those of its host, None where no variable gives it."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if variables.get(name, "").isdecimal():
             return int(variables[name])
@@ -175,114 +175,114 @@ def discover_local_rank(variables: Mapping[str, str]) -> int | None:
 
 
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:
-    """Join where the caller says; what the caller leaves out comes from the environment."""
+    """Join at the caller's rendezvous; missing arguments come from the environment."""
     if rank < 0 or ranks < 0:
-        place = discover(os.environ)
-        rank, ranks = (place.rank if rank < 0 else rank), (place.ranks if ranks < 0 else ranks)
+        info = discover(os.environ)
+        rank, ranks = (info.rank if rank < 0 else rank), (info.ranks if ranks < 0 else ranks)
     if init_method is None and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
-        raise UsageError(f"init_distributed: got rank={rank} and world_size={ranks} but nowhere to meet; "
+        raise UsageError(f"init_distributed: got rank={rank} and world_size={ranks} but no rendezvous address; "
                          "pass init_method='tcp://HOST:PORT', or set MASTER_ADDR and MASTER_PORT")
     dist.init_process_group(backend, init_method=init_method or "env://", rank=rank, world_size=ranks, timeout=wait)
 
 
-def _join(place: Place, backend: str, wait: timedelta) -> None:
-    _check_devices(place, backend)
-    _keep_on_loopback(place)
-    if place.source.startswith("torchrun") and place.address is not None:
-        os.environ.setdefault("MASTER_PORT", str(place.port))
+def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
+    _check_devices(info, backend)
+    _keep_on_loopback(info)
+    if info.source.startswith("torchrun") and info.address is not None:
+        os.environ.setdefault("MASTER_PORT", str(info.port))
         dist.init_process_group(backend, init_method="env://", timeout=wait)
         return
-    store = _store(place, wait)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
-    if place.source != "alone":
-        os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.ranks), LOCAL_RANK=str(place.local_rank))
-        if place.local_ranks is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = str(place.local_ranks)
+    store = _store(info, wait)
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.ranks, timeout=wait)
+    if info.source != "alone":
+        os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.ranks), LOCAL_RANK=str(info.local_rank))
+        if info.local_ranks is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = str(info.local_ranks)
 
 
 def _leave() -> None:
-    """Leave gloo's process groups at exit: without that their threads now and then abort the process instead.
+    """Destroy gloo's process groups at exit; otherwise their threads sometimes abort the process.
 
-    Groups that the script still holds keep their threads, which need the interpreter to let go of the last tensor that
-    travelled, and abort when it is gone: they get time for that.
+    A group that the script still references keeps its threads. These need the interpreter to release the last tensor they
+    sent, and abort if the interpreter is gone, so they get `GRACE` seconds.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
         time.sleep(GRACE)
 
 
-def _check_devices(place: Place, backend: str) -> None:
-    """Refuse ranks that would share a GPU under NCCL, which would hang or fail later without saying so."""
+def _check_devices(info: RankInfo, backend: str) -> None:
+    """Raise `LaunchError` for ranks that would share a GPU under NCCL, which hangs or fails later with another error."""
     gpus = torch.cuda.device_count() if backend == "nccl" else 0
-    if gpus > 1 and place.local_rank >= gpus:
-        raise LaunchError(f"rank {place.rank} has no GPU of its own: it is local rank {place.local_rank}, and this host has "
+    if gpus > 1 and info.local_rank >= gpus:
+        raise LaunchError(f"rank {info.rank} has no GPU of its own: it is local rank {info.local_rank}, and this host has "
                           f"{gpus} GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo' to train on the CPU")
 
 
-def _keep_on_loopback(place: Place) -> None:
-    """Let gloo use the loopback interface where no other host takes part: a host need not know its own name.
+def _keep_on_loopback(info: RankInfo) -> None:
+    """Make gloo use the loopback interface if all ranks are on this host, whose name need not resolve then.
 
-    Beside NCCL too: there gloo carries the words of a pipeline.
+    With NCCL too, where gloo carries the headers of pipeline messages.
     """
-    if place.one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if info.one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
         names = {name for _, name in socket.if_nameindex()}
         for name in ("lo", "lo0"):
             if name in names:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _store(place: Place, wait: timedelta) -> Store:
-    if place.ranks == 1:
+def _store(info: RankInfo, wait: timedelta) -> Store:
+    if info.ranks == 1:
         return HashStore()
-    if place.address is not None and place.port is not None:
-        return TCPStore(place.address, place.port, place.ranks, is_master=place.rank == 0, timeout=wait)
-    return _announced_store(place, wait)
+    if info.address is not None and info.port is not None:
+        return TCPStore(info.address, info.port, info.ranks, is_master=info.rank == 0, timeout=wait)
+    return _announced_store(info, wait)
 
 
-def _announced_store(place: Place, wait: timedelta) -> Store:
-    """Meet on one host: rank 0 serves a store at a free port and announces it in a file, until all have joined."""
-    path = _announcement(place)
-    if place.rank != 0:
-        store = TCPStore(LOOPBACK, _announced_port(path, wait), place.ranks, is_master=False, timeout=wait)
-        store.set(f"joined/{place.rank}", "")
+def _announced_store(info: RankInfo, wait: timedelta) -> Store:
+    """Rendezvous on one host: rank 0 serves a store at a free port and announces it in a file until all have joined."""
+    path = _announcement(info)
+    if info.rank != 0:
+        store = TCPStore(LOOPBACK, _announced_port(path, wait), info.ranks, is_master=False, timeout=wait)
+        store.set(f"joined/{info.rank}", "")
         return store
-    store = TCPStore(LOOPBACK, 0, place.ranks, is_master=True, wait_for_workers=False, timeout=wait)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({"port": store.port, "pid": os.getpid(), "born": _born(os.getpid())}))
-    part.replace(path)
+    store = TCPStore(LOOPBACK, 0, info.ranks, is_master=True, wait_for_workers=False, timeout=wait)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({"port": store.port, "pid": os.getpid(), "born": _start_time(os.getpid())}))
+    unfinished.replace(path)
     try:
-        store.wait([f"joined/{rank}" for rank in range(1, place.ranks)], wait)
+        store.wait([f"joined/{rank}" for rank in range(1, info.ranks)], wait)
     finally:
         path.unlink()
     return store
 
 
-def _announcement(place: Place) -> Path:
+def _announcement(info: RankInfo) -> Path:
     folder = Path(tempfile.gettempdir(), f"shoal-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise LaunchError(f"{folder} belongs to another user; set MASTER_ADDR and MASTER_PORT, or another TMPDIR")
-    name = place.job if place.job not in ("hydra", "pmi") else f"{place.job}-{os.getppid()}"
+    name = info.job if info.job not in ("hydra", "pmi") else f"{info.job}-{os.getppid()}"
     return folder / f"{name}.json".replace("/", "-")
 
 
 def _announced_port(path: Path, wait: timedelta) -> int:
-    """Wait for the port. A file is believed only while the process that wrote it lives: a dead job's is never read."""
+    """Wait for the port. A file counts only while the process that wrote it runs, so that a dead job's is never read."""
     deadline = time.monotonic() + wait.total_seconds()
     while time.monotonic() < deadline:
         try:
-            fact = json.loads(path.read_text())
+            announced = json.loads(path.read_text())
         except FileNotFoundError:
-            fact = {}
-        if fact and fact["born"] == _born(fact["pid"]):
-            return int(fact["port"])
+            announced = {}
+        if announced and announced["born"] == _start_time(announced["pid"]):
+            return int(announced["port"])
         time.sleep(0.01)
     raise LaunchError(f"rank 0 announced no port in {path} within {wait.total_seconds():g} s; did it start? "
-                      "MASTER_ADDR and MASTER_PORT, set for every rank, make the announcement needless")
+                      "Set MASTER_ADDR and MASTER_PORT for every rank to do without the announcement")
 
 
-def _born(pid: int) -> str:
-    """Return when process `pid` started, which tells it from a later one of the same number; empty if there is none."""
+def _start_time(pid: int) -> str:
+    """Return the start time of process `pid`, which tells it from a later one of the same id; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The sum of what the ranks sent: in rank order and in fp32 or wider, so that it has the same bits however it came."""
+"""Sums of the ranks' addends: in rank order and in fp32 or wider, so that the bits do not depend on the transport."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ class _NoTransfer:
 
 
 DONE: Handle = _NoTransfer()
-"""The collective of a rank that is alone."""
+"""The finished collective of a group of one rank."""
 
 
 class Reduction:
-    """A transfer of addends whose end is their sum, in rank order, in fp32 or wider."""
+    """A transfer of addends; `wait` sums them in rank order, in fp32 or wider."""
 
     def __init__(self, transfer: Handle, addends: list[Tensor], target: Tensor, scale: float, accumulate: bool,
-                 piece_bytes: int):
+                 chunk_bytes: int):
         self._transfer: Handle | None = transfer
         self._addends = addends
         self._target = target
         self._scale = scale
         self._accumulate = accumulate
-        self._piece_bytes = piece_bytes
+        self._chunk_bytes = chunk_bytes
 
     @torch.no_grad()
     def wait(self) -> None:
         if self._transfer is None:
             return
-        self._transfer.wait()  # if it fails, every later wait fails with it
+        self._transfer.wait()  # if it fails, every later wait fails too
         self._transfer = None
-        # On the host a piece, its addends and its sum stay in the cache between the operations; elsewhere each is a kernel.
-        size = self._piece_bytes // 4 if self._target.is_cpu else self._addends[0].nbytes
-        columns = zip(*(pieces(addend, size) for addend in self._addends), strict=True)
-        for addends, target in zip(columns, pieces(self._target, size, like=self._addends[0]), strict=True):
-            add_up(addends, target, self._scale, self._accumulate)
+        # On the host a chunk, its addends and its sum stay in the cache between operations; a device runs one kernel each.
+        size = self._chunk_bytes // 4 if self._target.is_cpu else self._addends[0].nbytes
+        columns = zip(*(chunks(addend, size) for addend in self._addends), strict=True)
+        for addends, target in zip(columns, chunks(self._target, size, like=self._addends[0]), strict=True):
+            sum_addends(addends, target, self._scale, self._accumulate)
         self._addends = []
 
 
-class Widened:
-    """A transfer into a buffer of a narrower dtype, whose end is the copy of all of it."""
+class CopyOut:
+    """A transfer into a `staging` buffer of narrower dtype; `wait` copies it to `target` and frees the staging buffer."""
 
-    def __init__(self, transfer: Handle, narrow: Tensor, whole: Tensor, give_back: Callable[[Tensor], None]):
+    def __init__(self, transfer: Handle, staging: Tensor, target: Tensor, free: Callable[[Tensor], None]):
         self._transfer: Handle | None = transfer
-        self._narrow, self._whole = narrow, whole
-        self._give_back = give_back
+        self._staging, self._target = staging, target
+        self._free = free
 
     @torch.no_grad()
     def wait(self) -> None:
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
-            self._whole.copy_(self._narrow)
-            self._give_back(self._narrow)
+            self._target.copy_(self._staging)
+            self._free(self._staging)
 
 
-def add_up(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
-    """target = scale * sum(addends) [+ target], summed in order, in fp32 or wider."""
+def sum_addends(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
+    """Compute target = scale * sum(addends) [+ target], in order, in fp32 or wider."""
     wide = torch.promote_types(addends[0].dtype, torch.float32)
     first, *rest = addends
     direct = target.dtype == wide and not accumulate and all(a.data_ptr() != target.data_ptr() for a in addends[2:])
@@ -91,6 +91,6 @@ def add_up(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate
         target.copy_(total)
 
 
-def pieces(tensor: Tensor, size: int, *, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Cut a 1-D tensor into pieces of at most `size` bytes (of the dtype of `like`)."""
+def chunks(tensor: Tensor, size: int, *, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Split a 1-D tensor into chunks of at most `size` bytes (counted in the dtype of `like`, if given)."""
     return tensor.split(max(1, size // (tensor if like is None else like).element_size()))

@@ -22,7 +22,7 @@ from shoal.recording.call import Handle
 from shoal.sparse.gradients import Rows
 from shoal.tier import InUse, ResidentSpan, Store, Transfer, above, behind
 from shoal.transport.collectives import Communicator, Label
-from shoal.transport.reduction import Widened
+from shoal.transport.reduction import CopyOut
 from shoal.zero.buffer import Pool
 from shoal.zero.grad_accumulator import GradAccumulator
 from shoal.zero.layout import Layout
@@ -273,7 +273,7 @@ class Gradient:
         narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
         rows = whole.view(communicator.ranks, -1)
         narrow.view(communicator.ranks, -1)[communicator.rank] = rows[communicator.rank]
-        return Widened(communicator.all_gather(narrow, self._replicate_label), narrow, whole, self._pool.give_back)
+        return CopyOut(communicator.all_gather(narrow, self._replicate_label), narrow, whole, self._pool.give_back)
 
 
 def _norm(gradient: Tensor) -> Tensor:

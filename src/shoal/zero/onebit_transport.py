@@ -78,7 +78,7 @@ class OneBitTransport:
         for peer in range(ranks):
             if peer != rank:
                 onebit.pack(spans[peer], sent[peer])
-        transfer = self._communicator.exchange(sent, received, label)
+        transfer = self._communicator.all_to_all(sent, received, label)
 
         def add() -> None:
             for peer in range(ranks):
