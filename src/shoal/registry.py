@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from shoal.config.suggest import nearest
+from shoal.config.problem import nearest
 from shoal.errors import ConfigError, NotSupportedYet, ShoalError, UsageError
 
 __all__ = ["Registry"]

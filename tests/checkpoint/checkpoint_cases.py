@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: tensors, cut for ranks in the ways that training cuts them."""
+"""Shared cases of the checkpoint tests: a state of several tensors, and its sharding by ZeRO and by tensor parallelism."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +11,12 @@ from shoal.checkpoint import Piece, Snapshot, Writer
 
 State = dict[str, Tensor]
 
-calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""Properties say nothing about time: a busy machine is no failure."""
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Hypothesis settings without deadlines, because a busy machine is not a failure."""
 
 
 def state(seed: int = 0) -> State:
-    """Return tensors of awkward shapes and several dtypes."""
+    """Return tensors of several dtypes with odd, empty and scalar shapes."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "weight/embed": torch.randn(13, 8, generator=generator).bfloat16(),
@@ -30,7 +30,7 @@ def state(seed: int = 0) -> State:
 
 
 def flat(state: State, rank: int, ranks: int) -> Iterator[Piece]:
-    """Cut every tensor into equal flat intervals, as ZeRO does."""
+    """Shard every tensor into equal flat intervals, as ZeRO does."""
     for name, tensor in state.items():
         step = -(-tensor.numel() // ranks)
         start, stop = (min(tensor.numel(), step * i) for i in (rank, rank + 1))
@@ -38,7 +38,7 @@ def flat(state: State, rank: int, ranks: int) -> Iterator[Piece]:
 
 
 def columns(state: State, rank: int, ranks: int) -> Iterator[Piece]:
-    """Cut the last dim of every tensor into boxes, as tensor parallelism does; what has no dims rests on rank 0."""
+    """Shard the last dim of every tensor into boxes, as tensor parallelism does; rank 0 has the scalars."""
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
         if not shape:
@@ -51,7 +51,7 @@ def columns(state: State, rank: int, ranks: int) -> Iterator[Piece]:
                     size=(*shape[:-1], high - low))
 
 
-CUTS = {"flat": flat, "columns": columns}
+SHARDINGS = {"flat": flat, "columns": columns}
 
 
 def whole(state: State) -> list[Piece]:
@@ -59,11 +59,11 @@ def whole(state: State) -> list[Piece]:
 
 
 def save(folder: Path | str, tag: str, tensors: State | None = None, **options: object) -> None:
-    """Save from one rank and wait."""
+    """Save from one rank and wait for the save to end."""
     Writer().write(folder, tag, whole(state() if tensors is None else tensors), **options).wait()  # type: ignore[arg-type]
 
 
-def assert_holds(snapshot: Snapshot, expected: State) -> None:
+def assert_equal_state(snapshot: Snapshot, expected: State) -> None:
     assert sorted(snapshot.names()) == sorted(expected)
     for name, tensor in expected.items():
         found = snapshot.tensor(name)

@@ -1,10 +1,10 @@
-"""Laws of blocks: a large tensor is checked and read block by block, and only the blocks that are asked for."""
+"""A large tensor is read and verified block by block, and only the blocks that a request needs are read."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import CUTS, save
+from checkpoint_cases import SHARDINGS, save
 from test_checkpoint_damage import RANK_FILE, flip
 
 from shoal.checkpoint import Piece, Writer, read
@@ -12,7 +12,7 @@ from shoal.checkpoint.folder import load_index
 from shoal.checkpoint.tensor_file import BLOCK
 from shoal.errors import CheckpointError
 
-ROWS, COLUMNS = 1031, 2503  # no power of two: 2.46 blocks of fp32
+ROWS, COLUMNS = 1031, 2503  # not a power of two: 2.46 blocks of fp32
 LARGE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
 
 
@@ -33,7 +33,7 @@ def test_a_large_tensor_has_a_checksum_for_each_block(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [BLOCK // 4 - 1, BLOCK // 4, BLOCK // 4 + 1])
-def test_intervals_that_touch_the_edge_of_a_block_are_whole(folder: Path, step: int) -> None:
+def test_intervals_at_block_edges_are_filled_completely(folder: Path, step: int) -> None:
     with read(folder) as snapshot:
         for start, stop in ((step - 1, step), (step, step + 1), (step - 1, 2 * step + 1), (0, LARGE.numel())):
             piece = interval(start, stop)
@@ -41,28 +41,29 @@ def test_intervals_that_touch_the_edge_of_a_block_are_whole(folder: Path, step: 
             assert torch.equal(piece.data, LARGE.reshape(-1)[start:stop])
 
 
-def test_boxes_that_cross_blocks_are_whole(folder: Path) -> None:
+def test_boxes_that_cross_blocks_are_filled_completely(folder: Path) -> None:
     with read(folder) as snapshot:
         for rank in range(3):
-            (expected,) = CUTS["columns"]({"weight/large": LARGE}, rank, 3)
+            (expected,) = SHARDINGS["columns"]({"weight/large": LARGE}, rank, 3)
             data = torch.zeros_like(expected.data)
             snapshot.fill([Piece(name=expected.name, shape=expected.shape, start=0, stop=expected.stop, data=data,
                                  offset=expected.offset, size=expected.size)])
             assert torch.equal(data, expected.data)
 
 
-def test_what_was_saved_as_boxes_is_whole(tmp_path: Path) -> None:
-    Writer().write(tmp_path, "a", [piece for rank in range(2) for piece in CUTS["columns"]({"w": LARGE}, rank, 2)]).wait()
+def test_a_tensor_saved_as_boxes_is_read_back_in_full(tmp_path: Path) -> None:
+    pieces = [piece for rank in range(2) for piece in SHARDINGS["columns"]({"w": LARGE}, rank, 2)]
+    Writer().write(tmp_path, "a", pieces).wait()
     with read(tmp_path) as snapshot:
         assert torch.equal(snapshot.tensor("w"), LARGE)
 
 
-def test_damage_in_one_block_spares_the_others(tmp_path: Path) -> None:
+def test_damage_in_one_block_does_not_affect_other_blocks(tmp_path: Path) -> None:
     save(tmp_path, "a", {"weight/large": LARGE})
     (found,) = load_index(tmp_path / "a").tensors["weight/large"].ranges
     flip(tmp_path / "a" / RANK_FILE, found.at + BLOCK)
     step = BLOCK // 4
     with read(tmp_path) as snapshot:
         snapshot.fill([interval(0, step), interval(2 * step, LARGE.numel())])
-        with pytest.raises(CheckpointError, match=rf"bytes \[{found.at + BLOCK}, {found.at + 2 * BLOCK}\) are not "):
+        with pytest.raises(CheckpointError, match=rf"checksum of bytes \[{found.at + BLOCK}, {found.at + 2 * BLOCK}\)"):
             snapshot.fill([interval(2 * step - 1, 2 * step)])

@@ -1,10 +1,10 @@
-"""Laws of `shoal checkpoint`: it shows, checks and exports what is there, and its exit code tells."""
+"""`shoal checkpoint` lists, verifies and exports a checkpoint, and its exit code reports damage and user errors."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import CUTS, save, state
+from checkpoint_cases import SHARDINGS, save, state
 from safetensors.torch import load_file
 from test_checkpoint_damage import RANK_FILE, flip
 
@@ -15,7 +15,7 @@ from shoal.testing import run_ranks
 
 def save_by_ranks(folder: str) -> None:
     ranks = Ranks.join()
-    Writer(ranks).write(folder, "step3", CUTS["flat"](state(), ranks.rank, ranks.count), step=3).wait()
+    Writer(ranks).write(folder, "step3", SHARDINGS["flat"](state(), ranks.rank, ranks.count), step=3).wait()
 
 
 def test_inspect_lists_tensors_and_the_ranks_that_wrote_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_inspect_lists_tensors_and_the_ranks_that_wrote_them(tmp_path: Path, cap
     assert f"step 3, saved by 3 ranks: 7 tensors, {size:,} bytes in 3 files" in shown
 
 
-def test_inspect_takes_a_tag(tmp_path: Path) -> None:
+def test_inspect_accepts_a_tag(tmp_path: Path) -> None:
     save(tmp_path, "a", step=1)
     save(tmp_path, "b", step=2)
     assert (inspect(tmp_path, "a").step, inspect(tmp_path).step) == (1, 2)
@@ -41,7 +41,7 @@ def test_verify_passes_an_intact_checkpoint(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith(f"{tmp_path}/a: intact (7 tensors, ")
 
 
-def test_verify_fails_a_damaged_one_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_the_location_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, "a")
     flip(tmp_path / "a" / RANK_FILE, -1)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
@@ -50,7 +50,7 @@ def test_verify_fails_a_damaged_one_and_says_where(tmp_path: Path, capsys: pytes
     assert second == f"  buffer/mask: damaged in {tmp_path}/a/{RANK_FILE} (rank 0), elements [0, 9)"
 
 
-def test_export_prints_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_prints_the_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, "a", {"weight/x": torch.ones(100), "weight/y": torch.ones(100)})
     out = tmp_path / "out"
     assert main(["checkpoint", "export", str(tmp_path), str(out), "--dtype", "bfloat16", "--max-shard-size", "0.2kB"]) == 0
@@ -62,11 +62,11 @@ def test_export_prints_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_folder_without_checkpoints_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith("so say which tag; no checkpoint is there\n")
+    assert capsys.readouterr().err.endswith("give a tag; it has no checkpoint\n")
 
 
 @pytest.mark.parametrize("size", ["", "0", "5 pounds", "-1GB"])
-def test_a_size_that_is_none_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_size_is_rejected(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["checkpoint", "export", "run", "out", f"--max-shard-size={size}"])
     assert f"got {size!r}; give a size such as 500MB, 5GB or 2GiB" in capsys.readouterr().err

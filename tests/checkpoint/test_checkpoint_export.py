@@ -1,4 +1,4 @@
-"""Laws of export: it equals the model's state dict, or there is none."""
+"""An export equals the model's state dict; an incomplete model is not exported."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from shoal.errors import CheckpointError
 
 
 class Model(nn.Module):
-    """Tied, frozen, and with a buffer."""
+    """A model with tied and frozen parameters and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def model() -> Model:
 
 
 def pieces_of(model: Model) -> State:
-    """Return what an engine saves: weights in the precision of their masters, moments of what it trains, buffers."""
+    """Return the tensors that an engine saves: fp32 weights, moments of trained parameters, buffers."""
     tensors: State = {}
     for name, parameter in model.named_parameters():
         tensors[f"weight/{name}"] = parameter.detach()
@@ -56,7 +56,7 @@ def folder(model: Model, tmp_path: Path) -> Path:
 def load_shards(folder: Path) -> dict[str, Tensor]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
-    assert index["metadata"]["total_size"] == sum(t.nbytes for held in files.values() for t in held.values())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for tensors in files.values() for t in tensors.values())
     return {name: files[file][name] for name, file in index["weight_map"].items()}
 
 
@@ -73,7 +73,7 @@ def test_an_export_equals_the_state_dict(folder: Path, model: Model, tmp_path: P
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_shards_hold_what_one_file_holds_and_none_is_too_large(folder: Path, model: Model, tmp_path: Path) -> None:
+def test_shards_equal_one_file_and_none_exceeds_the_limit(folder: Path, model: Model, tmp_path: Path) -> None:
     with read(folder) as snapshot:
         files = export(snapshot, tmp_path / "out", shard_bytes=200)
     assert [file.name for file in files] == [
@@ -82,7 +82,7 @@ def test_shards_hold_what_one_file_holds_and_none_is_too_large(folder: Path, mod
     assert_equal(load_shards(tmp_path / "out"), model.state_dict())
 
 
-def test_a_tensor_larger_than_a_shard_has_one_to_itself(folder: Path, model: Model, tmp_path: Path) -> None:
+def test_a_tensor_larger_than_a_shard_has_its_own_shard(folder: Path, model: Model, tmp_path: Path) -> None:
     with read(folder) as snapshot:
         export(snapshot, tmp_path / "out", shard_bytes=1)
     assert_equal(load_shards(tmp_path / "out"), model.state_dict())
@@ -105,26 +105,26 @@ def test_torch_reads_the_dcp_export(folder: Path, model: Model, tmp_path: Path) 
     assert_equal(found, model.state_dict())
 
 
-def test_an_export_that_would_not_be_whole_is_refused_and_nothing_is_written(model: Model, tmp_path: Path) -> None:
+def test_export_of_an_incomplete_model_raises_and_writes_nothing(model: Model, tmp_path: Path) -> None:
     tensors = pieces_of(model)
     del tensors["weight/frozen.bias"]
     tensors["weight/frozen.weight"] = torch.zeros(0)
     Writer().write(tmp_path, "a", whole(tensors), shared=shared_of(model)).wait()
     with pytest.raises(CheckpointError) as caught, read(tmp_path) as snapshot:
         export(snapshot, tmp_path / "out")
-    assert str(caught.value) == (f"{tmp_path}/a: not a whole model, so it is not exported:\n"
+    assert str(caught.value) == (f"{tmp_path}/a: the model is incomplete, so it is not exported:\n"
                                  "  frozen.weight: saved with shape (0,), the model has (4, 4)\n"
                                  "  frozen.bias: missing")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_tensor_is_refused_though_its_shape_is_not_known(tmp_path: Path) -> None:
+def test_export_rejects_an_empty_tensor_of_unknown_shape(tmp_path: Path) -> None:
     Writer().write(tmp_path, "a", whole({"weight/x": torch.zeros(0, 3)})).wait()
     with pytest.raises(CheckpointError, match=r"\n  x: empty, saved with shape \(0, 3\)$"), read(tmp_path) as snapshot:
         export(snapshot, tmp_path / "out")
 
 
-def test_a_folder_in_use_is_not_exported_into(folder: Path, tmp_path: Path) -> None:
+def test_export_rejects_a_folder_that_is_not_empty(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"run: exists and is not an empty folder; export to a new one$"), \
             read(folder) as snapshot:
         export(snapshot, folder)

@@ -1,4 +1,4 @@
-"""Every save that is begun ends, so that nobody waits for one forever: where its thread cannot start, or Ctrl-C falls in."""
+"""Every save ends, so that no caller waits forever, even if its thread cannot start or Ctrl-C interrupts it."""
 
 import threading
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from checkpoint_cases import CUTS, assert_holds, save, state, whole
+from checkpoint_cases import SHARDINGS, assert_equal_state, save, state, whole
 
 from shoal.checkpoint import PendingSave, Ranks, Writer, read, settle
 from shoal.checkpoint import writer as module
@@ -18,32 +18,32 @@ def no_thread(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def assert_over(writer: Writer) -> None:
-    """Nobody waits for anything: a save would be waited for by everyone."""
+def assert_no_running_save(writer: Writer) -> None:
+    """Assert that `settle` returns, the lock is free, and the failure is not reported again."""
     waiting = threading.Thread(target=settle, daemon=True)
     waiting.start()
     waiting.join(20)
-    assert not waiting.is_alive(), "a save never ends"
-    assert not writer.ranks.turn.locked(), "the turn is not given back"
-    writer.wait()  # who heard of the failure once is not told again
+    assert not waiting.is_alive(), "settle waits for a save that never ends"
+    assert not writer.ranks.lock.locked(), "the lock is not released"
+    writer.wait()  # does not raise the reported failure again
 
 
-def test_a_save_whose_thread_cannot_start_ends_and_the_next_one_begins(tmp_path: Path,
+def test_a_save_whose_thread_cannot_start_ends_and_frees_the_writer(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             writer.write(tmp_path, "a", whole(state()))
-    assert_over(writer)
+    assert_no_running_save(writer)
     assert list(tmp_path.iterdir()) == []
     writer.write(tmp_path, "b", whole(state())).wait()
-    assert_holds(read(tmp_path), state())
+    assert_equal_state(read(tmp_path), state())
 
 
 def without_threads_on_rank_1(folder: str) -> str:
     writer = Writer(Ranks.join())
-    pieces = list(CUTS["flat"](state(), dist.get_rank(), 2))
+    pieces = list(SHARDINGS["flat"](state(), dist.get_rank(), 2))
     if dist.get_rank() == 0:
         with pytest.raises(CheckpointError) as raised:
             writer.write(folder, "a", pieces).wait()
@@ -51,18 +51,19 @@ def without_threads_on_rank_1(folder: str) -> str:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as raised:
             patch.setattr(threading.Thread, "start", no_thread)
             writer.write(folder, "a", pieces)
-    assert_over(writer)
+    assert_no_running_save(writer)
     writer.write(folder, "b", pieces).wait()
     return str(raised.value)
 
 
-def test_the_other_ranks_hear_of_a_thread_that_cannot_start(tmp_path: Path) -> None:
+def test_other_ranks_learn_of_a_thread_that_cannot_start(tmp_path: Path) -> None:
     first, second = run_ranks(2, without_threads_on_rank_1, str(tmp_path))
     assert first.endswith("rank 1: RuntimeError: can't start new thread") and second == "can't start new thread"
-    assert_holds(read(tmp_path), state())
+    assert_equal_state(read(tmp_path), state())
 
 
-def test_an_interrupt_once_the_thread_runs_leaves_the_save_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_after_the_thread_starts_does_not_stop_the_save(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, writer = threading.Thread.start, Writer()
 
     def interrupted(self: threading.Thread) -> None:
@@ -73,28 +74,28 @@ def test_an_interrupt_once_the_thread_runs_leaves_the_save_to_it(tmp_path: Path,
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.write(tmp_path, "a", whole(state()))
-    assert_over(writer)
-    assert_holds(read(tmp_path), state())
+    assert_no_running_save(writer)
+    assert_equal_state(read(tmp_path), state())
 
 
-class Interrupted:
-    """A turn that is waited for in vain."""
+class InterruptedLock:
+    """A lock whose acquisition is interrupted."""
 
     def acquire(self) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_its_turn_leaves_no_save_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_lock_leaves_no_running_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer()
     with monkeypatch.context() as patch:
-        patch.setattr(writer.ranks, "turn", Interrupted())
+        patch.setattr(writer.ranks, "lock", InterruptedLock())
         with pytest.raises(KeyboardInterrupt):
             writer.write(tmp_path, "a", whole(state()))
-    assert_over(writer)
+    assert_no_running_save(writer)
     save(tmp_path, "a")
 
 
-def test_saves_may_begin_and_end_while_others_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_saves_can_begin_and_end_during_settle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, second, third = (PendingSave(tmp_path / name) for name in "abc")
     for pending in (first, second):
         pending.begin()
@@ -108,4 +109,4 @@ def test_saves_may_begin_and_end_while_others_are_waited_for(monkeypatch: pytest
     monkeypatch.setattr(PendingSave, "settle", begin_and_end)
     settle()
     third.end(None)
-    assert set(waited) == {first, second} and not module._under_way
+    assert set(waited) == {first, second} and not module._running

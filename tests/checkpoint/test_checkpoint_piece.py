@@ -1,11 +1,11 @@
-"""Laws of pieces: boxes cover an interval exactly once, and any cut becomes any other."""
+"""Boxes cover an interval exactly once, and any sharding of a tensor converts to any other."""
 
 from itertools import pairwise
 from math import prod
 
 import pytest
 import torch
-from checkpoint_cases import calm
+from checkpoint_cases import untimed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +22,8 @@ def intervals(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Interval]:
-    """Cut a tensor into boxes along one dim, as tensor parallelism does, and each box into flat intervals."""
+def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Interval]:
+    """Shard a tensor into boxes along one dim, as tensor parallelism does, and each box into flat intervals."""
     dim = draw(st.integers(0, max(0, len(shape) - 1)))
     edges = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim]), max_size=2))}) if shape else [0, 1]
     result = []
@@ -39,11 +39,11 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(i, i + n) for i, n in zip(box.offset, box.size, strict=True))
 
 
-def data_of(tensor: torch.Tensor, cut: Interval) -> torch.Tensor:
-    return tensor[slices(cut.box)].reshape(-1)[cut.start : cut.stop].clone()
+def data_of(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+    return tensor[slices(interval.box)].reshape(-1)[interval.start : interval.stop].clone()
 
 
-@calm
+@untimed
 @given(intervals())
 def test_boxes_cover_an_interval_exactly_once_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
@@ -52,7 +52,7 @@ def test_boxes_cover_an_interval_exactly_once_in_order(case: tuple[tuple[int, ..
     assert torch.cat([torch.empty(0, dtype=torch.long), *covered]).tolist() == list(range(start, stop))
 
 
-@calm
+@untimed
 @given(intervals())
 def test_an_interval_of_n_dims_needs_at_most_2n_minus_1_boxes(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
@@ -69,11 +69,11 @@ def test_an_empty_interval_has_no_boxes() -> None:
     assert list(boxes((0, 3), 0, 0)) == []
 
 
-@calm
+@untimed
 @given(st.data())
-def test_the_intersection_of_two_boxes_holds_their_common_elements(data: st.DataObject) -> None:
+def test_box_intersection_contains_the_common_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    one, other = (data.draw(cuts(shape))[0].box for _ in range(2))
+    one, other = (data.draw(shardings(shape))[0].box for _ in range(2))
     marks = torch.zeros(shape, dtype=torch.int)
     marks[slices(one)] += 1
     marks[slices(other)] += 1
@@ -81,13 +81,13 @@ def test_the_intersection_of_two_boxes_holds_their_common_elements(data: st.Data
     assert (0 if shared is None else shared.elements) == int((marks == 2).sum())
 
 
-@settings(calm, max_examples=200)
+@settings(untimed, max_examples=200)
 @given(st.data())
-def test_any_cut_becomes_any_other(data: st.DataObject) -> None:
+def test_any_sharding_converts_to_any_other(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     tensor = torch.arange(prod(shape)).reshape(shape)
-    sources = data.draw(cuts(shape))
-    for target in data.draw(cuts(shape)):
+    sources = data.draw(shardings(shape))
+    for target in data.draw(shardings(shape)):
         filled = torch.full((target.elements,), -1)
         copied = 0
         for source in sources:
@@ -99,17 +99,17 @@ def test_any_cut_becomes_any_other(data: st.DataObject) -> None:
 
 
 def piece(**changes: object) -> Piece:
-    facts = {"name": "weight/x", "shape": (4, 6), "start": 0, "stop": 3, "data": torch.zeros(3), **changes}
-    return Piece(**facts)  # type: ignore[arg-type]
+    fields = {"name": "weight/x", "shape": (4, 6), "start": 0, "stop": 3, "data": torch.zeros(3), **changes}
+    return Piece(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("changes", "fault"), [
     ({}, None),
     ({"offset": (2, 0), "size": (2, 3)}, None),
     ({"offset": (2,), "size": (2,)}, "the box has 1 dims, the tensor 2"),
-    ({"offset": (2, 0), "size": (3, 3)}, r"the box at (2, 0) of size (3, 3) leaves the tensor's shape (4, 6)"),
-    ({"start": 22, "stop": 25}, "[22, 25) is no interval of a box of 24 elements"),
+    ({"offset": (2, 0), "size": (3, 3)}, r"the box at (2, 0) of size (3, 3) exceeds the tensor's shape (4, 6)"),
+    ({"start": 22, "stop": 25}, "[22, 25) is not an interval of a box of 24 elements"),
     ({"stop": 2}, "[0, 2) needs data of shape (2,), got (3,)"),
 ])
-def test_an_impossible_piece_says_why(changes: dict[str, object], fault: str | None) -> None:
+def test_an_invalid_piece_says_why(changes: dict[str, object], fault: str | None) -> None:
     assert piece(**changes).fault() == fault

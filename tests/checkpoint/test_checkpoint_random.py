@@ -1,4 +1,4 @@
-"""Laws of random state: what is restored draws what would have been drawn."""
+"""Restored generators draw the same numbers as generators that were never saved."""
 
 import random
 from pathlib import Path
@@ -15,7 +15,7 @@ def draw() -> tuple[float, float, float, list[float]]:
     return random.random(), random.gauss(0, 1), float(np.random.standard_normal()), torch.randn(3).tolist()
 
 
-def test_generators_restored_from_a_checkpoint_draw_the_same_numbers(tmp_path: Path) -> None:
+def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
     draw()
     save(tmp_path, "a", {}, private={"rng": rng.capture()})
     expected = draw()
@@ -24,15 +24,15 @@ def test_generators_restored_from_a_checkpoint_draw_the_same_numbers(tmp_path: P
     assert draw() == expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_the_random_state_of_a_gpu_is_left_out_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpu_random_state_is_ignored_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     rng.restore({**rng.capture(), "cuda": torch.zeros(16, dtype=torch.uint8)})
-    assert caplog.messages == ["the checkpoint holds the random state of a GPU, and here is none: it is left out"]
+    assert caplog.messages == ["the checkpoint contains the random state of a GPU; there is no GPU here, so it is ignored"]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_the_generator_of_a_gpu_draws_the_same_numbers(tmp_path: Path) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_restored_gpu_generator_draws_the_same_numbers(tmp_path: Path) -> None:
     torch.randn(1, device="cuda")
     save(tmp_path, "a", {}, private={"rng": rng.capture()})
     expected = torch.randn(3, device="cuda")

@@ -1,4 +1,4 @@
-"""Laws of saving and loading by several ranks."""
+"""Several ranks save and load together; an error on one rank is raised on every rank."""
 
 import threading
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import CUTS, assert_holds, save, state, whole
+from checkpoint_cases import SHARDINGS, assert_equal_state, save, state, whole
 
 from shoal.checkpoint import Piece, Ranks, Writer, read, snapshot, writer
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.testing import run_ranks
 
 
-def save_cut(folder: str, how: str) -> None:
-    ours = Writer(Ranks.join())
+def save_sharded(folder: str, sharding: str) -> None:
+    writer = Writer(Ranks.join())
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    pieces = list(CUTS[how](state(), rank, ranks))
-    ours.write(folder, "step7", pieces, step=7, shared={"from": rank},
+    pieces = list(SHARDINGS[sharding](state(), rank, ranks))
+    writer.write(folder, "step7", pieces, step=7, shared={"from": rank},
                  private={"rank": rank, "rng": torch.full((3,), rank)}, file_bytes=256).wait()
 
 
@@ -27,9 +27,9 @@ def blank(piece: Piece, dtype: torch.dtype | None = None) -> Piece:
                  size=piece.size)
 
 
-def load_cut(folder: str, how: str) -> tuple[list[bool], object]:
+def load_sharded(folder: str, sharding: str) -> tuple[list[bool], object]:
     ranks = Ranks.join()
-    wanted = list(CUTS[how](state(), ranks.rank, ranks.count))
+    wanted = list(SHARDINGS[sharding](state(), ranks.rank, ranks.count))
     found = [blank(piece) for piece in wanted]
     with read(folder, ranks=ranks) as saved:
         saved.fill(found)
@@ -37,19 +37,19 @@ def load_cut(folder: str, how: str) -> tuple[list[bool], object]:
     return [torch.equal(a.data, b.data) for a, b in zip(wanted, found, strict=True)], values
 
 
-@pytest.mark.parametrize(("writers", "how", "readers", "then"), [
+@pytest.mark.parametrize(("writers", "saved_as", "readers", "loaded_as"), [
     (1, "flat", 3, "columns"), (3, "flat", 2, "flat"), (4, "columns", 2, "flat"), (2, "columns", 3, "columns"),
     (3, "columns", 1, "flat")])
-def test_what_n_ranks_saved_in_one_cut_m_ranks_load_in_another(
-        tmp_path: Path, writers: int, how: str, readers: int, then: str) -> None:
-    run_ranks(writers, save_cut, str(tmp_path), how)
-    for equal, values in run_ranks(readers, load_cut, str(tmp_path), then):
+def test_m_ranks_load_what_n_ranks_saved_in_another_sharding(
+        tmp_path: Path, writers: int, saved_as: str, readers: int, loaded_as: str) -> None:
+    run_ranks(writers, save_sharded, str(tmp_path), saved_as)
+    for equal, values in run_ranks(readers, load_sharded, str(tmp_path), loaded_as):
         assert all(equal)
         assert values == ({"from": 0}, list(range(writers)))
-    assert_holds(read(tmp_path), state())
+    assert_equal_state(read(tmp_path), state())
 
 
-def test_what_is_filled_is_cast_to_its_dtype(tmp_path: Path) -> None:
+def test_fill_casts_to_the_dtype_of_the_piece(tmp_path: Path) -> None:
     save(tmp_path, "a")
     found = [blank(piece, torch.float32) for piece in whole(state())]
     read(tmp_path).fill(found)
@@ -58,7 +58,7 @@ def test_what_is_filled_is_cast_to_its_dtype(tmp_path: Path) -> None:
 
 
 def hold_files(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let no file be written until the event is set."""
+    """Block every file write until the returned event is set."""
     import shoal.checkpoint.writer as module
 
     opened = threading.Event()
@@ -72,7 +72,7 @@ def hold_files(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = hold_files(monkeypatch)
     tensors = state()
     pending = Writer().write(tmp_path, "a", whole(tensors))
@@ -82,13 +82,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     opened.set()
     assert pending.wait() == tmp_path / "a"
     assert pending.done
-    assert_holds(read(tmp_path), state())
+    assert_equal_state(read(tmp_path), state())
 
 
-def talk_while_saving(folder: str) -> bool:
+def all_reduce_while_saving(folder: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         opened = hold_files(patch)
-        pending = Writer(Ranks.join()).write(folder, "a", CUTS["flat"](state(), dist.get_rank(), 2))
+        pending = Writer(Ranks.join()).write(folder, "a", SHARDINGS["flat"](state(), dist.get_rank(), 2))
         for _ in range(20):
             dist.all_reduce(torch.ones(1000))
         busy = not pending.done
@@ -98,15 +98,15 @@ def talk_while_saving(folder: str) -> bool:
     return busy
 
 
-def test_a_save_does_not_disturb_the_collectives_of_training(tmp_path: Path) -> None:
-    assert run_ranks(2, talk_while_saving, str(tmp_path)) == [True, True]
-    assert_holds(read(tmp_path), state())
+def test_a_save_does_not_affect_collectives_of_training(tmp_path: Path) -> None:
+    assert run_ranks(2, all_reduce_while_saving, str(tmp_path)) == [True, True]
+    assert_equal_state(read(tmp_path), state())
 
 
 def destroy_while_saving(folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         opened = hold_files(patch)
-        pending = Writer(Ranks.join()).write(folder, "a", CUTS["flat"](state(), dist.get_rank(), 2))
+        pending = Writer(Ranks.join()).write(folder, "a", SHARDINGS["flat"](state(), dist.get_rank(), 2))
         dist.destroy_process_group()
         opened.set()
         return pending.wait().name
@@ -114,15 +114,15 @@ def destroy_while_saving(folder: str) -> str:
 
 def test_a_save_outlives_the_default_process_group(tmp_path: Path) -> None:
     assert run_ranks(2, destroy_while_saving, str(tmp_path)) == ["a", "a"]
-    assert_holds(read(tmp_path), state())
+    assert_equal_state(read(tmp_path), state())
 
 
 def fail_on_rank_1(folder: str) -> list[str]:
-    """Save well, then with a full file system on rank 1, then well again; return what was said."""
+    """Save, save with a full file system on rank 1, save again; return the error and the visible names."""
     import shoal.checkpoint.rank_file as module
 
     ours, rank = Writer(Ranks.join()), dist.get_rank()
-    ours.write(folder, "good", CUTS["flat"](state(), rank, 2), step=1).wait()
+    ours.write(folder, "good", SHARDINGS["flat"](state(), rank, 2), step=1).wait()
     write_all = module.write_all
 
     def run_out(descriptor: int, data: memoryview) -> None:
@@ -130,52 +130,52 @@ def fail_on_rank_1(folder: str) -> list[str]:
             raise OSError(28, "No space left on device")
         write_all(descriptor, data)
 
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "write_all", run_out)
-        ours.write(folder, "bad", CUTS["flat"](state(), rank, 2), step=2)
+        ours.write(folder, "bad", SHARDINGS["flat"](state(), rank, 2), step=2)
         try:
             ours.wait()
         except CheckpointError as error:
-            said.append(str(error))
+            messages.append(str(error))
     dist.barrier()
-    said.append(" ".join(sorted(path.name for path in Path(folder).iterdir())))
+    messages.append(" ".join(sorted(path.name for path in Path(folder).iterdir())))
     dist.barrier()
-    ours.write(folder, "next", CUTS["flat"](state(), rank, 2), step=3).wait()
-    return said
+    ours.write(folder, "next", SHARDINGS["flat"](state(), rank, 2), step=3).wait()
+    return messages
 
 
-def test_a_rank_that_fails_is_named_on_every_rank_and_nothing_else_changes(tmp_path: Path) -> None:
-    for said, names in run_ranks(2, fail_on_rank_1, str(tmp_path)):
-        assert said.startswith(f"could not save {tmp_path / 'bad'}: rank 1: no space is left in {tmp_path}: "
-                               "this rank needs 748 bytes, ")
-        assert "free there now" in said
+def test_every_rank_names_the_rank_that_failed_and_latest_stays(tmp_path: Path) -> None:
+    for message, names in run_ranks(2, fail_on_rank_1, str(tmp_path)):
+        assert message.startswith(f"could not save {tmp_path / 'bad'}: rank 1: no space is left in {tmp_path}: "
+                                  "this rank needs 748 bytes, ")
+        assert "free there now" in message
         assert names == "good latest"
     with read(tmp_path) as found:
         assert found.tag == "next"
 
 
-def surface_at_next_save(folder: str) -> list[str]:
+def error_of_next_save(folder: str) -> list[str]:
     ours, rank = Writer(Ranks.join()), dist.get_rank()
-    pieces = [piece for piece in CUTS["flat"](state(), rank, 2) if (rank, piece.name) != (1, "weight/cube")]
+    pieces = [piece for piece in SHARDINGS["flat"](state(), rank, 2) if (rank, piece.name) != (1, "weight/cube")]
     ours.write(folder, "bad", pieces)
-    said: list[str] = []
+    messages: list[str] = []
     for _ in range(2):
         try:
-            ours.write(folder, "next", CUTS["flat"](state(), rank, 2)).wait()
+            ours.write(folder, "next", SHARDINGS["flat"](state(), rank, 2)).wait()
         except CheckpointError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_a_failure_that_nobody_waited_for_surfaces_once_at_the_next_save(tmp_path: Path) -> None:
-    for said in run_ranks(2, surface_at_next_save, str(tmp_path)):
-        assert said == [f"could not save {tmp_path / 'bad'}: rank 0: the pieces do not make whole tensors:\n"
-                        "  weight/cube: 52 of 105 elements are in no piece, the first are [53, 105)"]
-    assert_holds(read(tmp_path, "next"), state())
+def test_an_unreported_failure_is_raised_once_by_the_next_save(tmp_path: Path) -> None:
+    for message in run_ranks(2, error_of_next_save, str(tmp_path)):
+        assert message == [f"could not save {tmp_path / 'bad'}: rank 0: the pieces do not cover every tensor exactly once:\n"
+                           "  weight/cube: 52 of 105 elements are in no piece, the first are [53, 105)"]
+    assert_equal_state(read(tmp_path, "next"), state())
 
 
-def refuse_on_rank_1(folder: str) -> tuple[str, str]:
+def unsupported_value_on_rank_1(folder: str) -> tuple[str, str]:
     rank = dist.get_rank()
     private = {"state": {"hook": print}} if rank == 1 else {}
     try:
@@ -185,14 +185,14 @@ def refuse_on_rank_1(folder: str) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_value_that_one_rank_cannot_save_ends_the_save_on_all(tmp_path: Path) -> None:
-    (other, heard), (own, said) = run_ranks(2, refuse_on_rank_1, str(tmp_path))
+def test_a_value_that_one_rank_cannot_save_fails_all_ranks(tmp_path: Path) -> None:
+    (other, heard), (own, message) = run_ranks(2, unsupported_value_on_rank_1, str(tmp_path))
     assert (other, own) == ("CheckpointError", "UsageError")
-    assert said.startswith("state.hook: got builtins.builtin_function_or_method, which cannot be saved without pickle")
-    assert heard == f"could not save {tmp_path / 'a'}: rank 1: {said}"
+    assert message.startswith("state.hook: got builtins.builtin_function_or_method, which cannot be saved without pickle")
+    assert heard == f"could not save {tmp_path / 'a'}: rank 1: {message}"
 
 
-def disagree(folder: str) -> str:
+def save_under_rank_tag(folder: str) -> str:
     try:
         Writer(Ranks.join()).write(folder, f"tag{dist.get_rank()}", []).wait()
     except RanksDisagree as error:
@@ -200,13 +200,13 @@ def disagree(folder: str) -> str:
     return ""
 
 
-def test_ranks_that_save_under_different_tags_are_told(tmp_path: Path) -> None:
-    said = (f"ranks save to different places, rank 0 to {tmp_path}/tag0, rank 1 to {tmp_path}/tag1; "
-            "give every rank the same folder and tag")
-    assert run_ranks(2, disagree, str(tmp_path)) == [said, said]
+def test_ranks_that_save_under_different_tags_raise(tmp_path: Path) -> None:
+    message = (f"ranks save to different folders, rank 0 to {tmp_path}/tag0, rank 1 to {tmp_path}/tag1; "
+               "give every rank the same folder and tag")
+    assert run_ranks(2, save_under_rank_tag, str(tmp_path)) == [message, message]
 
 
-def overlap_pieces(folder: str, how: str) -> str:
+def overlap_pieces(folder: str, sharding: str) -> str:
     rank = dist.get_rank()
     data = torch.arange(12.0)
 
@@ -219,24 +219,25 @@ def overlap_pieces(folder: str, how: str) -> str:
         "dtype": [one("weight/x", 0, 6), Piece(name="weight/x", shape=(3, 4), start=6, stop=12, data=data[6:].double())],
     }
     try:
-        Writer(Ranks.join()).write(folder, "a", [cases[how][rank]]).wait()
+        Writer(Ranks.join()).write(folder, "a", [cases[sharding][rank]]).wait()
     except CheckpointError as error:
         return str(error).splitlines()[-1].strip()
     return ""
 
 
-@pytest.mark.parametrize(("how", "said"), [
-    ("flat", "weight/x: elements [6, 8) of the box at [0, 0] of size [3, 4] are held twice"),
-    ("boxes", "weight/x: the box at [0, 0] of size [3, 4] and the box at [1, 0] of size [1, 4] hold some elements twice"),
-    ("dtype", "weight/x: rank 1 has F64 (3, 4), a rank before it has F32 (3, 4)"),
+@pytest.mark.parametrize(("sharding", "message"), [
+    ("flat", "weight/x: elements [6, 8) of the box at [0, 0] of size [3, 4] are saved twice"),
+    ("boxes", "weight/x: the box at [0, 0] of size [3, 4] and the box at [1, 0] of size [1, 4] overlap, so some elements "
+     "are saved twice"),
+    ("dtype", "weight/x: rank 1 has F64 (3, 4), an earlier rank has F32 (3, 4)"),
 ])
-def test_pieces_that_do_not_fit_each_other_are_named(tmp_path: Path, how: str, said: str) -> None:
-    assert run_ranks(2, overlap_pieces, str(tmp_path), how) == [said, said]
+def test_overlapping_and_missing_pieces_are_named(tmp_path: Path, sharding: str, message: str) -> None:
+    assert run_ranks(2, overlap_pieces, str(tmp_path), sharding) == [message, message]
 
 
 def load_damaged(folder: str) -> str:
     ranks = Ranks.join()
-    pieces = [blank(piece) for piece in CUTS["flat"](state(), ranks.rank, 2)]
+    pieces = [blank(piece) for piece in SHARDINGS["flat"](state(), ranks.rank, 2)]
     try:
         read(folder, ranks=ranks).fill(pieces)
     except CheckpointError as error:
@@ -244,8 +245,8 @@ def load_damaged(folder: str) -> str:
     return ""
 
 
-def test_bytes_that_one_rank_finds_damaged_are_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(2, save_cut, str(tmp_path), "flat")
+def test_damage_that_one_rank_finds_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_sharded, str(tmp_path), "flat")
     last = max((tmp_path / "step7").glob("rank00001*"))
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
@@ -259,14 +260,14 @@ def save_in_pairs(root: str) -> None:
     pair = dist.get_rank() // 2
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     ranks = Ranks.join(groups[pair])
-    for seed in range(2 + pair):  # the pairs need not do the same
-        Writer(ranks).write(f"{root}/{pair}", "a", CUTS["flat"](state(seed), ranks.rank, ranks.count)).wait()
+    for seed in range(2 + pair):  # the pairs save independently
+        Writer(ranks).write(f"{root}/{pair}", "a", SHARDINGS["flat"](state(seed), ranks.rank, ranks.count)).wait()
 
 
-def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
+def test_groups_of_ranks_save_independently(tmp_path: Path) -> None:
     run_ranks(4, save_in_pairs, str(tmp_path))
-    assert_holds(read(tmp_path / "0"), state(1))
-    assert_holds(read(tmp_path / "1"), state(2))
+    assert_equal_state(read(tmp_path / "0"), state(1))
+    assert_equal_state(read(tmp_path / "1"), state(2))
 
 
 def save_without_sharing(folder: str, elsewhere: str) -> str:
@@ -275,24 +276,24 @@ def save_without_sharing(folder: str, elsewhere: str) -> str:
         if ranks.rank == 1:
             patch.setattr(writer.folders, "saving_path", lambda folder, tag: Path(elsewhere))
         try:
-            Writer(ranks).write(folder, "a", CUTS["flat"](state(), ranks.rank, ranks.count)).wait()
+            Writer(ranks).write(folder, "a", SHARDINGS["flat"](state(), ranks.rank, ranks.count)).wait()
         except CheckpointError as error:
             return str(error)
     return ""
 
 
 def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_named(tmp_path: Path) -> None:
-    for said in run_ranks(2, save_without_sharing, str(tmp_path / "run"), str(tmp_path / "other")):
-        assert said == (f"could not save {tmp_path}/run/a: rank 1: {tmp_path}/run: rank 0 made other there, this rank does "
-                        "not see it; a checkpoint needs a folder that all ranks share")
+    for message in run_ranks(2, save_without_sharing, str(tmp_path / "run"), str(tmp_path / "other")):
+        assert message == (f"could not save {tmp_path}/run/a: rank 1: {tmp_path}/run: rank 0 created other there, this rank "
+                           "does not see it; a checkpoint needs a folder that all ranks share")
 
 
 def test_files_that_rank_0_does_not_see_are_named(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    for said in run_ranks(2, save_without_sharing, str(tmp_path / "run"), str(tmp_path / "other")):
-        assert said == (f"could not save {tmp_path}/run/a: rank 0: this rank does not see what others wrote; a checkpoint "
-                        "needs a folder that all ranks share:\n"
-                        f"  {tmp_path}/run/.shoal-saving-a/rank00001-000.safetensors (rank 1): missing")
+    for message in run_ranks(2, save_without_sharing, str(tmp_path / "run"), str(tmp_path / "other")):
+        assert message == (f"could not save {tmp_path}/run/a: rank 0: this rank does not see the files of other ranks; a "
+                           "checkpoint needs a folder that all ranks share:\n"
+                           f"  {tmp_path}/run/.shoal-saving-a/rank00001-000.safetensors (rank 1): missing")
 
 
 def load_without_sharing(folder: str) -> str:
@@ -309,12 +310,12 @@ def load_without_sharing(folder: str) -> str:
 
 def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> None:
     save(tmp_path, "a")
-    for said in run_ranks(2, load_without_sharing, str(tmp_path)):
-        assert said == (f"could not load: rank 1: {tmp_path}: rank 0 sees the checkpoint 'a' there, this rank does not; "
-                        "a checkpoint needs a folder that all ranks share")
+    for message in run_ranks(2, load_without_sharing, str(tmp_path)):
+        assert message == (f"could not load: rank 1: {tmp_path}: rank 0 sees the checkpoint 'a', this rank does not; "
+                           "a checkpoint needs a folder that all ranks share")
 
 
 def test_without_a_process_group_one_rank_saves_and_loads(tmp_path: Path) -> None:
     ranks = Ranks.join()
     Writer(ranks).write(tmp_path, "a", whole(state())).wait()
-    assert_holds(read(tmp_path, ranks=ranks), state())
+    assert_equal_state(read(tmp_path, ranks=ranks), state())

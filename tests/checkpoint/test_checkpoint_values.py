@@ -1,4 +1,4 @@
-"""Laws of client state: what has a codec comes back equal and of the same type; anything else is refused by path."""
+"""Values with a codec are restored equal and of the same type; other values are rejected with their path."""
 
 import math
 from collections import Counter, OrderedDict, namedtuple
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import calm, save
+from checkpoint_cases import save, untimed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ class Stateful:
 
 
 def same(a: object, b: object) -> bool:
-    """Equality that tells types apart and knows that nan is nan."""
+    """Return whether two values are equal and of the same type; nan equals nan."""
     if type(a) is not type(b):
         return False
     match a:
@@ -54,15 +54,15 @@ def same(a: object, b: object) -> bool:
             return a == b
 
 
-def back(value: object) -> object:
+def round_trip(value: object) -> object:
     encoded = encode(value)
     return decode(encoded.json, lambda at: encoded.tensors[at])
 
 
-@calm
+@untimed
 @given(values)
-def test_plain_values_come_back_equal_and_of_the_same_type(value: object) -> None:
-    assert same(back(value), value)
+def test_plain_values_are_restored_equal_with_the_same_type(value: object) -> None:
+    assert same(round_trip(value), value)
 
 
 @pytest.mark.parametrize("value", [
@@ -74,7 +74,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: object) -> Non
     {"$": 1, "x": 2}, bytearray(b"ab"), {1: "a", "1": "b", None: ()} | {(1, 2): {3}},
     date(2024, 2, 29), datetime(2024, 2, 29, 12, fold=1), time(1, 2, 3), timedelta(days=-1), 2**70, math.inf, -0.0,
 ], ids=repr)
-def test_values_that_json_lacks_come_back_through_a_checkpoint(tmp_path: Path, value: object) -> None:
+def test_values_beyond_json_are_restored_from_a_checkpoint(tmp_path: Path, value: object) -> None:
     save(tmp_path, "a", {}, shared={"deep": [value]}, private={"own": value})
     with read(tmp_path) as snapshot:
         assert same(snapshot.shared, {"deep": [value]})
@@ -82,54 +82,54 @@ def test_values_that_json_lacks_come_back_through_a_checkpoint(tmp_path: Path, v
         assert snapshot.names() == []
 
 
-def test_a_parameter_comes_back_as_a_tensor() -> None:
-    assert same(back(torch.nn.Parameter(torch.ones(2))), torch.ones(2))
+def test_a_parameter_is_restored_as_a_tensor() -> None:
+    assert same(round_trip(torch.nn.Parameter(torch.ones(2))), torch.ones(2))
 
 
 Point = namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize(("value", "said"), [
+@pytest.mark.parametrize(("value", "message"), [
     ({"foo": [0, 1, 2, object()]}, "client_state.foo[3]: got builtins.object, which cannot be saved without pickle; "),
     ({"a b": {3: Point(1, 2)}}, "client_state['a b'][3]: got test_checkpoint_values.Point, which"),
     ({"key": {Color.RED: 1}}, "client_state.key.keys()[0]: got test_checkpoint_values.Color, which"),
     ({"rng": np.random.default_rng(0)}, "client_state.rng: got numpy.random._generator.Generator, which"),
     ({"a": np.array([object()])}, "client_state.a: got a numpy array of dtype object, whose elements are objects"),
-    ({"a": ["\ud800"]}, "client_state.a[0]: got '\\ud800', which UTF-8 cannot hold"),
-    ({"a": {"\ud800": 1}}, "client_state.a.keys(): got '\\ud800', which UTF-8 cannot hold"),
+    ({"a": ["\ud800"]}, "client_state.a[0]: got '\\ud800', which UTF-8 cannot encode"),
+    ({"a": {"\ud800": 1}}, "client_state.a.keys(): got '\\ud800', which UTF-8 cannot encode"),
     ({"a": torch.ones(2).to_sparse()}, "client_state.a: got a tensor without plain data (torch.sparse_coo, cpu)"),
     ({"a": torch.ones(2, device="meta")}, "client_state.a: got a tensor without plain data (torch.strided, meta)"),
 ])
-def test_what_needs_pickle_is_refused_with_its_path(value: object, said: str) -> None:
+def test_a_value_that_needs_pickle_is_rejected_with_its_path(value: object, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         encode(value, "client_state")
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_the_refusal_says_what_is_allowed_and_what_to_do() -> None:
+def test_the_error_lists_allowed_types_and_a_fix() -> None:
     with pytest.raises(UsageError, match=r"allowed: None, bool, int, .* timedelta; convert it to one of these"):
         encode(object())
     with pytest.raises(UsageError, match=r"^the value: got .*Stateful, .*; save its state_dict\(\) instead$"):
         encode(Stateful())
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_rejected() -> None:
     loop: list[object] = []
     loop.append({"again": loop})
-    with pytest.raises(UsageError, match=r"^state\[0\]\.again: contains itself, which a checkpoint cannot hold$"):
+    with pytest.raises(UsageError, match=r"^state\[0\]\.again: contains itself, which a checkpoint cannot store$"):
         encode(loop, "state")
 
 
-def test_one_value_in_two_places_is_no_loop() -> None:
+def test_a_value_shared_by_two_containers_is_not_a_cycle() -> None:
     part = [1]
-    assert back([part, part]) == [[1], [1]]
+    assert round_trip([part, part]) == [[1], [1]]
 
 
 def test_a_codec_of_a_later_version_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"^a value was saved as 'quaternion', which this Shoal does not know; "):
+    with pytest.raises(CheckpointError, match=r"^a value was saved as 'quaternion', which this version of Shoal does not"):
         decode({"$": "quaternion"}, lambda at: torch.zeros(0))
 
 
-def test_a_dtype_that_this_torch_lacks_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"^a tensor was saved as float3, a dtype that this torch .* lacks$"):
+def test_an_unknown_torch_dtype_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"^a tensor was saved as float3, a dtype that torch .* does not have$"):
         decode({"$": "dtype", "text": "float3"}, lambda at: torch.zeros(0))

@@ -1,4 +1,4 @@
-"""Laws of the batch triple."""
+"""Total batch = microbatch x accumulation x data ranks; two settings give the third, and errors show the arithmetic."""
 
 import re
 
@@ -14,7 +14,7 @@ TWO = DataRanks(count=2, origin="WORLD_SIZE of torchrun")
 
 
 @given(micro=SIZES, accumulation=SIZES, count=SIZES)
-def test_any_two_give_the_third(micro: int, accumulation: int, count: int) -> None:
+def test_any_two_settings_give_the_third(micro: int, accumulation: int, count: int) -> None:
     ranks = DataRanks(count=count, origin="a test")
     sizes = BatchSizes(micro=micro, accumulation=accumulation, data_ranks=count)
     assert sizes.total == micro * accumulation * count
@@ -25,7 +25,7 @@ def test_any_two_give_the_third(micro: int, accumulation: int, count: int) -> No
 
 
 @given(micro=SIZES, count=SIZES)
-def test_one_alone_accumulates_nothing(micro: int, count: int) -> None:
+def test_one_setting_alone_means_no_accumulation(micro: int, count: int) -> None:
     ranks = DataRanks(count=count, origin="a test")
     sizes = BatchSizes(micro=micro, accumulation=1, data_ranks=count)
     assert solve(None, micro, None, ranks) == sizes
@@ -33,7 +33,7 @@ def test_one_alone_accumulates_nothing(micro: int, count: int) -> None:
 
 
 @given(total=st.none() | SIZES, micro=st.none() | SIZES, accumulation=st.none() | SIZES, count=SIZES)
-def test_what_is_given_is_kept_or_refused(
+def test_given_settings_are_kept_or_rejected(
     total: int | None, micro: int | None, accumulation: int | None, count: int
 ) -> None:
     try:
@@ -48,7 +48,7 @@ def test_what_is_given_is_kept_or_refused(
 
 
 @given(total=st.integers(1, 500), micro=SIZES, count=SIZES)
-def test_a_total_is_refused_exactly_when_it_does_not_divide_and_the_choices_do(total: int, micro: int, count: int) -> None:
+def test_a_total_that_does_not_divide_gives_choices_that_do(total: int, micro: int, count: int) -> None:
     ranks = DataRanks(count=count, origin="a test")
     if total % (micro * count) == 0:
         assert solve(total, micro, None, ranks).total == total
@@ -72,17 +72,17 @@ def test_a_total_is_refused_exactly_when_it_does_not_divide_and_the_choices_do(t
         ),
         (
             (7, None, None),
-            "train_batch_size: got 7, no multiple of 2 data ranks (data ranks: WORLD_SIZE of torchrun); "
+            "train_batch_size: got 7, not a multiple of 2 data ranks (data ranks: WORLD_SIZE of torchrun); "
             "choose 6 or 8, or change a factor",
         ),
         (
             (30, 4, None),
-            "train_batch_size: got 30, no multiple of train_micro_batch_size_per_gpu 4 x 2 data ranks = 8 "
+            "train_batch_size: got 30, not a multiple of train_micro_batch_size_per_gpu 4 x 2 data ranks = 8 "
             "(data ranks: WORLD_SIZE of torchrun); choose 24 or 32, or change a factor",
         ),
         (
             (3, None, 4),
-            "train_batch_size: got 3, no multiple of gradient_accumulation_steps 4 x 2 data ranks = 8 "
+            "train_batch_size: got 3, not a multiple of gradient_accumulation_steps 4 x 2 data ranks = 8 "
             "(data ranks: WORLD_SIZE of torchrun); choose 8, or change a factor",
         ),
         (
@@ -99,7 +99,7 @@ def test_a_total_is_refused_exactly_when_it_does_not_divide_and_the_choices_do(t
         ),
     ],
 )
-def test_an_impossible_batch_is_refused_with_the_arithmetic(
+def test_an_impossible_batch_error_shows_the_arithmetic(
     given_sizes: tuple[int | None, int | None, int | None], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):

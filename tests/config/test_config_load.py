@@ -1,4 +1,4 @@
-"""Laws of reading a configuration: any source, lenient where people write, strict where meaning is lost."""
+"""A configuration is read from any source; comments and trailing commas are allowed, duplicate keys are errors."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ GAPS = st.sampled_from(["", " ", "\n", "// note, } \n", '# "quoted" note\n', "/*
 
 
 def with_comments(value: object, draw: st.DataObject) -> str:
-    """Write `value` as JSON with a drawn gap around every token and a drawn comma after every last item."""
+    """Write `value` as JSON with random comments around every token and random trailing commas."""
 
     def gap() -> str:
         return draw.draw(GAPS)
@@ -46,7 +46,7 @@ def test_comments_and_trailing_commas_change_nothing(value: dict[str, object], d
 
 
 @given(OBJECTS)
-def test_a_mapping_is_copied_to_the_last_level(value: dict[str, object]) -> None:
+def test_a_mapping_is_copied_deeply(value: dict[str, object]) -> None:
     before = json.dumps(value)
     copy = read({"top": value})
     assert copy == {"top": value}
@@ -69,7 +69,7 @@ def empty_all(value: object) -> None:
 
 
 @given(OBJECTS)
-def test_base64_reads_as_what_was_encoded(value: dict[str, object]) -> None:
+def test_base64_decodes_to_the_encoded_configuration(value: dict[str, object]) -> None:
     text = base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
     assert read(text) == value
     assert name_of(text) is None
@@ -86,57 +86,57 @@ def test_infinity_is_a_number() -> None:
     assert parse('{"steps_per_print": Infinity}', "text") == {"steps_per_print": float("inf")}
 
 
-def test_a_comment_mark_or_a_comma_inside_a_string_stays() -> None:
+def test_comment_marks_and_commas_inside_strings_are_kept() -> None:
     text = '{"path": "s3://a/b#c", "odd": ",]", "escaped": "\\"// no"}'
     assert parse(text, "text") == {"path": "s3://a/b#c", "odd": ",]", "escaped": '"// no'}
 
 
-def test_a_key_that_stands_twice_is_refused_with_its_path(tmp_path: Path) -> None:
-    file = tmp_path / "twice.json"
+def test_a_duplicate_key_is_rejected_with_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "duplicate.json"
     file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
-    line = f"{file}: zero_optimization.stage: the key stands more than once; keep one"
+    line = f"{file}: zero_optimization.stage: duplicate key; keep one"
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
         read(file)
 
 
-def test_every_key_that_stands_twice_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"2 problems(.|\n)*a: the key(.|\n)*b\[1\]\.c: the key"):
+def test_every_duplicate_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"2 problems(.|\n)*a: duplicate key(.|\n)*b\[1\]\.c: duplicate key"):
         parse('{"a": 1, "a": 2, "b": [{}, {"c": 1, "c": 1}]}', "text")
 
 
-def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_error_names_the_searched_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"^absent\.json: no such file \(looked in {re.escape(str(tmp_path))}\)"):
         read("absent.json")
 
 
-def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read(tmp_path)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "binary.json"
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not UTF-8 text; give a JSON file"):
         read(file)
 
 
-def test_broken_json_is_refused_with_line_and_column_of_the_file_as_written() -> None:
+def test_invalid_json_is_rejected_with_line_and_column() -> None:
     with pytest.raises(ConfigError, match=r"^my\.json: line 3, column 4: .*; give valid JSON$"):
         parse('{/* a\n comment */ "a": 1,\n   b: 2}', "my.json")
 
 
-def test_json_that_is_no_object_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^my\.json: holds a JSON list; give an object: \{\.\.\.\}$"):
+def test_json_that_is_not_an_object_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"^my\.json: contains a JSON list; give an object: \{\.\.\.\}$"):
         parse("[1]", "my.json")
 
 
-def test_a_key_that_is_no_string_is_refused_with_its_path() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer\.3: the key is no string; give a string$"):
+def test_a_key_that_is_not_a_string_is_rejected_with_its_path() -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer\.3: the key is not a string; give a string$"):
         read({"optimizer": {3: 1}})
 
 
-def test_a_source_of_another_kind_is_refused() -> None:
+def test_a_source_of_another_type_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^config: got a list; give a path, a dict or URL-safe base64 of JSON$"):
         read([1])  # type: ignore[arg-type]

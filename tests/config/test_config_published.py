@@ -1,4 +1,4 @@
-"""Every published key is honoured, passes while it asks for nothing, or is refused by name; none is passed over."""
+"""Every published key is honoured, accepted while it requests nothing, or rejected by name; none is ignored."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ WARNED = "warned"
 REFUSED = "refused"
 SILENT = "silent"
 
-# path, the default as published (None: none), a value that asks for something, and what becomes of it
+# path, the published default (None: none), a value that requests something, and the fate of that value
 KEYS: list[tuple[str, Any, Any, str]] = [
     ("train_batch_size", None, 8, HONOURED),
     ("train_micro_batch_size_per_gpu", None, 2, HONOURED),
@@ -208,7 +208,7 @@ def test_a_published_key_has_the_stated_fate(
 
 
 @pytest.mark.parametrize(("block", "key"), [(block, key) for block, keys in BEHIND_A_SWITCH.items() for key in keys])
-def test_a_key_of_a_block_that_is_off_passes_and_a_mistyped_one_does_not(block: str, key: str) -> None:
+def test_a_disabled_block_accepts_known_keys_and_rejects_unknown_ones(block: str, key: str) -> None:
     switch, off = OFF.get(block, ("enabled", False))
     Config.resolve(at(block, {switch: off, key: "anything"}), data_ranks=1)
     with pytest.raises(ConfigError, match="unknown key; did you mean"):
@@ -217,7 +217,7 @@ def test_a_key_of_a_block_that_is_off_passes_and_a_mistyped_one_does_not(block: 
 
 @pytest.mark.parametrize("block", [*BEHIND_A_SWITCH, "zero_optimization.offload_param",
                                    "amp", "aio", "activation_checkpointing", "pipeline", "timers"])
-def test_a_block_that_is_null_or_auto_asks_for_nothing(block: str) -> None:
+def test_a_block_of_null_or_auto_requests_nothing(block: str) -> None:
     Config.resolve(at(block, None), data_ranks=1)
     Config.resolve(at(block, "auto"), data_ranks=1)
 
@@ -229,7 +229,7 @@ OLD_OFFLOAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("given", OLD_OFFLOAD)
-def test_the_old_form_of_offload_is_that_of_the_host(given: str) -> None:
+def test_the_old_form_of_offload_means_host_offload(given: str) -> None:
     old, block, other = OLD_OFFLOAD[given]
     config = Config.resolve(at("zero_optimization", old), data_ranks=1)
     zero = config.as_dict()["zero_optimization"]
@@ -238,7 +238,7 @@ def test_the_old_form_of_offload_is_that_of_the_host(given: str) -> None:
     assert config.origins[f"zero_optimization.{block}.device"] == f"given as '{next(iter(old))}'"
 
 
-def test_the_old_form_of_offload_beside_the_new_one_is_refused() -> None:
+def test_old_and_new_forms_of_offload_together_are_rejected() -> None:
     with pytest.raises(ConfigError, match="cpu_offload: an old form of offload_optimizer, which stands beside it; remove"):
         Config.resolve(at("zero_optimization", {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}), data_ranks=1)
     Config.resolve(at("zero_optimization", {"cpu_offload": False, "offload_optimizer": {"device": "cpu"}}), data_ranks=1)
@@ -250,17 +250,17 @@ def test_a_disk_needs_a_folder(block: str) -> None:
         Config.resolve(at(f"zero_optimization.{block}", {"device": "nvme"}), data_ranks=1)
 
 
-def test_the_documented_name_of_disk_threads_is_another_spelling() -> None:
+def test_the_documented_name_of_disk_threads_is_an_alias() -> None:
     assert Config.resolve(at("aio.thread_count", 3), data_ranks=1).aio.intra_op_parallelism == 3
 
 
-def test_a_block_with_a_switch_may_be_switched_off_in_one_word() -> None:
+def test_a_block_with_a_switch_can_be_set_to_false() -> None:
     Config.resolve(at("flops_profiler", False), data_ranks=1)
     with pytest.raises(NotSupportedYet, match=r"^flops_profiler: got true; not supported yet"):
         Config.resolve(at("flops_profiler", True), data_ranks=1)
 
 
-def test_what_accelerate_writes_around_a_configuration_asks_for_nothing() -> None:
+def test_the_keys_that_accelerate_adds_request_nothing() -> None:
     config = Config.resolve(
         {
             "train_batch_size": "auto",
@@ -331,7 +331,7 @@ PUBLISHED_FORMS = {
 
 
 @pytest.mark.parametrize("text", PUBLISHED_FORMS.values(), ids=PUBLISHED_FORMS)
-def test_a_file_of_a_published_form_resolves(text: str, tmp_path: Path) -> None:
+def test_a_published_configuration_file_resolves(text: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     config = Config.resolve(file, data_ranks=2)

@@ -1,4 +1,4 @@
-"""Laws of what a person sees of the configuration: the reference page and `shoal config`."""
+"""The reference page documents every key, and `shoal config` prints values with their origins."""
 
 import json
 import re
@@ -15,18 +15,18 @@ from shoal.launch.cli import main
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def test_the_page_in_docs_is_the_one_that_the_sections_make() -> None:
+def test_the_page_in_docs_equals_the_generated_page() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(Config), "run: shoal config reference --output docs/configuration.md"
 
 
 @pytest.mark.parametrize("section", [Config, *nested(Config).values()])
-def test_every_field_has_a_meaning_under_it(section: type[Section]) -> None:
+def test_every_field_has_a_docstring(section: type[Section]) -> None:
     assert all(meaning.endswith((".", ".)")) for meaning in docstrings(section).values())
 
 
-def test_a_field_without_a_meaning_is_found() -> None:
+def test_a_field_without_a_docstring_is_detected() -> None:
     class Mute(Section):
-        said: int = 1
+        message: int = 1
         """Something."""
 
         silent: int = 2
@@ -56,20 +56,21 @@ def test_show_prints_values_with_their_origins(file: Path, capsys: pytest.Captur
     assert "\n stage 0 default" in printed
 
 
-def test_show_prints_one_json_object_when_asked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_one_json_object_with_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", str(file), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["values"]["train_micro_batch_size_per_gpu"] == 8
     assert printed["origins"]["optimizer.params.lr"] == "given"
 
 
-def test_show_reports_a_mistake_with_where_the_ranks_came_from(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_show_error_names_the_source_of_the_rank_count(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", str(file), "--ranks", "3"]) == 2
-    assert f"{file}: train_batch_size: got 8, no multiple of 3 data ranks (data ranks: --ranks)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{file}: train_batch_size: got 8, not a multiple of 3 data ranks (data ranks: --ranks)" in error
 
 
 @pytest.mark.parametrize("ranks", ["0", "two", "-1", "1.5"])
-def test_ranks_that_are_no_count_are_refused(file: Path, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_ranks_is_rejected(file: Path, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["config", "show", str(file), f"--ranks={ranks}"])
     assert f"got '{ranks}'; give a whole number of at least 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Laws of the whole configuration: every value has one meaning and an origin, every problem one line."""
+"""Every configuration value has an origin, and every problem is reported in one line with key, value and fix."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shoal import log
 from shoal.config.batch import BatchSizes
+from shoal.config.problem import nearest
 from shoal.config.resolve import nested
-from shoal.config.suggest import nearest
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet
 
@@ -53,8 +53,8 @@ REFUSED = {
     ),
     "two spellings": (
         {"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}},
-        "zero_optimization.max_live_parameters: another spelling of 'stage3_max_live_parameters' stands beside it; "
-        "keep 'stage3_max_live_parameters'",
+        "zero_optimization.max_live_parameters: is another spelling of 'stage3_max_live_parameters', which is given "
+        "too; keep 'stage3_max_live_parameters'",
     ),
     "two old spellings": (
         {
@@ -63,12 +63,12 @@ REFUSED = {
                 "stage3_gather_fp16_weights_on_model_save": True,
             }
         },
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save: another spelling of "
-        "'stage3_gather_16bit_weights_on_model_save' stands beside it; keep 'stage3_gather_16bit_weights_on_model_save'",
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save: is another spelling of "
+        "'stage3_gather_16bit_weights_on_model_save', which is given too; keep 'stage3_gather_16bit_weights_on_model_save'",
     ),
     "both names of bf16": (
         {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
-        "bfloat16: another spelling of 'bf16' stands beside it; keep 'bf16'",
+        "bfloat16: is another spelling of 'bf16', which is given too; keep 'bf16'",
     ),
     "a fraction for a whole number": ({"train_batch_size": 5.5}, "train_batch_size: got 5.5; give a whole number"),
     "a switch for a whole number": ({"train_batch_size": True}, "train_batch_size: got true; give a whole number"),
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_refused_with_path_got_allowed_and_fix(keys: dict[str, Any], message: str) -> None:
+def test_an_error_names_path_value_allowed_values_and_fix(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(**keys)
     assert str(raised.value) == message
@@ -184,7 +184,7 @@ LATER = {
 
 
 @pytest.mark.parametrize(("keys", "message"), LATER.values(), ids=LATER)
-def test_a_key_of_a_later_version_is_refused_as_such(keys: dict[str, Any], message: str) -> None:
+def test_a_key_of_a_later_version_raises_not_supported_yet(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(NotSupportedYet) as raised:
         resolve(**keys)
     assert str(raised.value) == message
@@ -214,13 +214,13 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_conflict_with_a_refused_value_is_not_reported_for_it_may_not_be_one() -> None:
+def test_a_conflict_with_a_rejected_value_is_not_reported() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(data_types={"grad_accum_dtype": "fp16"}, fp16={"enabled": "yes"})
     assert str(raised.value) == 'fp16.enabled: got "yes"; choose true or false'
 
 
-def test_one_problem_of_a_file_stands_behind_its_name(tmp_path: Path) -> None:
+def test_a_single_problem_is_prefixed_with_the_file_name(tmp_path: Path) -> None:
     file = tmp_path / "wrong.json"
     file.write_text('{"train_batch_size": 2, "stag": 1}')
     with pytest.raises(ConfigError) as raised:
@@ -228,7 +228,7 @@ def test_one_problem_of_a_file_stands_behind_its_name(tmp_path: Path) -> None:
     assert str(raised.value).startswith(f"{file}: stag: unknown key")
 
 
-def test_the_batch_is_settled_and_its_origin_told() -> None:
+def test_the_batch_is_resolved_with_its_origin() -> None:
     config = Config.resolve(
         {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"},
         data_ranks=2,
@@ -240,7 +240,7 @@ def test_the_batch_is_settled_and_its_origin_told() -> None:
     assert config.origins["gradient_accumulation_steps"] == "derived (32 / (4 x 2 data ranks))"
 
 
-def test_every_derived_batch_key_says_from_what() -> None:
+def test_every_derived_batch_key_names_its_sources() -> None:
     assert resolve().origins["train_batch_size"] == "derived (1 x 1 x 2 data ranks)"
     assert resolve().origins["gradient_accumulation_steps"] == "derived (nothing asks for more than one)"
     config = Config.resolve({"train_batch_size": 8}, data_ranks=1)
@@ -307,14 +307,14 @@ def test_dtypes_have_several_spellings_in_any_case(spelling: str, dtype: str) ->
     assert resolve(communication_data_type=spelling).communication_data_type == dtype
 
 
-def test_whole_numbers_come_in_any_dress() -> None:
+def test_whole_numbers_are_accepted_in_any_numeric_form() -> None:
     config = resolve(zero_optimization={"stage": 2.0, "reduce_bucket_size": 5e8}, train_batch_size=np.int64(4))
     assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (2, 500_000_000)
     assert type(config.train_batch_size) is int
 
 
 @pytest.mark.parametrize("never", [float("inf"), None])
-def test_progress_every_infinity_steps_is_never(never: float | None) -> None:
+def test_an_infinite_interval_means_never(never: float | None) -> None:
     assert resolve(steps_per_print=never).steps_per_print is None
 
 
@@ -330,7 +330,7 @@ def test_the_first_loss_scale_is_a_power_of_two_or_the_static_one() -> None:
     assert (static.dynamic, static.initial_scale) == (False, 128.0)
 
 
-def test_a_switch_without_effect_is_warned_of_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_inert_switch_gives_one_warning_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="shoal"):
         resolve(zero_optimization={"stage": 2, "contiguous_gradients": False, "reduce_scatter": True})
         resolve(zero_optimization={"stage": 2, "contiguous_gradients": False})
@@ -339,7 +339,7 @@ def test_a_switch_without_effect_is_warned_of_once_with_the_reason(caplog: pytes
     ]
 
 
-def test_an_odd_vocabulary_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vocabulary_size_not_divisible_by_8_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="shoal"):
         resolve(vocabulary_size=50257)
         resolve(vocabulary_size=50264)
@@ -348,24 +348,24 @@ def test_an_odd_vocabulary_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-def test_the_callers_dict_is_not_changed() -> None:
+def test_the_callers_dict_is_not_modified() -> None:
     source: dict[str, Any] = {"train_batch_size": 2, "zero_optimization": True, "allgather_size": 1, "fp32_allreduce": True}
     before = json.dumps(source)
     Config.resolve(source, data_ranks=1)
     assert json.dumps(source) == before
 
 
-def test_settings_cannot_be_changed() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         resolve().zero_optimization.stage = 1  # type: ignore[misc]
 
 
-def test_a_configuration_travels_to_another_process_whole() -> None:
+def test_a_configuration_survives_pickling() -> None:
     config = resolve(zero_optimization={"stage": 3})
-    again = pickle.loads(pickle.dumps(config))
-    assert again == config
-    assert again.batch == config.batch
-    assert again.origins == config.origins
+    restored = pickle.loads(pickle.dumps(config))
+    assert restored == config
+    assert restored.batch == config.batch
+    assert restored.origins == config.origins
 
 
 @given(
@@ -403,13 +403,13 @@ ODD = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(WORDS), ODD, max_size=5))
-def test_whatever_stands_in_a_configuration_it_resolves_or_raises_a_config_error(odd: dict[str, Any]) -> None:
+def test_any_configuration_resolves_or_raises_a_config_error(odd: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):
         config = Config.resolve({**BATCH, **odd}, data_ranks=2)
         assert Config.resolve(config.as_dict(), data_ranks=2).as_dict() == config.as_dict()
 
 
-def test_parameters_may_hold_objects_that_no_json_holds() -> None:
+def test_parameters_may_contain_objects_that_json_cannot_represent() -> None:
     betas = np.array([0.9, 0.95])
     config = resolve(optimizer={"type": "Adam", "params": {"betas": betas, "fused": None}})
     assert config.optimizer.params["betas"] is betas
@@ -418,7 +418,7 @@ def test_parameters_may_hold_objects_that_no_json_holds() -> None:
 
 
 @given(st.sampled_from(["train_batch_size", "gradient_clipping", "zero_optimization"]), st.data())
-def test_one_wrong_letter_still_finds_the_word(word: str, data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(word) - 1))
-    typo = word[:place] + data.draw(st.sampled_from("abcxyz")) + word[place + 1 :]
+def test_one_wrong_letter_still_finds_the_nearest_key(word: str, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(word) - 1))
+    typo = word[:index] + data.draw(st.sampled_from("abcxyz")) + word[index + 1 :]
     assert nearest(typo, Config.model_fields) == word

@@ -1,4 +1,4 @@
-"""Laws of the loader: one order, equal batches, exact resume on any ranks, and one test per message."""
+"""The loader has one global order, gives ranks equal batches, and resumes exactly on any number of ranks."""
 
 import logging
 from collections import Counter
@@ -37,7 +37,7 @@ def loaders(dataset: Any, ranks: int, size: int, **options: Any) -> list[Loader]
 
 
 def steps(group: list[Loader], limit: int | None = None) -> list[list[int]]:
-    """The samples of each global step, ranks in order; fails unless every rank has as many batches, of one size."""
+    """Return the samples of each global step in rank order; assert that all ranks have equally many batches of one size."""
     columns = [list(islice(loader, limit)) for loader in group]
     rows = list(zip(*columns, strict=True))
     assert all(len({len(batch) for batch in row}) == 1 for row in rows)
@@ -57,26 +57,26 @@ def resumed(group: list[Loader], ranks: int, size: int, **options: Any) -> list[
     return after
 
 
-def once_each(samples: list[int], expected: range, ranks: int) -> None:
-    """Every sample is there, and fewer than `ranks` of them twice (or more often, where a step has fewer than ranks)."""
+def assert_complete(samples: list[int], expected: range, ranks: int) -> None:
+    """Assert that every sample appears, with fewer than `ranks` repeats in total."""
     assert set(samples) == set(expected)
     assert len(samples) - len(expected) < ranks
 
 
 @settings(deadline=None)
 @given(counts, ranks_, sizes, st.booleans(), st.integers(0, 5))
-def test_an_epoch_holds_every_sample_once_and_every_rank_has_as_many_batches(
+def test_an_epoch_has_every_sample_once_and_equal_batches_per_rank(
         n: int, ranks: int, size: int, shuffle: bool, seed: int) -> None:
     group = loaders(range(n), ranks, size, shuffle=shuffle, seed=seed)
     rows = steps(group)
     assert [len(loader) for loader in group] == [len(rows)] * ranks
-    once_each(flat(rows), range(n), ranks)
-    once_each(flat(steps(group)), range(n), ranks)
+    assert_complete(flat(rows), range(n), ranks)
+    assert_complete(flat(steps(group)), range(n), ranks)
 
 
 @settings(deadline=None)
 @given(counts, ranks_, sizes, st.integers(0, 5))
-def test_the_global_order_is_the_same_on_every_number_of_ranks(n: int, ranks: int, size: int, seed: int) -> None:
+def test_the_global_order_does_not_depend_on_the_number_of_ranks(n: int, ranks: int, size: int, seed: int) -> None:
     one = flat(steps(loaders(range(n), 1, 1, seed=seed)))
     many = flat(steps(loaders(range(n), ranks, size, seed=seed, drop_last=False)))
     assert many[: n - n % (ranks * size)] == one[: n - n % (ranks * size)]
@@ -85,7 +85,7 @@ def test_the_global_order_is_the_same_on_every_number_of_ranks(n: int, ranks: in
 
 @settings(deadline=None)
 @given(st.integers(30, 60), ranks_, sizes)
-def test_drop_last_leaves_whole_global_batches(n: int, ranks: int, size: int) -> None:
+def test_drop_last_leaves_only_full_global_batches(n: int, ranks: int, size: int) -> None:
     group = loaders(range(n), ranks, size, drop_last=True)
     rows = steps(group)
     assert [len(row) for row in rows] == [ranks * size] * (n // (ranks * size)) == [ranks * size] * len(group[0])
@@ -106,7 +106,7 @@ def test_a_resume_on_other_ranks_and_batches_neither_repeats_nor_skips(
     head = flat(steps(before, stop))
     rest = flat(steps(resumed(before, ranks_after, size_after, drop_last=drop_last)))
     left = n - len(head)
-    if stop == len(before[0]) or (drop_last and left < ranks_after * size_after):  # nothing is left of this epoch
+    if stop == len(before[0]) or (drop_last and left < ranks_after * size_after):  # the epoch is complete
         following = loaders(range(n), ranks_after, size_after, drop_last=drop_last)
         for loader in following:
             loader.load_state_dict({**loader.state_dict(), "epoch": epoch + 1})
@@ -120,7 +120,7 @@ def test_a_resume_on_other_ranks_and_batches_neither_repeats_nor_skips(
 
 @settings(deadline=None)
 @given(counts, ranks_, sizes, st.integers(1, 12))
-def test_a_resume_on_the_same_ranks_gives_what_an_uninterrupted_run_gives(n: int, ranks: int, size: int, stop: int) -> None:
+def test_a_resume_on_the_same_ranks_equals_an_uninterrupted_run(n: int, ranks: int, size: int, stop: int) -> None:
     def endless(group: list[Loader], count: int) -> list[list[int]]:
         rows: list[list[int]] = []
         while len(rows) < count:
@@ -145,7 +145,7 @@ def test_without_shuffle_the_order_is_the_datasets() -> None:
     assert steps(loaders(range(10), 2, 2, shuffle=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_tail_that_does_not_come_out_even_repeats_its_first_samples() -> None:
+def test_an_uneven_last_step_repeats_its_first_samples() -> None:
     assert steps(loaders(range(7), 3, 2, shuffle=False)) == [[0, 1, 2, 3, 4, 5], [6, 6, 6]]
     assert steps(loaders(range(11), 3, 2, shuffle=False))[1] == [6, 7, 8, 9, 10, 6]
 
@@ -156,7 +156,7 @@ def test_an_abandoned_epoch_is_followed_by_the_next() -> None:
     assert (loader.epoch, len(list(loader)), loader.epoch) == (0, 4, 2)
 
 
-def test_the_state_counts_what_was_delivered_not_what_workers_prefetched() -> None:
+def test_the_position_counts_delivered_not_prefetched_samples() -> None:
     loader = Loader(range(40), batch_size=2, ranks=2, num_workers=2, collate_fn=list)
     batches = iter(loader)
     got = [next(batches) for _ in range(3)]
@@ -176,7 +176,7 @@ def test_an_iteration_follows_a_load() -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_iterating_leaves_the_random_state_alone() -> None:
+def test_iterating_does_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     list(Loader(range(8), batch_size=2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -188,7 +188,7 @@ def test_batches_are_tensors_without_a_collate_function() -> None:
 
 @settings(deadline=None)
 @given(counts, ranks_, sizes, ranks_, sizes, st.integers(1, 5))
-def test_a_stream_is_dealt_like_a_dataset_and_resumes_on_other_ranks(
+def test_an_iterable_dataset_is_divided_and_resumes_on_other_ranks(
         n: int, ranks: int, size: int, ranks_after: int, size_after: int, stop: int) -> None:
     assert steps(loaders(Numbers(n), ranks, size)) == steps(loaders(range(n), ranks, size, shuffle=False))
     before = loaders(Numbers(n), ranks, size)
@@ -197,12 +197,12 @@ def test_a_stream_is_dealt_like_a_dataset_and_resumes_on_other_ranks(
     assert (rest if len(head) == n else head + rest)[:n] == list(range(n))
 
 
-def test_workers_deal_a_stream_as_one_process_does() -> None:
+def test_workers_divide_an_iterable_dataset_as_one_process_does() -> None:
     workers = loaders(Numbers(23), 2, 3, num_workers=2)
     assert steps(workers) == steps(loaders(Numbers(23), 2, 3))
 
 
-def test_a_stream_is_told_the_epoch_and_a_resume_says_that_it_skips(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_iterable_dataset_gets_the_epoch_and_a_resume_logs_the_skip(caplog: pytest.LogCaptureFixture) -> None:
     stream = Numbers(9)
     loader = loaders(stream, 1, 2)[0]
     list(loader)
@@ -211,20 +211,20 @@ def test_a_stream_is_told_the_epoch_and_a_resume_says_that_it_skips(caplog: pyte
         rest = list(resumed([loader], 1, 2)[0])
     assert rest[0] == [2, 3]
     assert stream.epochs == [0, 1, 1]
-    assert "Numbers is a stream, so resuming reads it from its start and throws 2 samples away" in caplog.text
+    assert "Numbers is an iterable dataset, so resuming reads it from the start and discards 2 samples" in caplog.text
 
 
-def test_a_stream_has_no_length() -> None:
-    with pytest.raises(TypeError, match="Numbers is a stream without __len__"):
+def test_an_iterable_dataset_has_no_length() -> None:
+    with pytest.raises(TypeError, match="Numbers is an iterable dataset without __len__"):
         len(loaders(Numbers(3), 1, 1)[0])
 
 
-def test_a_stream_without_samples_is_refused() -> None:
-    with pytest.raises(UsageError, match="Numbers gave no batch of 2 samples"):
+def test_an_iterable_dataset_without_samples_is_rejected() -> None:
+    with pytest.raises(UsageError, match="Numbers yielded no batch of 2 samples"):
         list(loaders(Numbers(0), 1, 2)[0])
 
 
-def test_an_older_iteration_cannot_go_on() -> None:
+def test_an_older_iteration_cannot_continue() -> None:
     loader = loaders(range(8), 1, 2)[0]
     old = iter(loader)
     next(old)
@@ -233,17 +233,17 @@ def test_an_older_iteration_cannot_go_on() -> None:
         next(old)
 
 
-def test_an_empty_dataset_is_refused() -> None:
+def test_an_empty_dataset_is_rejected() -> None:
     with pytest.raises(UsageError, match="training_data: got list with no samples"):
         Loader([], batch_size=1)
 
 
-def test_a_dataset_smaller_than_a_dropped_batch_is_refused() -> None:
+def test_a_dataset_smaller_than_a_dropped_batch_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"3 samples, fewer than one global batch of 8 \(4 a rank on 2 ranks\)"):
         Loader([1, 2, 3], batch_size=4, ranks=2, drop_last=True)
 
 
-def test_a_dataset_without_len_is_refused() -> None:
+def test_a_dataset_without_len_is_rejected() -> None:
     class Endless(Dataset[int]):
         def __getitem__(self, index: int) -> int:
             return index
@@ -252,44 +252,44 @@ def test_a_dataset_without_len_is_refused() -> None:
         Loader(Endless(), batch_size=1)
 
 
-def test_a_generator_is_refused() -> None:
+def test_a_generator_is_rejected() -> None:
     with pytest.raises(UsageError, match="got generator, which lacks __len__ or __getitem__"):
         Loader((i for i in range(3)), batch_size=1)
 
 
-def test_a_mapping_of_datasets_is_refused() -> None:
+def test_a_mapping_of_datasets_is_rejected() -> None:
     with pytest.raises(UsageError, match="got dict, a mapping with the keys train, test; give the dataset under one"):
         Loader({"train": [1], "test": [2]}, batch_size=1)
 
 
-def test_the_batch_size_starts_at_one() -> None:
+def test_the_batch_size_must_be_at_least_one() -> None:
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: got 0"):
         Loader([1], batch_size=0)
 
 
-def test_the_rank_lies_within_the_ranks() -> None:
+def test_the_rank_must_be_below_the_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match="rank: got 2 of 2 ranks"):
         Loader([1], batch_size=1, rank=2, ranks=2)
 
 
-def test_another_dataset_length_is_refused_on_resume() -> None:
+def test_another_dataset_length_is_rejected_on_resume() -> None:
     with pytest.raises(CheckpointError, match="the dataset's length was 5 in the checkpoint and is 4 here"):
         Loader(range(4), batch_size=1).load_state_dict(Loader(range(5), batch_size=1).state_dict())
 
 
-def test_another_shuffle_is_refused_on_resume() -> None:
+def test_another_shuffle_is_rejected_on_resume() -> None:
     with pytest.raises(CheckpointError, match="the dataset's shuffle was False in the checkpoint and is True here"):
         Loader(range(4), batch_size=1).load_state_dict(Loader(range(4), batch_size=1, shuffle=False).state_dict())
 
 
-def test_a_foreign_state_is_refused() -> None:
+def test_a_foreign_state_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="the checkpoint lacks epoch, length, samples, seed, shuffle"):
         Loader(range(4), batch_size=1).load_state_dict({})
 
 
-def test_the_checkpoints_seed_is_taken_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_uses_the_checkpoints_seed(caplog: pytest.LogCaptureFixture) -> None:
     stored, loader = (Loader(range(40), batch_size=40, seed=seed) for seed in (3, 4))
     with caplog.at_level(logging.WARNING, "shoal"):
         loader.load_state_dict(stored.state_dict())
-    assert "going on with the checkpoint's seed 3 in place of 4" in caplog.text
+    assert "using the checkpoint's seed 3 instead of 4" in caplog.text
     assert torch.equal(next(iter(loader)), next(iter(stored)))

@@ -1,4 +1,4 @@
-"""Laws of the endless loader."""
+"""`RepeatingLoader` starts the next epoch by itself and resumes with its loader."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +14,7 @@ def loader() -> Loader:
     return Loader(range(6), batch_size=2, collate_fn=list)
 
 
-def test_it_gives_epoch_after_epoch() -> None:
+def test_it_starts_the_next_epoch_by_itself() -> None:
     repeating, plain = RepeatingLoader(loader()), loader()
     assert list(islice(repeating, 9)) == [*plain, *plain, *plain]
     assert len(repeating) == 3
@@ -34,7 +34,7 @@ def test_it_resumes_with_its_loader(stop: int) -> None:
     assert head + list(islice(second, 12 - stop)) == straight
 
 
-def test_it_follows_a_load_into_its_loader() -> None:
+def test_it_follows_load_state_dict_of_its_loader() -> None:
     inner = loader()
     start = inner.state_dict()
     repeating = RepeatingLoader(inner)
@@ -43,13 +43,13 @@ def test_it_follows_a_load_into_its_loader() -> None:
     assert [next(repeating), next(repeating)] == first
 
 
-def test_an_iterator_that_has_ended_is_refused() -> None:
+def test_an_exhausted_iterator_is_rejected() -> None:
     def numbers() -> Iterator[Any]:
         yield 1
 
     repeating = RepeatingLoader(numbers())
     assert next(repeating) == 1
-    with pytest.raises(UsageError, match="RepeatingLoader: generator gives no batches; an iterator ends for good"):
+    with pytest.raises(UsageError, match="RepeatingLoader: generator yields no batches; an iterator can be used once only"):
         next(repeating)
 
 
@@ -58,6 +58,6 @@ def test_a_loader_without_state_is_named() -> None:
         RepeatingLoader([1]).state_dict()
 
 
-def test_a_loader_without_length_has_none() -> None:
+def test_a_loader_without_length_gives_no_length() -> None:
     with pytest.raises(TypeError, match="generator has no length"):
         len(RepeatingLoader(i for i in range(3)))

@@ -13,16 +13,16 @@ Start = Callable[..., Launched]
 
 @pytest.fixture
 def started() -> Iterator[list[Launched]]:
-    """What the test started; its family is killed after the test, if anything of it is left."""
-    everything: list[Launched] = []
-    yield everything
-    for launched in everything:
+    """The launches of the test; all of their remaining processes are killed after the test."""
+    launches: list[Launched] = []
+    yield launches
+    for launched in launches:
         launched.kill()
 
 
 @pytest.fixture
 def start(started: list[Launched]) -> Start:
-    """Start a command."""
+    """Return a function that starts a command."""
 
     def begin(*command: str, **variables: str) -> Launched:
         started.append(execute(*command, **variables))
@@ -33,7 +33,7 @@ def start(started: list[Launched]) -> Start:
 
 @pytest.fixture
 def run(started: list[Launched]) -> Start:
-    """Start `shoal run` with the arguments given."""
+    """Return a function that starts `shoal run` with the given arguments."""
 
     def begin(*args: str, **variables: str) -> Launched:
         started.append(fork("run", *args, **variables))
@@ -44,7 +44,7 @@ def run(started: list[Launched]) -> Start:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], str]:
-    """Write a script and return its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text: str) -> str:
         path = tmp_path / "script.py"
@@ -56,7 +56,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port of this machine that nobody listened on a moment ago."""
+    """A port of this machine that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -64,10 +64,10 @@ def free_port() -> int:
 
 @pytest.fixture
 def mpirun() -> tuple[str, ...]:
-    """The MPI launcher of this machine, allowed to start more ranks than it has cores."""
+    """The command of the MPI launcher, with the option to start more ranks than cores."""
     path = shutil.which("mpirun")
     if path is None:
-        pytest.skip("no mpirun here; apt-get install openmpi-bin")
+        pytest.skip("needs mpirun; apt-get install openmpi-bin")
     if "Open MPI" not in subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout:
         return (path,)
     return (path, "--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else []))

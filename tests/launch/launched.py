@@ -1,7 +1,7 @@
-"""Start real launches and find what they leave behind, without a sleep and without a fixed port.
+"""Start real launches and find the processes that they leave behind, without sleeps and fixed ports.
 
-`execute` starts any command. `fork` starts `shoal` from a server that has imported torch already, which is all that it
-saves: the launch is a process of its own, with ranks of its own.
+`execute` starts any command. `fork` starts `shoal` from a forkserver that has imported torch, which only saves the import
+time: the launch is a separate process with its own ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A process whose ranks, and all that they started, are known by a variable in their environment."""
+    """A launch whose processes are identified by a variable in their environment."""
 
     pid: int
     out: TextIO
@@ -36,29 +36,29 @@ class Launched:
     wait: Callable[[], int]
 
     def read(self, lines: int) -> list[str]:
-        """Wait for that many more lines of standard output."""
+        """Wait for the next `lines` lines of standard output."""
         return [self.out.readline().rstrip("\n") for _ in range(lines)]
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for the end; return exit code, the rest of standard output, and standard error."""
+        """Wait for the exit; return the exit code, the rest of standard output, and standard error."""
         out, err = self.out.read(), self.err.read()
         return self.wait(), out, err
 
     def family(self) -> list[int]:
-        """Return every live process that carries the token."""
+        """Return every live process with the token in its environment."""
         word = f"{TOKEN}={self.token}".encode()
-        found: list[int] = []
+        pids: list[int] = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 try:
                     if word in (entry / "environ").read_bytes():  # empty for a zombie
-                        found.append(int(entry.name))
+                        pids.append(int(entry.name))
                 except OSError:
                     continue
-        return found
+        return pids
 
     def wait_until_gone(self) -> None:
-        """Wait until nobody of the family is left; fail with their command lines if that does not happen."""
+        """Wait until no process of the launch is left; fail with the command lines of those that remain."""
         deadline = time.monotonic() + SECONDS
         while family := self.family():
             assert time.monotonic() < deadline, f"still there: {[command_line(pid) for pid in family]}"
@@ -66,7 +66,7 @@ class Launched:
                 wait(pid, deadline)
 
     def kill(self) -> None:
-        """Clean up, also after a test that failed."""
+        """Kill and clean up all processes of the launch."""
         for pid in self.family():
             os.kill(pid, 9)
         self.wait()
@@ -75,7 +75,7 @@ class Launched:
 
 
 def execute(*command: str, **variables: str) -> Launched:
-    """Start a command, in a session of its own."""
+    """Start a command in a new session."""
     token = uuid.uuid4().hex
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, start_new_session=True, env=_environment(token, variables))
@@ -85,7 +85,7 @@ def execute(*command: str, **variables: str) -> Launched:
 
 
 def fork(*args: str, folder: str = ".", **variables: str) -> Launched:
-    """Start `shoal` with `args` in `folder`, in a session of its own."""
+    """Start `shoal` with `args` in `folder`, in a new session."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shoal.testing"])
     token = uuid.uuid4().hex
@@ -107,7 +107,7 @@ def fork(*args: str, folder: str = ".", **variables: str) -> Launched:
 
 @dataclass(frozen=True)
 class _Ends:
-    """Two file descriptors that survive the way to another process."""
+    """Two file descriptors that can be sent to another process."""
 
     out: int
     err: int
@@ -141,15 +141,15 @@ def _environment(token: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def command_line(pid: int) -> str:
-    """Return what process `pid` was started with."""
+    """Return the command line of process `pid`."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
-        return f"(pid {pid}, gone by now)"
+        return f"(pid {pid}, has exited)"
 
 
 def wait(pid: int, deadline: float) -> None:
-    """Wait until process `pid`, which need not be a child, has ended or `deadline` has passed."""
+    """Wait until process `pid` (any process, not only a child) has exited or `deadline` has passed."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What the command line says, and what it refuses before anything is started."""
+"""The command line explains itself and rejects invalid input before any process starts."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from shoal.launch.cli import main
 from shoal.version import __version__
 
 
-def refusal(capsys, *words):
+def error_of(capsys, *words):
     assert main(words) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -22,7 +22,7 @@ def test_help_names_every_command(capsys):
     assert all(f"\n  {name} " in shown for name in ("run", "config", "checkpoint", "disk", "pipeline"))
 
 
-def test_no_command_is_answered_with_the_help(capsys):
+def test_no_command_prints_the_help(capsys):
     assert main([]) == 2
     assert "usage: shoal COMMAND" in capsys.readouterr().out
 
@@ -32,16 +32,16 @@ def test_the_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"shoal {__version__}\n"
 
 
-def test_a_mistyped_command_gets_the_nearest_one(capsys):
-    message = refusal(capsys, "rnu")
+def test_a_mistyped_command_suggests_the_nearest_one(capsys):
+    message = error_of(capsys, "rnu")
     assert "there is no command 'rnu'; choose run, config, checkpoint, disk, pipeline; did you mean `shoal run`?" in message
 
 
-def test_a_script_without_run_is_told_how_scripts_are_started(capsys):
-    assert "a script is started with `shoal run SCRIPT`" in refusal(capsys, "./train.py")
+def test_a_script_without_run_gets_a_hint(capsys):
+    assert "start a script with `shoal run SCRIPT`" in error_of(capsys, "./train.py")
 
 
-def test_the_command_line_imports_no_torch_of_its_own():
+def test_the_command_line_does_not_import_torch():
     code = ("import sys, types; package = types.ModuleType('shoal'); package.__path__ = [sys.argv[1]];"
             "sys.modules['shoal'] = package; from shoal.launch.cli import main; main(['--help']);"
             "import shoal.launch.run; sys.exit('torch' in sys.modules)")
@@ -55,12 +55,13 @@ def test_the_command_line_imports_no_torch_of_its_own():
     (["--ranks", "0", "x.py"], "--ranks: got '0'; choose a whole number, 1 or more, or auto"),
     (["--ranks", "two", "x.py"], "--ranks: got 'two'; choose a whole number, 1 or more, or auto"),
     (["--nodes", "0", "x.py"], "--nodes: got '0'; choose a whole number, 1 or more"),
-    (["--nodes", "3:2", "x.py"], "--nodes 3:2: the fewest nodes exceed the most; write A:B with A at most B"),
+    (["--nodes", "3:2", "x.py"], "--nodes 3:2: the minimum exceeds the maximum; write A:B with A at most B"),
     (["--nodes", "2", "x.py"], "--nodes 2: several nodes need --rendezvous HOST:PORT, the same on each of them"),
-    (["--node-rank", "0", "x.py"], "--node-rank: it says which node hosts the rendezvous; give --rendezvous HOST:PORT too"),
+    (["--node-rank", "0", "x.py"],
+     "--node-rank: it selects the node that hosts the rendezvous; give --rendezvous HOST:PORT too"),
     (["--rendezvous", "node0", "x.py"], "--rendezvous: got 'node0'; write HOST:PORT, such as node0:29500"),
-    (["--max-restarts", "-1", "x.py"], "--max-restarts: got -1; 0 (never start again) or more"),
-    (["--grace", "-1", "x.py"], "--grace: got -1 seconds; 0 (kill at once) or more"),
+    (["--max-restarts", "-1", "x.py"], "--max-restarts: got -1; choose 0 (never restart) or more"),
+    (["--grace", "-1", "x.py"], "--grace: got -1 seconds; choose 0 (kill at once) or more"),
     (["--module", "--no-python", "x"], "--module and --no-python: SCRIPT cannot be both a Python module and a program"),
     (["--no-python", "no-such-program"], "no program 'no-such-program' on the path or in "),
     (["no-such-script.py"], "no script 'no-such-script.py' in "),
@@ -68,19 +69,19 @@ def test_the_command_line_imports_no_torch_of_its_own():
     (["."], "'.' is a folder without a __main__.py; name a script in it"),
     (["--env", "NAME", __file__], "--env: got 'NAME'; write NAME=VALUE"),
 ])
-def test_a_launch_that_cannot_be_meant_is_refused(capsys, monkeypatch, tmp_path, words, message):
+def test_invalid_launch_options_are_rejected(capsys, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(tmp_path)
-    assert f"shoal run: {message}" in refusal(capsys, "run", *words)
+    assert f"shoal run: {message}" in error_of(capsys, "run", *words)
 
 
 def test_a_syntax_error_is_shown_once_before_any_rank_starts(capsys, tmp_path):
     path = tmp_path / "script.py"
     path.write_text("good = 1\nbad = = 2\n")
-    assert refusal(capsys, "run", "--ranks", "2", str(path)) == (
+    assert error_of(capsys, "run", "--ranks", "2", str(path)) == (
         f"shoal run: {path}, line 2: invalid syntax\n    bad = = 2\n          ^\n")
 
 
-def test_a_script_that_is_no_text_is_refused(capsys, tmp_path):
+def test_a_script_that_is_not_text_is_rejected(capsys, tmp_path):
     path = tmp_path / "script.py"
     path.write_bytes(b"\0")
-    assert "cannot be read as Python: source code string cannot contain null bytes" in refusal(capsys, "run", str(path))
+    assert "cannot be read as Python: source code string cannot contain null bytes" in error_of(capsys, "run", str(path))

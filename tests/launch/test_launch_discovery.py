@@ -1,4 +1,4 @@
-"""Which rank a process is, from the variables of each launcher."""
+"""A process finds its rank in the environment variables of each supported launcher."""
 
 import pytest
 
@@ -14,18 +14,18 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
          "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}
 
 
-def test_a_process_that_nobody_launched_is_alone():
+def test_a_process_without_a_launcher_is_a_single_rank():
     assert discover({"MASTER_ADDR": "stale", "PATH": "/bin"}) == RankInfo(rank=0, ranks=1, local_rank=0, local_ranks=1,
-                                                                        source="alone")
+                                                                           source="alone")
 
 
-def test_torchrun_tells_everything():
+def test_torchrun_variables_give_everything():
     place = discover(TORCHRUN)
     assert (place.rank, place.ranks, place.local_rank, place.local_ranks) == (3, 4, 1, 2)
     assert (place.address, place.port, place.one_host) == ("node0", 1234, False)
 
 
-def test_torchruns_variables_win_over_mpis():
+def test_torchrun_variables_take_precedence_over_mpi():
     assert discover({**OPEN_MPI, **TORCHRUN}).rank == 3
 
 
@@ -40,16 +40,16 @@ def test_a_missing_variable_is_named(name):
         discover(rest)
 
 
-def test_a_world_of_one_needs_neither_an_address_nor_a_local_rank():
+def test_a_world_of_one_needs_no_address_and_no_local_rank():
     assert discover({"RANK": "0", "WORLD_SIZE": "1"}).local_rank == 0
 
 
-def test_a_variable_that_is_no_number_is_named():
+def test_a_variable_that_is_not_a_number_is_named():
     with pytest.raises(LaunchError, match="WORLD_SIZE: got 'two'; it must be a whole number"):
         discover({**TORCHRUN, "WORLD_SIZE": "two"})
 
 
-def test_a_rank_beyond_the_world_is_refused():
+def test_a_rank_beyond_the_world_size_is_rejected():
     with pytest.raises(LaunchError, match="RANK: got 4; with WORLD_SIZE=4 it must be below 4"):
         discover({**TORCHRUN, "RANK": "4"})
 
@@ -60,12 +60,12 @@ def test_mpi_on_one_host_needs_no_address(variables):
     assert (place.rank, place.ranks, place.local_rank, place.one_host, place.address) == (1, 2, 1, True, None)
 
 
-def test_mpi_on_several_hosts_asks_for_the_address():
+def test_mpi_on_several_hosts_requires_the_address():
     with pytest.raises(LaunchError, match=r"MASTER_ADDR is not set, and Open MPI started ranks on several hosts.*-x MASTER"):
         discover({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
-def test_mpi_on_several_hosts_meets_at_the_address_given():
+def test_mpi_on_several_hosts_uses_the_given_address():
     place = discover({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "node7"}, port=4321)
     assert (place.address, place.port) == ("node7", 4321)
 
@@ -75,7 +75,7 @@ def test_mpi_is_not_ignored_when_discovery_is_off():
         discover(OPEN_MPI, mpi=False)
 
 
-def test_slurm_on_several_hosts_meets_at_its_first_host():
+def test_slurm_on_several_hosts_uses_the_first_host_as_master():
     place = discover(SLURM)
     assert (place.rank, place.ranks, place.local_rank, place.source) == (5, 8, 1, "Slurm")
     assert (place.address, place.port) == ("gpu03", 29500)
@@ -86,7 +86,7 @@ def test_slurm_on_one_host_needs_no_address():
     assert (place.one_host, place.address, place.job) == (True, None, "slurm-9.0")
 
 
-def test_the_batch_shell_of_slurm_is_alone():
+def test_a_slurm_batch_shell_is_a_single_process():
     assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}).source == "alone"
 
 
@@ -100,6 +100,6 @@ def test_the_first_host_of_a_slurm_listing(listing, host):
     assert first_host(listing) == host
 
 
-def test_a_listing_without_a_host_is_refused():
+def test_a_slurm_list_without_a_host_is_rejected():
     with pytest.raises(LaunchError, match=r"SLURM_STEP_NODELIST: got '\[1-2\]'; expected hosts such as"):
         first_host("[1-2]")

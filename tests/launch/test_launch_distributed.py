@@ -1,4 +1,4 @@
-"""Joining the process group, in one process and in ranks that have one already."""
+"""`init_distributed` creates or reuses the process group and selects the device of a rank."""
 
 import json
 import logging
@@ -19,19 +19,19 @@ TWO = RankInfo(rank=1, ranks=2, local_rank=1, local_ranks=2, source="Open MPI", 
 
 
 @pytest.fixture
-def lone(monkeypatch):
-    """A process that nobody launched, and that leaves no group behind."""
+def unlaunched(monkeypatch):
+    """A process without launcher variables; its process group is destroyed after the test."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    if dist.is_initialized():  # by a test elsewhere that ran in this process
+    if dist.is_initialized():  # by an earlier test in this process
         dist.destroy_process_group()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def adopt():
+def reuse_group():
     group = dist.group.WORLD
     init_distributed(dist_init_required=False)
     init_distributed("gloo")
@@ -39,62 +39,62 @@ def adopt():
     return dist.group.WORLD is group, dist.get_rank()
 
 
-def test_an_initialised_process_group_is_adopted():
-    assert run_ranks(2, adopt) == [(True, 0), (True, 1)]
+def test_an_initialized_process_group_is_reused():
+    assert run_ranks(2, reuse_group) == [(True, 0), (True, 1)]
 
 
-def test_a_lone_process_joins_a_group_of_one_and_says_how_it_knew(lone, caplog):
+def test_a_single_process_joins_a_group_of_one_and_logs_why(unlaunched, caplog):
     with caplog.at_level(logging.INFO, logger="shoal"):
         init_distributed("gloo")
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    assert "found by alone, over gloo" in caplog.text
+    assert "found by aunlaunched, over gloo" in caplog.text
 
 
-def test_where_to_meet_can_be_given(lone, tmp_path):
+def test_the_init_method_can_be_given(unlaunched, tmp_path):
     init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.get_world_size() == 1
 
 
-def test_a_rank_without_a_place_to_meet_is_refused(lone):
+def test_a_rank_without_a_rendezvous_address_is_rejected(unlaunched):
     with pytest.raises(UsageError, match="got rank=0 and world_size=2 but no rendezvous address; pass init_method"):
         init_distributed("gloo", rank=0, world_size=2)
 
 
-def test_a_group_that_must_be_there_already_is_missed(lone):
+def test_a_missing_required_process_group_is_an_error(unlaunched):
     with pytest.raises(UsageError, match=r"dist_init_required is False, but torch.distributed is not initialised"):
         init_distributed(dist_init_required=False)
 
 
-def test_a_timeout_that_is_no_number_is_refused(lone, monkeypatch):
+def test_a_timeout_that_is_not_a_number_is_rejected(unlaunched, monkeypatch):
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")
     with pytest.raises(LaunchError, match="DEEPSPEED_TIMEOUT: got 'soon'; a number of minutes is expected"):
         init_distributed("gloo")
 
 
-def test_a_configuration_given_here_is_not_ignored_silently(lone, caplog):
+def test_an_ignored_configuration_argument_gives_a_warning(unlaunched, caplog):
     with caplog.at_level(logging.WARNING, logger="shoal"):
         init_distributed("gloo", config={})
     assert "config has no effect here; shoal.initialize reads it" in caplog.text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_device_of_a_rank_without_gpus_is_the_cpu():
     assert device() == torch.device("cpu")
 
 
 @pytest.fixture
-def gpus(lone, monkeypatch):
-    """A process that nobody launched, on a host with two GPUs."""
+def gpus(unlaunched, monkeypatch):
+    """A process without launcher variables, on a host with two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
-def test_ranks_beyond_the_gpus_share_them_in_turn(gpus, monkeypatch):
+def test_ranks_beyond_the_number_of_gpus_share_them(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert device() == torch.device("cuda", 1)
 
 
-def test_a_rank_that_nobody_numbered_keeps_the_gpu_that_it_has_chosen(gpus, monkeypatch):
+def test_a_rank_without_a_local_rank_keeps_its_current_gpu(gpus, monkeypatch):
     for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -106,18 +106,18 @@ def test_a_rank_that_nobody_numbered_keeps_the_gpu_that_it_has_chosen(gpus, monk
     ("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo", "cpu"), ("cuda:nccl", "cuda:0"), ("cpu:gloo,cuda:nccl", "cuda:0"),
     ("cpu:mpi,cuda:mpi", "cuda:0"),
 ])  # fmt: skip
-def test_a_job_trains_on_gpus_whose_tensors_its_backend_carries(gpus, monkeypatch, backends, found):
+def test_a_job_uses_gpus_that_its_backend_supports(gpus, monkeypatch, backends, found):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
     try:
         assert str(device()) == found
     finally:
-        monkeypatch.undo()  # before others ask whether there is a group
+        monkeypatch.undo()  # before other fixtures query the process group
 
 
 def on_a_host_with_gpus():
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)  # this process ends with the test
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)  # the process exits after the test
     init_distributed()
     return str(device())
 
@@ -126,7 +126,7 @@ def test_ranks_of_gloo_train_on_the_cpu_of_a_host_with_gpus():
     assert run_ranks(2, on_a_host_with_gpus) == ["cpu", "cpu"]
 
 
-def test_nccl_refuses_a_rank_without_a_gpu_of_its_own(monkeypatch):
+def test_nccl_rejects_a_rank_without_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(process_group, "discover", lambda variables, **more: RankInfo(
         rank=6, ranks=8, local_rank=2, local_ranks=4, source="Slurm"))
@@ -134,7 +134,7 @@ def test_nccl_refuses_a_rank_without_a_gpu_of_its_own(monkeypatch):
         init_distributed("nccl")
 
 
-def test_what_a_dead_job_announced_is_not_believed(monkeypatch, tmp_path):
+def test_the_announcement_of_a_dead_job_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
     path = process_group._announcement(TWO)
     path.write_text(json.dumps({"port": 1, "pid": os.getpid(), "born": "an earlier life"}))
@@ -142,14 +142,14 @@ def test_what_a_dead_job_announced_is_not_believed(monkeypatch, tmp_path):
         process_group._announced_port(path, timedelta(seconds=0.05))
 
 
-def test_what_a_live_job_announces_is_believed(monkeypatch, tmp_path):
+def test_the_announcement_of_a_live_job_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
     path = process_group._announcement(TWO)
     path.write_text(json.dumps({"port": 4321, "pid": os.getpid(), "born": process_group._start_time(os.getpid())}))
     assert process_group._announced_port(path, timedelta(seconds=5)) == 4321
 
 
-def test_announcements_are_not_read_from_another_users_folder(monkeypatch, tmp_path):
+def test_announcements_of_another_users_folder_are_ignored(monkeypatch, tmp_path):
     monkeypatch.setattr(process_group.tempfile, "gettempdir", lambda: str(tmp_path))
     process_group._announcement(TWO)
     monkeypatch.setattr(os, "getuid", lambda: 12345)

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how that is told."""
+"""The failure report finds the rank that failed first and describes it."""
 
 import signal
 
@@ -13,14 +13,15 @@ def test_the_earliest_exception_is_the_cause():
     assert first([failed(0, time=2.0, summary="ValueError: b"), failed(1, time=1.0, summary="ValueError: a")]).rank == 1
 
 
-def test_a_lost_connection_is_an_echo_however_early_it_was_felt():
-    echo = failed(0, time=1.0, summary="RuntimeError: [/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:1")
-    assert first([echo, failed(1, time=2.0, status=-9)]).rank == 1
+def test_a_lost_connection_is_secondary_even_if_it_came_first():
+    summary = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:1"
+    secondary = failed(0, time=1.0, summary=summary)
+    assert first([secondary, failed(1, time=2.0, status=-9)]).rank == 1
 
 
-def test_a_timeout_of_a_collective_is_an_echo_of_a_death():
-    echo = failed(0, time=1.0, summary="late", kinds=("shoal.errors.CollectiveTimeout", "builtins.RuntimeError"))
-    assert first([echo, failed(1, time=2.0, summary="KeyError: 1")]).rank == 1
+def test_a_collective_timeout_is_a_secondary_failure():
+    secondary = failed(0, time=1.0, summary="late", kinds=("shoal.errors.CollectiveTimeout", "builtins.RuntimeError"))
+    assert first([secondary, failed(1, time=2.0, summary="KeyError: 1")]).rank == 1
 
 
 def test_a_rank_that_the_launcher_stopped_is_never_the_cause():
@@ -35,10 +36,10 @@ def test_a_signal_without_a_name_keeps_its_number():
     assert [signal_name(signal.SIGABRT), signal_name(250)] == ["SIGABRT", "signal 250"]
 
 
-def test_the_block_names_the_cause_and_gives_the_others_a_line_each():
-    echo = "RuntimeError: [/a/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
+def test_the_report_shows_the_cause_and_one_line_per_other_rank():
+    secondary = "RuntimeError: [/a/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
     cause = failed(1, summary="ValueError: no", text="Traceback\nValueError: no\n")
-    block = describe([failed(0, time=2.0, summary=echo), cause, failed(2, status=-15, stopped=True)], ranks=3)
+    block = describe([failed(0, time=2.0, summary=secondary), cause, failed(2, status=-15, stopped=True)], ranks=3)
     lines = block.splitlines()
     assert lines[0].startswith("---- rank 1 of 3 failed: ValueError: no -----")
     assert lines[2:4] == ["Traceback", "ValueError: no"]

@@ -1,4 +1,4 @@
-"""Who is left behind is found by a mark, and ended."""
+"""Orphaned processes of a launch are found by a mark in their environment and killed."""
 
 import signal
 import subprocess
@@ -38,21 +38,21 @@ def test_only_processes_with_the_mark_are_swept():
         other.wait()
 
 
-def test_what_does_not_end_when_asked_is_killed():
+def test_a_process_that_ignores_sigterm_is_killed():
     process = start("test-stubborn", "ignore")
     sweep("test-stubborn", 0.1)
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_guardian_ends_with_its_launcher_even_when_it_was_killed_before():
+def test_leaving_the_guardian_succeeds_if_it_was_killed():
     code = ("import os, sys; from shoal.launch.orphans import Guardian\n"
             "with Guardian('test-guardian', '/nonexistent') as guardian: os.kill(guardian.pid, 9)\n"
-            "print('ended in peace')")
+            "print('left the context')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "ended in peace\n"
+    assert done.stdout == "left the context\n"
 
 
-def test_a_guardian_sweeps_and_removes_the_folder_when_its_launcher_is_killed(tmp_path):
+def test_the_guardian_of_a_killed_launcher_sweeps_and_removes_the_folder(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
     process = start("test-killed")

@@ -1,4 +1,4 @@
-"""`shoal run` with real processes: what ranks see, how a run ends, and that nothing outlives it."""
+"""`shoal run` with real processes: the environment of the ranks, exit codes and signals, and no orphans."""
 
 import os
 import signal
@@ -13,19 +13,19 @@ init_distributed()
 total = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(total)
 cores = sorted(os.sched_getaffinity(0)) if "SHOAL_LAUNCH" in os.environ else "any"
-said = (dist.get_rank(), dist.get_world_size(), total.item(), sys.argv[1:], os.environ.get("NAME"), cores)
-sys.stdout.write(" ".join(map(str, said)) + "\\n")  # one write: unbuffered ranks share the terminal
+message = (dist.get_rank(), dist.get_world_size(), total.item(), sys.argv[1:], os.environ.get("NAME"), cores)
+sys.stdout.write(" ".join(map(str, message)) + "\\n")  # one write: unbuffered ranks share the terminal
 """
 
 HOLDER = """
 import json, torch, torch.distributed as dist, shoal
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
 engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 4), config=config)
-json.groups = [dist.new_group([0, 1]) for _ in range(8)]  # a module that lives as long as the interpreter
+json.groups = [dist.new_group([0, 1]) for _ in range(8)]  # keeps the groups referenced until the interpreter exits
 for group in json.groups:
     dist.all_reduce(torch.ones(3), group=group)
 """
-"""Ranks end right after their last collectives, with groups of their own."""
+"""Ranks exit right after their last collectives while they still reference process groups."""
 
 FAMILY = """
 import os, signal, subprocess, sys
@@ -34,7 +34,7 @@ child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.write(1, 
 os.write(1, f"rank {os.environ['RANK']} {os.getpid()}\\n".encode())  # one write: the ranks share the terminal
 signal.pause()
 """
-"""Each rank has a child in another session."""
+"""Each rank has a child process in another session."""
 
 FINISH = """
 import os, signal, sys
@@ -59,7 +59,7 @@ def rank_pids(lines):
     return {int(words[1]): int(words[2]) for words in map(str.split, lines) if words[0] == "rank"}
 
 
-def test_two_ranks_reduce_on_their_own_cores_with_arguments_and_variables_as_given(start, script):
+def test_two_ranks_get_their_cores_arguments_and_variables(start, script):
     launch = start(sys.executable, "-m", "shoal", "run", "--ranks", "2", "--env", "NAME=value",
                    script(ALL_REDUCE), "--ranks", "a b", "$HOME ${local_rank} $$")
     code, out, err = launch.end()
@@ -75,7 +75,7 @@ def test_two_ranks_reduce_on_their_own_cores_with_arguments_and_variables_as_giv
     launch.wait_until_gone()
 
 
-def test_the_first_failing_rank_is_shown_once_with_its_traceback_and_nothing_else(run, script):
+def test_only_the_first_failing_rank_is_shown_with_its_traceback(run, script):
     launch = run("--ranks", "2", script("""
 import os, signal
 def inner():
@@ -104,12 +104,12 @@ def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
     assert "rank 0 of 1 failed: sys.exit(7)" in err
 
 
-def test_ranks_that_hold_groups_to_the_end_end_well(run, script):
+def test_ranks_that_keep_groups_until_exit_succeed(run, script):
     path = script(HOLDER)
     assert [run("--ranks", "2", path).end()[0] for _ in range(3)] == [0] * 3
 
 
-def test_a_killed_rank_takes_the_run_down_and_leaves_no_process(run, script):
+def test_a_killed_rank_ends_the_run_and_leaves_no_process(run, script):
     launch = run("--ranks", "2", script(FAMILY))
     ranks = rank_pids(launch.read(4))
     os.kill(ranks[1], signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_finish(run, script, nu
     code, out, err = launch.end()
     assert code == 128 + number
     assert out.splitlines() == [f"finished {number.name}"] * 2
-    assert f"{number.name} goes to 2 ranks, with 30 s to finish" in err
+    assert f"sending {number.name} to 2 ranks, which have 30 s to finish" in err
     launch.wait_until_gone()
 
 
@@ -150,13 +150,13 @@ def test_a_second_signal_kills_at_once(run, script):
     launch = run("--ranks", "1", "--grace", "1000", script(STUBBORN))
     launch.read(1)
     os.kill(launch.pid, signal.SIGTERM)
-    assert launch.err.readline().startswith("shoal run: SIGTERM goes to 1 rank")
+    assert launch.err.readline().startswith("shoal run: sending SIGTERM to 1 rank")
     os.kill(launch.pid, signal.SIGINT)
     assert launch.end()[0] == 128 + signal.SIGINT
     launch.wait_until_gone()
 
 
-def test_ranks_are_started_again_after_a_failure_and_meet_anew(run, script):
+def test_ranks_restart_after_a_failure_with_a_new_rendezvous(run, script):
     launch = run("--ranks", "2", "--max-restarts", "1", script("""
 import os, torch, torch.distributed as dist
 from shoal.transport.process_group import init_distributed
@@ -171,11 +171,11 @@ print(total.item())
     code, out, err = launch.end()
     assert (code, out.splitlines()) == (0, ["4.0", "4.0"]), err
     assert "rank 1 of 2 failed: killed by SIGKILL" in err
-    assert "starting all ranks again: attempt 2 of 2" in err
+    assert "restarting all ranks: attempt 2 of 2" in err
     launch.wait_until_gone()
 
 
-def test_a_log_folder_gets_a_file_for_each_rank_beside_the_live_output(run, script, tmp_path):
+def test_log_dir_writes_a_file_per_rank_beside_the_live_output(run, script, tmp_path):
     launch = run("--ranks", "2", "--log-dir", str(tmp_path / "logs"), script("import os; print('I am', os.environ['RANK'])"))
     code, out, err = launch.end()
     assert code == 0, err
@@ -206,7 +206,7 @@ def test_two_nodes_meet_at_a_rendezvous(run, script, free_port):
     assert all(out.split()[1:3] == ["2", "3.0"] for _, out, _ in ends)
 
 
-def test_a_lone_process_is_a_job_of_one(start, script):
+def test_a_process_without_launcher_is_a_job_of_one(start, script):
     code, out, err = start(sys.executable, script(ALL_REDUCE)).end()
     assert (code, out) == (0, "0 1 1.0 [] None any\n"), err
 

@@ -1,4 +1,4 @@
-"""Laws of OneCycle: the published formulas, hand-computed values, the momentum mirrored, and resume."""
+"""OneCycle equals the published formulas and hand-computed values, mirrors the momentum, and resumes exactly."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ def momentum_of(group: dict[str, Any]) -> float:
 
 
 def written(schedule: Schedule, steps: int) -> list[tuple[float, float]]:
-    """The learning rate and the momentum of the first group that optimizer steps 0, 1, 2, ... run with."""
+    """Return the learning rate and momentum of the first group for optimizer steps 0, 1, 2, ..."""
     found: list[tuple[float, float]] = []
     for _ in range(steps):
         group = schedule.optimizer.param_groups[0]
@@ -40,7 +40,7 @@ def near(values: list[float]) -> Any:
     return pytest.approx(values, rel=1e-12)
 
 
-def test_a_cycle_by_hand() -> None:
+def test_a_cycle_equals_values_computed_by_hand() -> None:
     schedule = OneCycle(adam(), 1.0, 5.0, cycle_first_step_size=4, cycle_second_step_size=2, cycle_min_mom=0.8,
                         cycle_max_mom=0.9, decay_lr_rate=1.0, decay_mom_rate=0.05, decay_step_size=2)
     rates, momenta = zip(*written(schedule, 11), strict=True)
@@ -48,7 +48,7 @@ def test_a_cycle_by_hand() -> None:
     assert list(momenta) == near([.9, .875, .85, .825, .8, .85, .9, .9225, .945, .9675, .99])
 
 
-def test_stairs_are_held_and_reach_both_ends() -> None:
+def test_stairs_are_constant_and_reach_both_limits() -> None:
     schedule = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=6, cycle_second_step_size=4, cycle_first_stair_count=3,
                         cycle_second_stair_count=2, cycle_min_mom=0.0, cycle_max_mom=0.5)
     rates, momenta = zip(*written(schedule, 12), strict=True)
@@ -56,20 +56,20 @@ def test_stairs_are_held_and_reach_both_ends() -> None:
     assert list(momenta) == near([0.5 - rate / 2 for rate in rates])
 
 
-def test_the_second_side_is_as_the_first_unless_it_is_given() -> None:
+def test_the_second_side_defaults_to_the_first() -> None:
     given_, alike = (OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=6, cycle_first_stair_count=3, **second)
                      for second in ({"cycle_second_step_size": 6, "cycle_second_stair_count": 3}, {}))
     assert written(given_, 20) == written(alike, 20)
 
 
-def test_without_a_second_side_the_decay_follows_the_top() -> None:
+def test_without_a_second_side_the_decay_follows_the_maximum() -> None:
     schedule = OneCycle(adam(), 1.0, 3.0, decay_lr_rate=1.0, cycle_first_step_size=2, cycle_second_step_size=0,
                         decay_step_size=1)
     assert [rate for rate, _ in written(schedule, 5)] == near([1, 2, 3, 1 / 2, 1 / 3])
 
 
 @given(sizes, st.integers(0, 12), st.integers(0, 3), st.floats(0, 2), st.floats(0, 1e-3), st.floats(1e-3, 1))
-def test_a_cycle_is_its_formula(first: int, second: int, size: int, rate: float, low: float, high: float) -> None:
+def test_a_cycle_equals_its_formula(first: int, second: int, size: int, rate: float, low: float, high: float) -> None:
     schedule = OneCycle(adam(), low, high, rate, first, second, decay_step_size=size, cycle_min_mom=0.6, cycle_max_mom=0.8)
 
     def expected(n: int) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def test_a_cycle_is_its_formula(first: int, second: int, size: int, rate: float,
 
 
 @given(sizes, sizes, st.integers(0, 4), st.integers(0, 4))
-def test_the_momentum_is_the_mirror_of_the_learning_rate(first: int, second: int, stairs: int, more: int) -> None:
+def test_the_momentum_mirrors_the_learning_rate(first: int, second: int, stairs: int, more: int) -> None:
     schedule = OneCycle(adam(), 0.1, 0.5, 0, first, second, stairs, more, cycle_min_mom=0.6, cycle_max_mom=0.8)
     found = written(schedule, first + second + 3)
     assert [(rate - 0.1) / 0.4 for rate, _ in found] == pytest.approx([(0.8 - mom) / 0.2 for _, mom in found], abs=1e-12)
@@ -96,7 +96,7 @@ def test_the_momentum_is_the_mirror_of_the_learning_rate(first: int, second: int
 
 
 @given(st.integers(0, 30))
-def test_a_resumed_cycle_continues_as_if_never_stopped(cut: int) -> None:
+def test_a_resumed_cycle_equals_an_uninterrupted_one(cut: int) -> None:
     options: dict[str, Any] = {"decay_lr_rate": 0.5, "decay_step_size": 3, "decay_mom_rate": 0.01,
                                "cycle_first_step_size": 7, "cycle_second_step_size": 9}
     whole = written(OneCycle(adam(), 0.1, 0.7, **options), 40)
@@ -122,14 +122,14 @@ def test_sgd_cycles_its_momentum() -> None:
     assert schedule.get_mom() == [pytest.approx(0.85)]
 
 
-def test_without_cycle_momentum_the_optimizers_own_stays() -> None:
+def test_without_cycle_momentum_the_momentum_is_unchanged() -> None:
     schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=2, cycle_momentum=False)
     assert [momentum for _, momentum in written(schedule, 5)] == [0.7] * 5
     assert schedule.get_mom() == [(0.7, 0.95)]
 
 
 @pytest.mark.parametrize("kind", [SGD, Adagrad])
-def test_an_optimizer_without_momentum_is_told_and_only_its_rate_cycles(kind: Any,
+def test_without_momentum_a_warning_is_given_and_only_the_rate_cycles(kind: Any,
                                                                         caplog: pytest.LogCaptureFixture) -> None:
     optimizer = kind([torch.zeros(1)])
     before = dict(optimizer.param_groups[0])
@@ -141,7 +141,7 @@ def test_an_optimizer_without_momentum_is_told_and_only_its_rate_cycles(kind: An
     assert schedule.get_mom() == [0]
 
 
-def test_a_second_beta_that_is_replaced_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_replacing_the_second_beta_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
         OneCycle(Adam([torch.zeros(1)], betas=(0.9, 0.97)), 0.1, 0.5)
     assert "OneCycle sets the second beta to 0.99, as published; the optimizer was given 0.97" in caplog.text
@@ -152,8 +152,8 @@ def test_a_growing_momentum_stays_below_1() -> None:
     assert [mom for _, mom in written(schedule, 5)][2:] == [0.999] * 3
 
 
-def test_torch_steps_by_what_the_cycle_wrote() -> None:
-    """Its momentum is bias-corrected by the beta of the step, as torch's own OneCycleLR has it."""
+def test_a_torch_optimizer_uses_the_cycled_values() -> None:
+    """AdamW under OneCycle equals AdamW under torch's OneCycleLR, bias correction by the current beta included."""
     ours, theirs = (AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.04, betas=(0.9, 0.99)) for _ in range(2))
     mine = OneCycle(ours, 0.04, 0.4, cycle_first_step_size=3, cycle_second_step_size=3, cycle_min_mom=0.8, cycle_max_mom=0.9)
     other = torch.optim.lr_scheduler.OneCycleLR(theirs, 0.4, total_steps=7, pct_start=4 / 7, anneal_strategy="linear",
@@ -177,7 +177,7 @@ def net() -> torch.nn.Module:
 
 
 def trained(steps: int, folder: str, native: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    """Go on from the last checkpoint in `folder` to step `steps`, and leave one there."""
+    """Resume from the last checkpoint in `folder`, train to step `steps`, and save a checkpoint."""
     engine, *_ = shoal.initialize(model=net(), config={
         "train_batch_size": 2, "gradient_clipping": 0, "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1, "weight_decay": 0.1, "torch_adam": not native}},
@@ -193,7 +193,7 @@ def trained(steps: int, folder: str, native: bool) -> tuple[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_an_engine_follows_the_cycle_as_torch_does_across_a_resume(native: bool, tmp_path: Path) -> None:
+def test_an_engine_equals_torch_across_a_resume_in_the_cycle(native: bool, tmp_path: Path) -> None:
     run_ranks(2, trained, 4, str(tmp_path), native)
     found = run_ranks(2, trained, 8, str(tmp_path), native)
     model = net()
@@ -210,7 +210,7 @@ def test_an_engine_follows_the_cycle_as_torch_does_across_a_resume(native: bool,
         assert momentum == schedule.get_mom()
 
 
-@pytest.mark.parametrize(("params", "said"), [
+@pytest.mark.parametrize(("params", "message"), [
     ({"cycle_first_step_size": 0}, r"cycle_first_step_size: got 0; give a whole number of steps, 1 or more"),
     ({"cycle_second_step_size": -1}, r"cycle_second_step_size: got -1; give a whole number of steps, 0 or more"),
     ({"cycle_first_stair_count": 1.5}, r"cycle_first_stair_count: got 1\.5"),
@@ -224,8 +224,8 @@ def test_an_engine_follows_the_cycle_as_torch_does_across_a_resume(native: bool,
     ({"cycle_min_mom": 0.95}, r"cycle_max_mom: got 0\.9, below cycle_min_mom of 0\.95"),
     ({"cycle_max_mom": 1}, r"cycle_max_mom: got 1; a momentum is below 1"),
 ])
-def test_what_is_wrong_is_told_by_key(params: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scheduler\.params\.{said}"):
+def test_an_error_names_the_key(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.params\.{message}"):
         make_schedule("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, **params}, adam())
 
 

@@ -1,4 +1,4 @@
-"""Laws of the learning-rate range test: the published formula, stairs, groups, resume."""
+"""LRRangeTest equals the published formula, with stairs and groups, and resumes exactly."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def sgd(*rates: float) -> SGD:
 
 
 def written(schedule: Schedule, steps: int) -> list[float]:
-    """The learning rates of the first group that optimizer steps 0, 1, 2, ... run with."""
+    """Return the learning rates of the first group for optimizer steps 0, 1, 2, ..."""
     rates: list[float] = []
     for _ in range(steps):
         rates.append(schedule.optimizer.param_groups[0]["lr"])
@@ -25,13 +25,13 @@ def written(schedule: Schedule, steps: int) -> list[float]:
     return rates
 
 
-def test_it_rises_by_hand() -> None:
+def test_the_rates_equal_values_computed_by_hand() -> None:
     assert written(LRRangeTest(sgd(), 0.5, 2, 3.0), 6) == [0.5, 1.25, 2.0, 2.75, 3.5, 4.25]
     assert written(LRRangeTest(sgd(), 0.5, 2, 3.0, lr_range_test_staircase=True), 6) == [0.5, 0.5, 2.0, 2.0, 3.5, 3.5]
 
 
 @given(st.floats(1e-6, 1), st.integers(1, 50), st.floats(0, 10), st.booleans())
-def test_it_is_its_formula(low: float, size: int, rate: float, stairs: bool) -> None:
+def test_the_range_test_equals_its_formula(low: float, size: int, rate: float, stairs: bool) -> None:
     found = written(LRRangeTest(sgd(), low, size, rate, stairs), 60)
     assert found == pytest.approx([low * (1 + rate * (n // size if stairs else n / size)) for n in range(60)], rel=1e-12)
 
@@ -47,14 +47,14 @@ def test_each_group_rises_from_its_own_minimum() -> None:
 
 
 @given(st.integers(0, 20))
-def test_a_resumed_test_continues_as_if_never_stopped(cut: int) -> None:
+def test_a_resumed_range_test_equals_an_uninterrupted_one(cut: int) -> None:
     first, second = (LRRangeTest(sgd(), 0.1, 3, 0.7) for _ in range(2))
     head = written(first, cut)
     second.load_state_dict(first.state_dict())
     assert head + written(second, 30 - cut) == written(LRRangeTest(sgd(), 0.1, 3, 0.7), 30)
 
 
-@pytest.mark.parametrize(("params", "said"), [
+@pytest.mark.parametrize(("params", "message"), [
     ({"lr_range_test_step_size": 0}, r"lr_range_test_step_size: got 0; give a whole number of steps, 1 or more"),
     ({"lr_range_test_step_size": 2.5}, r"lr_range_test_step_size: got 2\.5"),
     ({"lr_range_test_step_rate": -1}, r"lr_range_test_step_rate: got -1; give one finite number, 0 or more"),
@@ -62,6 +62,6 @@ def test_a_resumed_test_continues_as_if_never_stopped(cut: int) -> None:
     ({"lr_range_test_min_lr": None}, r"lr_range_test_min_lr: got None"),
     ({"lr_range_test_size": 2}, r"lr_range_test_size: \w+ has no such keyword; did you mean 'lr_range_test_ste"),
 ])
-def test_what_is_wrong_is_told_by_key(params: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scheduler\.params\.{said}"):
+def test_an_error_names_the_key(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.params\.{message}"):
         make_schedule("lrrangetest", params, sgd())

@@ -1,4 +1,4 @@
-"""Laws of the flags: one for each parameter of each named schedule, and what they build."""
+"""Every parameter of a built-in schedule has a command-line flag, and the flags give the configuration section."""
 
 import argparse
 import inspect
@@ -10,10 +10,10 @@ from torch.optim import SGD
 
 import shoal
 from shoal.schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, make_schedule
-from shoal.schedule.arguments import get_config_from_args
+from shoal.schedule.registry import get_config_from_args
 
 
-def asked(*words: str) -> tuple[dict[str, Any] | None, str | None]:
+def section_from(*words: str) -> tuple[dict[str, Any] | None, str | None]:
     parser = shoal.add_tuning_arguments(argparse.ArgumentParser())
     return get_config_from_args(parser.parse_args(words))
 
@@ -24,25 +24,25 @@ def test_every_parameter_has_a_flag_that_reaches_it(kind: Any) -> None:
              if name not in ("self", "optimizer", "last_batch_iteration")]
     words = [word for name in names for word in (f"--{name}", "7")]
     section = {"type": kind.__name__, "params": dict.fromkeys(names, 7)}
-    assert asked("--lr_schedule", kind.__name__, *words) == (section, None)
+    assert section_from("--lr_schedule", kind.__name__, *words) == (section, None)
 
 
 def test_flags_are_read_as_json_would_be() -> None:
-    section, _ = asked("--lr_schedule", "OneCycle", "--cycle_min_lr", "1e-3", "--cycle_max_lr", "[0.1,0.2]",
-                       "--cycle_momentum", "False", "--cycle_first_step_size", "10", "--warmup_type", "linear")
+    section, _ = section_from("--lr_schedule", "OneCycle", "--cycle_min_lr", "1e-3", "--cycle_max_lr", "[0.1,0.2]",
+                              "--cycle_momentum", "False", "--cycle_first_step_size", "10", "--warmup_type", "linear")
     assert section == {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": [0.1, 0.2],
                                                       "cycle_first_step_size": 10, "cycle_momentum": False}}
 
 
 def test_the_section_builds_the_schedule() -> None:
-    section, _ = asked("--lr_schedule", "WarmupLR", "--warmup_max_lr", "0.5", "--warmup_type", "linear")
+    section, _ = section_from("--lr_schedule", "WarmupLR", "--warmup_max_lr", "0.5", "--warmup_type", "linear")
     assert section is not None
     schedule = make_schedule(section["type"], section["params"], SGD([torch.zeros(1)], lr=1))
     assert isinstance(schedule, WarmupLR)
 
 
-def test_what_is_missing_is_told() -> None:
-    assert asked() == (None, "--lr_schedule is not given; choose one of LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, "
-                             "WarmupCosineLR")
-    assert asked("--lr_schedule", "OneCycle", "--cycle_min_lr", "0.1") == (
+def test_a_missing_flag_is_named() -> None:
+    assert section_from() == (None, "--lr_schedule is not given; choose one of LRRangeTest, OneCycle, WarmupLR, "
+                                    "WarmupDecayLR, WarmupCosineLR")
+    assert section_from("--lr_schedule", "OneCycle", "--cycle_min_lr", "0.1") == (
         None, "--cycle_max_lr is not given; OneCycle needs it")

@@ -1,4 +1,4 @@
-"""Laws of the warm-up schedules: the published formulas, their ends, and resume."""
+"""The warm-up schedules equal the published formulas, end at their limits, and resume exactly."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ def sgd(*rates: float) -> SGD:
 
 
 def written(schedule: Schedule, steps: int) -> list[float]:
-    """The learning rates of the first group that optimizer steps 0, 1, 2, ... run with."""
+    """Return the learning rates of the first group for optimizer steps 0, 1, 2, ..."""
     rates: list[float] = []
     for _ in range(steps):
         rates.append(schedule.optimizer.param_groups[0]["lr"])
@@ -30,38 +30,38 @@ def written(schedule: Schedule, steps: int) -> list[float]:
     return rates
 
 
-def risen(kind: str, steps: int, t: int) -> float:
+def warmup_fraction(kind: str, steps: int, t: int) -> float:
     return math.log(t + 1) / math.log(steps) if kind == "log" else t / steps
 
 
 @given(kinds, lengths, st.floats(0, 1e-3), st.floats(1e-3, 1))
-def test_warmup_is_its_formula(kind: str, length: int, low: float, high: float) -> None:
+def test_warmup_equals_its_formula(kind: str, length: int, low: float, high: float) -> None:
     n = max(2, length)
     schedule = WarmupLR(sgd(), low, high, length, kind)
-    expected = [low, *(low + (high - low) * (risen(kind, n, t) if t < n else 1) for t in range(60))]
+    expected = [low, *(low + (high - low) * (warmup_fraction(kind, n, t) if t < n else 1) for t in range(60))]
     assert written(schedule, 61) == pytest.approx(expected, rel=1e-12)
 
 
 @given(kinds, lengths, st.integers(1, 80), st.floats(0, 1e-3), st.floats(1e-3, 1))
-def test_decay_is_its_formula(kind: str, length: int, total: int, low: float, high: float) -> None:
+def test_decay_equals_its_formula(kind: str, length: int, total: int, low: float, high: float) -> None:
     n = max(2, length)
     schedule = WarmupDecayLR(sgd(), total, low, high, length, kind)
 
     def factor(t: int) -> float:
-        return risen(kind, n, t) if t < n else max(0, (total - t) / max(1, total - n))
+        return warmup_fraction(kind, n, t) if t < n else max(0, (total - t) / max(1, total - n))
 
     expected = [low, *(low + (high - low) * factor(t) for t in range(90))]
     assert written(schedule, 91) == pytest.approx(expected, rel=1e-12)
 
 
 @given(kinds, lengths, st.integers(1, 80), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_cosine_is_its_formula(kind: str, length: int, total: int, start: float, end: float) -> None:
+def test_cosine_equals_its_formula(kind: str, length: int, total: int, start: float, end: float) -> None:
     n = max(2, length)
     schedule = WarmupCosineLR(sgd(0.5), total, start, length, end, kind)
 
     def ratio(t: int) -> float:
         if t < n:
-            return start + (1 - start) * risen(kind, n, t)
+            return start + (1 - start) * warmup_fraction(kind, n, t)
         p = min(1, (t - n + 1) / max(1, total - n))
         return max(0, end + (1 - end) * (1 + math.cos(math.pi * p)) / 2)
 
@@ -70,7 +70,7 @@ def test_cosine_is_its_formula(kind: str, length: int, total: int, start: float,
 
 
 @given(kinds, lengths)
-def test_the_warmup_never_falls_and_the_first_two_steps_run_at_the_minimum(kind: str, length: int) -> None:
+def test_the_warmup_is_monotonic_and_starts_with_two_minimal_steps(kind: str, length: int) -> None:
     rates = written(WarmupLR(sgd(), 0.1, 0.7, length, kind), length + 5)
     assert rates[:2] == [0.1, 0.1]
     assert rates == sorted(rates)
@@ -78,7 +78,7 @@ def test_the_warmup_never_falls_and_the_first_two_steps_run_at_the_minimum(kind:
 
 
 @given(lengths, st.integers(2, 80))
-def test_the_falls_end_at_their_minimum_and_stay(length: int, total: int) -> None:
+def test_decays_end_at_their_minimum_and_stay_there(length: int, total: int) -> None:
     steps = max(total, length, 2) + 3
     assert written(WarmupDecayLR(sgd(), total, 0.1, 0.7, length), steps)[-1] == pytest.approx(0.1)
     assert written(WarmupCosineLR(sgd(0.5), total, 0, length, 0.2), steps)[-1] == pytest.approx(0.1)
@@ -89,7 +89,7 @@ def test_the_falls_end_at_their_minimum_and_stay(length: int, total: int) -> Non
 ])  # fmt: skip
 @settings(deadline=None)
 @given(st.integers(0, 40))
-def test_a_resumed_schedule_continues_as_if_never_stopped(kind: Any, params: dict[str, int], cut: int) -> None:
+def test_a_resumed_schedule_equals_an_uninterrupted_one(kind: Any, params: dict[str, int], cut: int) -> None:
     whole = written(kind(sgd(), **params, warmup_num_steps=10), 50)
     first, second = (kind(sgd(), **params, warmup_num_steps=10) for _ in range(2))
     head = written(first, cut)
@@ -121,7 +121,7 @@ def test_a_tensor_rate_is_written_in_place() -> None:
     assert rate.item() == 0.125
 
 
-def test_a_schedule_that_starts_later_leaves_the_rates_until_its_first_step() -> None:
+def test_a_resumed_schedule_keeps_the_rates_until_its_first_step() -> None:
     schedule = WarmupLR(sgd(0.5), 0.0, 0.5, 2, last_batch_iteration=10)
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()
@@ -129,19 +129,19 @@ def test_a_schedule_that_starts_later_leaves_the_rates_until_its_first_step() ->
     assert (schedule.last_batch_iteration, schedule.get_last_lr()) == (11, [0.5])
 
 
-def test_a_wrapped_optimizer_is_scheduled() -> None:
+def test_a_wrapped_optimizer_is_accepted() -> None:
     class Wrapper:
         optimizer = sgd(0.5)
 
     assert WarmupLR(Wrapper()).optimizer is Wrapper.optimizer  # pyright: ignore
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_an_object_that_is_not_an_optimizer_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"schedule: got int as the optimizer; give a torch\.optim\.Optimizer"):
         WarmupLR(3)  # pyright: ignore
 
 
-def test_a_wrong_number_of_limits_is_refused() -> None:
+def test_a_wrong_number_of_limits_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"got \[0\.1, 0\.2, 0\.3\], 3 learning rates for 2 parameter groups"):
         WarmupLR(sgd(1, 1), [0.1, 0.2, 0.3])
 
@@ -158,19 +158,19 @@ def test_json_numbers_like_1e3_are_whole() -> None:
     assert written(WarmupLR(sgd(), 0, 1, 2.0), 5)[-1] == 1  # pyright: ignore
 
 
-def test_a_total_below_the_warmup_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_total_below_the_warmup_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
         WarmupDecayLR(sgd(), 7, warmup_num_steps=9)
     assert "total_num_steps: got 7, less than the warm-up of 9 steps" in caplog.text
 
 
-def test_an_unknown_rise_warns_and_goes_on_with_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_warmup_type_gives_a_warning_and_uses_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
         schedule = WarmupLR(sgd(), warmup_num_steps=5, warmup_type="cubic")
     assert "warmup_type: got 'cubic'; allowed are log and linear" in caplog.text
     assert written(schedule, 9) == written(WarmupLR(sgd(), warmup_num_steps=5, warmup_type="log"), 9)
 
 
-def test_a_foreign_state_is_refused() -> None:
+def test_a_foreign_state_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="the checkpoint lacks last_batch_iteration; it has last_epoch"):
         WarmupLR(sgd()).load_state_dict({"last_epoch": 3})

@@ -1,7 +1,7 @@
-"""Checkpoints without a topology: what any ranks saved, any other ranks load.
+"""Checkpoints are independent of the topology: any number of ranks can load what any other number of ranks saved.
 
-A checkpoint is a set of pieces of named tensors (`piece`), written by `Writer`, read by `read`, and kept in a folder
-under a tag (`folder`).
+A checkpoint is a set of pieces of named tensors (`piece.py`). `Writer` writes it and `read` opens it. Each checkpoint is a
+subfolder, named by its tag, of the folder given to `save_checkpoint` (`folder.py`).
 """
 
 from shoal.checkpoint.export import export, export_dcp

@@ -1,8 +1,8 @@
-"""An export is the model's state dict under its own names, whole, in files that others read; one tensor in memory at a time.
+"""An export is the model's full state dict under its own names, in a format that other libraries read.
 
-Each parameter has the precision in which it was saved, that of its master (a frozen one has its own). Nothing is exported
-unless everything is there: `shared["parameters"]` (name -> shape) says what to expect, `shared["tied"]` (alias -> name)
-which names stand for one tensor.
+Each parameter keeps the precision in which it was saved: that of its master, or its own for a frozen parameter. At most one
+tensor is in memory at a time. An incomplete model is not exported: `shared["parameters"]` (name -> shape) lists the expected
+parameters, and `shared["tied"]` (alias -> name) lists the names that share one tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
-    """One tensor of the state dict, and the checkpoint's tensor that it is made of."""
+    """One tensor of the state dict and the name of its source tensor in the checkpoint."""
 
     name: str
     stored: str
@@ -50,9 +50,10 @@ def export(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtyp
            shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write a Hugging Face style safetensors folder `out` and return its files.
 
-    One `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has one to itself) with an index.
-    Parameters of floating point are cast to `dtype` (None: as saved); buffers keep theirs. Raises CheckpointError when a
-    tensor is missing or empty, when `out` is not empty, and when the disk is full; `out` appears only when it is complete.
+    The folder has one `model.safetensors`, or an index and shards of at most `shard_bytes`; a larger tensor has its own
+    shard. Floating-point parameters are cast to `dtype` (None: as saved); buffers keep their dtypes. The folder `out`
+    appears only when it is complete. Raises CheckpointError if a tensor is missing or empty, `out` is not empty, or the
+    disk is full.
     """
     shards = _shards(_items(snapshot, dtype), shard_bytes)
     target = Path(out)
@@ -77,18 +78,18 @@ def export(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtyp
 
 
 def export_dcp(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Write the same state dict as a `torch.distributed.checkpoint` folder; the whole of it is in memory meanwhile."""
+    """Write the state dict as a `torch.distributed.checkpoint` folder. The whole state dict is in memory meanwhile."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state = {item.name: _tensor(snapshot, item) for item in _items(snapshot, dtype)}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what we mean
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is intended
         save(state, storage_writer=FileSystemWriter(out), no_dist=True)
 
 
 def _items(snapshot: Snapshot, dtype: torch.dtype | None) -> list[_Item]:
-    """List the state dict: parameters, tied names, buffers; refuse it unless it is whole."""
+    """List the state dict: parameters, tied names, buffers. Raises CheckpointError unless it is complete."""
     stored = set(snapshot.names())
     expected = _expected(snapshot)
     aliases = cast("Mapping[str, str]", snapshot.shared.get("tied", {}))
@@ -96,35 +97,36 @@ def _items(snapshot: Snapshot, dtype: torch.dtype | None) -> list[_Item]:
     faults: list[str] = []
     for name in dict.fromkeys([*expected, *aliases]):
         owner = aliases.get(name, name)
-        found = f"weight/{owner}"
-        if found not in stored:
+        source = f"weight/{owner}"
+        if source not in stored:
             faults.append(f"{name}: missing")
             continue
-        shape = snapshot.shape(found)
+        shape = snapshot.shape(source)
         wanted = expected.get(name, expected.get(owner))
         if wanted is None and prod(shape) == 0:
             faults.append(f"{name}: empty, saved with shape {shape}")
         elif wanted is not None and shape != wanted:
             faults.append(f"{name}: saved with shape {shape}, the model has {wanted}")
-        kept = snapshot.dtype(found)
-        items.append(_Item(name=name, stored=found, shape=shape, dtype=dtype if dtype and kept.is_floating_point else kept))
+        saved = snapshot.dtype(source)
+        items.append(_Item(name=name, stored=source, shape=shape,
+                           dtype=dtype if dtype and saved.is_floating_point else saved))
     if faults:
-        raise CheckpointError("\n  ".join([f"{snapshot.path}: not a whole model, so it is not exported:", *faults]))
+        raise CheckpointError("\n  ".join([f"{snapshot.path}: the model is incomplete, so it is not exported:", *faults]))
     return items + [_Item(name=name.removeprefix("buffer/"), stored=name, shape=snapshot.shape(name),
                           dtype=snapshot.dtype(name)) for name in sorted(stored) if name.startswith("buffer/")]
 
 
 def _expected(snapshot: Snapshot) -> dict[str, tuple[int, ...] | None]:
-    """Return the parameters that the model had, with their shapes where they are known."""
-    told = cast("Mapping[str, Sequence[int]] | None", snapshot.shared.get("parameters"))
-    if told is not None:
-        return {name: tuple(shape) for name, shape in told.items()}
+    """Return the parameters that the model had, with their shapes if they are known."""
+    shapes = cast("Mapping[str, Sequence[int]] | None", snapshot.shared.get("parameters"))
+    if shapes is not None:
+        return {name: tuple(shape) for name, shape in shapes.items()}
     names = [name.partition("/")[2] for name in snapshot.names() if name.startswith("weight/")]
     return dict.fromkeys(names)
 
 
 def _shards(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
-    """Fill shards in the order of the items; within a shard the widest dtype comes first."""
+    """Fill shards in the order of the items; sort each shard by dtype width, widest first."""
     shards: list[list[_Item]] = [[]]
     room = limit
     for item in items:
@@ -147,10 +149,10 @@ def _write(snapshot: Snapshot, shards: list[list[_Item]], folder: Path) -> list[
             os.fsync(file.fileno())
     if count == 1:
         return names
-    placed = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
+    weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
     size = sum(item.entry.bytes for shard in shards for item in shard)
     with (folder / "model.safetensors.index.json").open("x") as file:
-        json.dump({"metadata": {"total_size": size}, "weight_map": placed}, file, indent=2, sort_keys=True)
+        json.dump({"metadata": {"total_size": size}, "weight_map": weight_map}, file, indent=2, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
     return [*names, "model.safetensors.index.json"]

@@ -1,12 +1,12 @@
-"""A folder of checkpoints holds one visible folder per complete checkpoint, and `latest`, the tag that was saved last.
+"""A checkpoint appears and disappears under its tag by one rename, so every visible tag folder is complete.
 
-Whatever is not complete is hidden: a checkpoint appears and disappears under its tag by one rename.
+The file `latest` contains the tag that was saved last. Incomplete checkpoints have hidden names:
 
-    .shoal-saving-TAG      being written; after a crash: rubbish
-    .shoal-replaced-TAG    the checkpoint that a new one of the same tag replaces; if TAG is missing, it is still TAG
-    .shoal-removed-*       being deleted; after a crash: rubbish
+    .shoal-saving-TAG      being written; garbage after a crash
+    .shoal-replaced-TAG    being replaced by a new checkpoint of the same tag; still valid if TAG is missing
+    .shoal-removed-*       being deleted; garbage after a crash
 
-Readers and writers hold a lock on the folder that they use, so that no other process removes it meanwhile.
+Readers and writers hold a file lock on the folder that they use, so that no other process removes it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from shoal.log import logger
 
 __all__ = [
     "Tag",
-    "beside",
     "clean",
     "faults",
+    "intact_alternative",
     "latest",
     "load_index",
     "locate",
@@ -50,7 +50,7 @@ REMOVED = ".shoal-removed-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """One complete checkpoint of a folder."""
+    """One complete checkpoint in a folder."""
 
     name: str
     path: Path
@@ -58,10 +58,10 @@ class Tag:
 
 
 def saving_path(folder: Path, tag: str) -> Path:
-    """Return where the checkpoint `tag` rests while it is written; raises UsageError when `tag` names no plain folder."""
+    """Return the hidden folder in which checkpoint `tag` is written. Raises UsageError if `tag` is not a plain name."""
     if not tag or tag == LATEST or tag.startswith(".") or Path(tag).name != tag or "\\" in tag or not tag.isprintable():
-        raise UsageError(f"checkpoint tag: got {tag!r}; a tag is the name of one folder: not empty, no slash, "
-                         f"nothing unprintable, no dot at its beginning, and not {LATEST!r}; for example 'global_step100'")
+        raise UsageError(f"checkpoint tag: got {tag!r}; a tag is a folder name: not empty, no slash, "
+                         f"printable, no leading dot, and not {LATEST!r}; for example 'global_step100'")
     return folder / (SAVING + tag)
 
 
@@ -72,7 +72,7 @@ def locate(folder: Path, tag: str) -> Path | None:
 
 
 def latest(folder: Path) -> str | None:
-    """Return the tag that was saved last, or None when nothing was."""
+    """Return the tag that was saved last, or None if there is none."""
     try:
         return (folder / LATEST).read_text().strip() or None
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def latest(folder: Path) -> str | None:
 
 
 def point_latest(folder: Path, tag: str) -> None:
-    """Make `tag` the latest, atomically."""
+    """Write `tag` to the file `latest`, atomically."""
     draft = folder / f"{SAVING}{LATEST}"
     with draft.open("w") as file:
         file.write(tag + "\n")
@@ -91,8 +91,8 @@ def point_latest(folder: Path, tag: str) -> None:
 
 
 def tags(folder: Path) -> list[Tag]:
-    """Return the complete checkpoints (index intact, every file there in its size) by step, oldest first."""
-    found: list[tuple[int, int, Tag]] = []
+    """Return the complete checkpoints (valid index, every file present with its size) by step, oldest first."""
+    complete: list[tuple[int, int, Tag]] = []
     for name in _names(folder):
         path = locate(folder, name)
         with suppress(CheckpointError, OSError):
@@ -100,77 +100,77 @@ def tags(folder: Path) -> list[Tag]:
             index = load_index(path)
             if not faults(path, index):
                 tag = Tag(name=name, path=path, step=index.step)
-                found.append((tag.step, (path / INDEX).stat().st_mtime_ns, tag))
-    return [tag for *_, tag in sorted(found, key=lambda entry: entry[:2])]
+                complete.append((tag.step, (path / INDEX).stat().st_mtime_ns, tag))
+    return [tag for *_, tag in sorted(complete, key=lambda entry: entry[:2])]
 
 
 def resolve(folder: Path, tag: str | None) -> str:
-    """Return `tag`, or what `latest` says; raises CheckpointError with the tags that are there."""
+    """Return `tag`, or the latest tag if None. Raises CheckpointError, with the existing tags, if there is none."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     name = latest(folder) if tag is None else tag
     if name is None:
-        raise CheckpointError(f"{folder}: nothing is named {LATEST!r} there, so say which tag; {_choice(folder)}")
+        raise CheckpointError(f"{folder}: has no {LATEST!r} file; give a tag; {_choice(folder)}")
     if locate(folder, name) is None:
-        source = f"{LATEST!r} says {name!r}, but there is" if tag is None else "there is"
+        source = f"{LATEST!r} names {name!r}, but there is" if tag is None else "there is"
         raise CheckpointError(f"{folder}: {source} no checkpoint {name!r}; {_choice(folder)}")
     return name
 
 
 def load_index(path: Path) -> Index:
-    """Read the index of the checkpoint folder `path`; raises CheckpointError when it is missing or damaged."""
+    """Read the index of the checkpoint folder `path`. Raises CheckpointError if it is missing or damaged."""
     try:
         text = (path / INDEX).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: no {INDEX}, so this is no checkpoint, or a damaged one") from None
+        raise CheckpointError(f"{path}: has no {INDEX}, so it is not a checkpoint, or it is damaged") from None
     return parse(text, path / INDEX)
 
 
 def faults(path: Path, index: Index) -> list[str]:
-    """Say which files of a checkpoint are missing or have another size than the index says."""
-    found: list[str] = []
+    """List the files of a checkpoint that are missing or whose size differs from the index."""
+    messages: list[str] = []
     for file in index.files:
         try:
             size = (path / file.name).stat().st_size
         except FileNotFoundError:
-            found.append(f"{path / file.name} (rank {file.rank}): missing")
+            messages.append(f"{path / file.name} (rank {file.rank}): missing")
             continue
         if size != file.size:
             word = "truncated" if size < file.size else "too long"
-            found.append(f"{path / file.name} (rank {file.rank}): {word}, got {size} bytes, expected {file.size}")
-    return found
+            messages.append(f"{path / file.name} (rank {file.rank}): {word}, got {size} bytes, expected {file.size}")
+    return messages
 
 
-def beside(folder: Path, tag: str) -> str:
-    """Say which checkpoint could be loaded instead of the damaged `tag`."""
+def intact_alternative(folder: Path, tag: str) -> str:
+    """Suggest the newest intact checkpoint in place of the damaged `tag`."""
     others = [other.name for other in tags(folder) if other.name != tag]
     if not others:
-        return f"no other complete checkpoint is in {folder}"
-    return f"the newest intact one beside it is {others[-1]!r}: load it with tag={others[-1]!r}"
+        return f"{folder} has no other complete checkpoint"
+    return f"the newest intact checkpoint in the folder is {others[-1]!r}: load it with tag={others[-1]!r}"
 
 
-# -- changes: by one process at a time, the rank 0 that saves ----------------
+# -- modifications: only rank 0 of a save calls these -------------------------
 def clean(folder: Path, tag: str) -> None:
-    """Remove what interrupted saves left, and make sure that `tag` may be written.
+    """Remove the leftovers of interrupted saves and check that `tag` can be written.
 
-    Raises CheckpointError when another process is saving `tag`, or when a folder that is no checkpoint has its name.
+    Raises CheckpointError if another process is saving `tag`, or a folder named `tag` exists and is not a checkpoint.
     """
     for path in sorted(folder.glob(".shoal-*")):
-        if path.name.startswith(REPLACED) and not (whole := folder / path.name.removeprefix(REPLACED)).exists():
-            os.rename(path, whole)
+        if path.name.startswith(REPLACED) and not (visible := folder / path.name.removeprefix(REPLACED)).exists():
+            os.rename(path, visible)
         elif path.name.startswith(REPLACED):
             _remove(path)
         elif path.is_dir() and not _in_use(path):
             shutil.rmtree(path)
     if saving_path(folder, tag).exists():
-        raise CheckpointError(f"{folder}: another process is saving {tag!r} there right now")
+        raise CheckpointError(f"{folder}: another process is saving {tag!r} in this folder")
     if (folder / tag).exists() and not (folder / tag / INDEX).exists():
-        raise CheckpointError(f"{folder / tag}: exists and is no checkpoint, so it is not replaced; "
+        raise CheckpointError(f"{folder / tag}: exists and is not a checkpoint, so it is not replaced; "
                               "choose another tag or remove it")
 
 
 def publish(folder: Path, tag: str) -> None:
-    """Rename the finished checkpoint to its tag; one that had this tag stays complete until the new one stands."""
+    """Rename the finished checkpoint to its tag. A previous checkpoint of this tag stays complete until then."""
     old, replaced = folder / tag, folder / (REPLACED + tag)
     if replaced.exists():
         _remove(replaced)
@@ -183,7 +183,7 @@ def publish(folder: Path, tag: str) -> None:
 
 
 def retain(folder: Path, keep: int, spare: str) -> None:
-    """Remove all complete checkpoints but the newest `keep`; never `spare`, the latest, or one that is being read."""
+    """Remove all complete checkpoints except the newest `keep`, `spare`, the latest, and those in use by a reader."""
     for tag in tags(folder)[:-keep]:
         if tag.name not in (spare, latest(folder)) and not _in_use(tag.path):
             logger.info("removing the checkpoint %s", tag.path)
@@ -191,7 +191,7 @@ def retain(folder: Path, keep: int, spare: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make renames and new files within `folder` durable."""
+    """Make renames and new files in `folder` durable (fsync of the folder)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -201,10 +201,10 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def lock(path: Path, *, shared: bool) -> Generator[int]:
-    """Open the folder `path` and keep other processes from removing it; yields the descriptor."""
+    """Open the folder `path` and lock it, so that other processes do not remove it. Yields the descriptor."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks: the folder is as safe as it can be there
+        with suppress(OSError):  # the file system has no locks
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         yield descriptor
     finally:
@@ -225,21 +225,21 @@ def _in_use(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Hide a checkpoint by one rename, then delete it, so that half of one never stands under a tag.
+    """Hide a checkpoint by one rename, then delete it, so that no tag ever names an incomplete checkpoint.
 
-    One that is being read stays hidden; a later save deletes it.
+    A checkpoint in use by a reader stays hidden; a later save deletes it.
     """
-    grave = path.with_name(REMOVED + uuid.uuid4().hex)
-    os.rename(path, grave)
-    if not _in_use(grave):
-        shutil.rmtree(grave)
+    hidden = path.with_name(REMOVED + uuid.uuid4().hex)
+    os.rename(path, hidden)
+    if not _in_use(hidden):
+        shutil.rmtree(hidden)
 
 
 def _names(folder: Path) -> set[str]:
-    found = {path.name.removeprefix(REPLACED) for path in folder.glob("*/") if path.is_dir()}
-    return {name for name in found if not name.startswith(".")}
+    names = {path.name.removeprefix(REPLACED) for path in folder.glob("*/") if path.is_dir()}
+    return {name for name in names if not name.startswith(".")}
 
 
 def _choice(folder: Path) -> str:
-    found = ", ".join(tag.name for tag in tags(folder))
-    return f"tags there: {found}" if found else "no checkpoint is there"
+    names = ", ".join(tag.name for tag in tags(folder))
+    return f"existing tags: {names}" if names else "it has no checkpoint"

@@ -1,7 +1,7 @@
-"""The index says where every element of a checkpoint lies: name -> shape, dtype, ranges; range -> file, byte, checksums.
+"""The index locates every element of a checkpoint: name -> shape, dtype, ranges; range -> file, byte offset, checksums.
 
-`index.json` is one JSON object whose first fields (format, version, checksum) may be read by any version, and whose last
-field, `index`, is covered by the checksum. Each rank describes its own files in a `RankPart`; rank 0 merges the parts.
+`index.json` is one JSON object. Its first fields (format, version, checksum) can be read by any version. The checksum
+covers its last field, `index`. Each rank describes its own files in a `RankPart`, and rank 0 merges the parts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class File:
     header: int
     """Bytes before the data."""
     checksum: int
-    """CRC-32 of the header; the data is covered by the ranges."""
+    """CRC-32 of the header; the checksums of the ranges cover the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Elements [start, stop) of a box of a tensor, stored one after the other in a file."""
+    """Elements [start, stop) of a box of a tensor, stored contiguously in a file."""
 
     file: str
     at: int
-    """The byte of the file where the range begins."""
+    """Byte offset of the range in the file."""
     start: int
     stop: int
     offset: Shape
@@ -57,13 +57,13 @@ class Range:
     """CRC-32 of each block of `tensor_file.BLOCK` bytes."""
 
     @property
-    def cut(self) -> Interval:
+    def interval(self) -> Interval:
         return Interval(Box(self.offset, self.size), self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One logical tensor."""
+    """One full tensor of the checkpoint."""
 
     shape: Shape
     dtype: str
@@ -81,7 +81,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What one rank wrote."""
+    """The files, tensor ranges and values that one rank wrote."""
 
     files: list[File] = field(default_factory=list[File])
     tensors: dict[str, Stored] = field(default_factory=dict[str, Stored])
@@ -94,7 +94,7 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """A whole checkpoint."""
+    """The contents of a checkpoint."""
 
     step: int
     files: list[File]
@@ -106,50 +106,50 @@ class Index:
     def dump(self) -> bytes:
         body = _INDEX.dump_json(self)
         head = json.dumps({"format": FORMAT, "version": VERSION, "checksum": zlib.crc32(body)})
-        return head.removesuffix("}").encode() + _SEAM + body + b"}\n"
+        return head.removesuffix("}").encode() + _INDEX_FIELD + body + b"}\n"
 
 
 _PART = TypeAdapter(RankPart)
 _INDEX = TypeAdapter(Index)
-_SEAM = b', "index": '
+_INDEX_FIELD = b', "index": '
 
 
 def parse_part(text: bytes) -> RankPart:
-    """Read what `RankPart.dump` wrote."""
+    """Parse the output of `RankPart.dump`."""
     return _PART.validate_json(text)
 
 
 def parse(text: bytes, path: Path) -> Index:
-    """Read what `Index.dump` wrote; `path` is for messages.
+    """Parse the output of `Index.dump`; `path` is for error messages.
 
-    Raises CheckpointError when the text is no index, is of an unknown version, or is damaged.
+    Raises CheckpointError if the text is not an index, has an unknown version, or is damaged.
     """
-    head, _, rest = text.partition(_SEAM)
+    head, _, rest = text.partition(_INDEX_FIELD)
     body = rest.removesuffix(b"}\n")
     try:
-        facts = json.loads(head + b"}")
-        form, version, checksum = facts["format"], facts["version"], facts["checksum"]
+        fields = json.loads(head + b"}")
+        form, version, checksum = fields["format"], fields["version"], fields["checksum"]
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}: damaged, its first bytes are no head of an index") from None
+        raise CheckpointError(f"{path}: damaged, it does not begin with the fields of an index") from None
     if form != FORMAT:
         raise CheckpointError(f"{path}: got the format {form!r}, expected {FORMAT!r}")
     if version != VERSION:
-        raise CheckpointError(f"{path}: got format version {version}, this Shoal reads version {VERSION}; "
-                              "read it with the Shoal that wrote it, or a later one")
+        raise CheckpointError(f"{path}: got format version {version}, this version of Shoal reads {VERSION}; "
+                              "use the version of Shoal that wrote it, or a later one")
     if zlib.crc32(body) != checksum or not text.endswith(b"}\n"):
         raise CheckpointError(f"{path}: damaged, the checksum of the index does not match")
     try:
         index = _INDEX.validate_json(body)
     except ValidationError as error:
-        raise CheckpointError(f"{path}: not an index that this Shoal can read: {error}") from None
+        raise CheckpointError(f"{path}: this version of Shoal cannot read the index: {error}") from None
     for file in index.files:
         if Path(file.name).name != file.name:
-            raise CheckpointError(f"{path}: names the file {file.name!r}, which is outside of the checkpoint")
+            raise CheckpointError(f"{path}: names the file {file.name!r}, which is outside the checkpoint")
     return index
 
 
 def merge(parts: Iterable[RankPart], step: int) -> Index:
-    """Join what the ranks wrote; raises CheckpointError unless the pieces cover every tensor exactly once."""
+    """Merge the parts of all ranks. Raises CheckpointError unless the pieces cover every tensor exactly once."""
     files: list[File] = []
     tensors: dict[str, Stored] = {}
     shared: list[JsonValue] = []
@@ -162,47 +162,47 @@ def merge(parts: Iterable[RankPart], step: int) -> Index:
         for name, ours in part.tensors.items():
             stored = tensors.setdefault(name, Stored(shape=ours.shape, dtype=ours.dtype, ranges=[]))
             if (stored.shape, stored.dtype) != (ours.shape, ours.dtype):
-                faults.append(f"{name}: rank {rank} has {ours.dtype} {ours.shape}, a rank before it has "
+                faults.append(f"{name}: rank {rank} has {ours.dtype} {ours.shape}, an earlier rank has "
                               f"{stored.dtype} {stored.shape}")
             else:
                 stored.ranges.extend(ours.ranges)
     faults = faults or [f"{name}: {fault}" for name, stored in tensors.items() for fault in gaps(stored)]
     if faults:
-        raise CheckpointError("the pieces do not make whole tensors:\n  " + "\n  ".join(faults))
+        raise CheckpointError("the pieces do not cover every tensor exactly once:\n  " + "\n  ".join(faults))
     return Index(step=step, files=files, tensors=tensors, shared=shared[0], private=private)
 
 
 def gaps(stored: Stored) -> Iterator[str]:
-    """Say where the ranges of a tensor fail to cover it exactly once."""
-    held = sum(r.stop - r.start for r in stored.ranges)
+    """Yield a message for each place where the ranges do not cover a tensor exactly once."""
+    covered = sum(r.stop - r.start for r in stored.ranges)
     by_box: dict[Box, list[Interval]] = {}
-    for found in stored.ranges:
-        by_box.setdefault(found.cut.box, []).append(found.cut)
-    for cuts in by_box.values():
-        cuts.sort(key=lambda cut: cut.start)
-        for before, after in pairwise(cuts):
+    for entry in stored.ranges:
+        by_box.setdefault(entry.interval.box, []).append(entry.interval)
+    for intervals in by_box.values():
+        intervals.sort(key=lambda interval: interval.start)
+        for before, after in pairwise(intervals):
             if after.start < before.stop:
-                yield f"elements [{after.start}, {min(before.stop, after.stop)}) of {_named(after.box)} are held twice"
+                yield f"elements [{after.start}, {min(before.stop, after.stop)}) of {_box_name(after.box)} are saved twice"
     for one, other in combinations(by_box, 2):
-        if intersect(one, other) is not None and _touch(by_box[one], by_box[other]):
-            yield f"{_named(one)} and {_named(other)} hold some elements twice"
-    if held < stored.elements:
+        if intersect(one, other) is not None and _overlap(by_box[one], by_box[other]):
+            yield f"{_box_name(one)} and {_box_name(other)} overlap, so some elements are saved twice"
+    if covered < stored.elements:
         where = "".join(_holes(stored, by_box)) if len(by_box) == 1 else ""
-        yield f"{stored.elements - held} of {stored.elements} elements are in no piece{where}"
+        yield f"{stored.elements - covered} of {stored.elements} elements are in no piece{where}"
 
 
-def _touch(ones: list[Interval], others: list[Interval]) -> bool:
+def _overlap(ones: list[Interval], others: list[Interval]) -> bool:
     return any(next(overlaps(one, other), None) is not None for one in ones for other in others)
 
 
 def _holes(stored: Stored, by_box: dict[Box, list[Interval]]) -> Iterator[str]:
-    ((box, cuts),) = by_box.items()
+    ((box, intervals),) = by_box.items()
     if box.elements == stored.elements:
-        ends = [0, *(cut.stop for cut in cuts)]
-        starts = [*(cut.start for cut in cuts), stored.elements]
+        ends = [0, *(interval.stop for interval in intervals)]
+        starts = [*(interval.start for interval in intervals), stored.elements]
         first = next((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
         yield f", the first are [{first[0]}, {first[1]})"
 
 
-def _named(box: Box) -> str:
+def _box_name(box: Box) -> str:
     return f"the box at {list(box.offset)} of size {list(box.size)}"

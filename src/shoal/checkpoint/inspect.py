@@ -1,4 +1,4 @@
-"""A checkpoint can be looked at, and checked to the last byte, without the model that it came from."""
+"""`inspect` lists the tensors of a checkpoint and `verify` checks every byte, both without the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Summary", "TensorLine", "VerifyReport", "inspect", "verify"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLine:
-    """One tensor of a checkpoint."""
+    """The properties of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,20 +33,20 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     path: Path
     step: int
     ranks: int
     files: int
     bytes: int
-    """Bytes of all its files, without the index."""
+    """Bytes of all files, without the index."""
     tensors: list[TensorLine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a check of every byte found."""
+    """The result of a check of every byte."""
 
     path: Path
     tensors: int
@@ -56,7 +56,7 @@ class VerifyReport:
 
 
 def inspect(folder: str | os.PathLike[str], tag: str | None = None) -> Summary:
-    """Summarise the checkpoint `folder/tag` (None: the latest) from its index; raises CheckpointError if there is none."""
+    """Summarise the checkpoint `folder/tag` (None: the latest) from its index. Raises CheckpointError if there is none."""
     path, index = _load(folder, tag)
     rank_of = {file.name: file.rank for file in index.files}
     lines = [TensorLine(name=name, shape=stored.shape, dtype=DTYPES[stored.dtype], bytes=stored.bytes,
@@ -67,47 +67,47 @@ def inspect(folder: str | os.PathLike[str], tag: str | None = None) -> Summary:
 
 
 def verify(folder: str | os.PathLike[str], tag: str | None = None) -> VerifyReport:
-    """Check every checksum of the checkpoint `folder/tag` (None: the latest), and that every element is there once.
+    """Check every checksum of the checkpoint `folder/tag` (None: the latest), and that every element is saved once.
 
-    Raises CheckpointError when there is no checkpoint or its index is damaged; anything else is in the verdict.
+    Raises CheckpointError if there is no checkpoint or its index is damaged; the report lists all other faults.
     """
     path, index = _load(folder, tag)
     faults = folders.faults(path, index)
     faults += [f"{name}: {gap}" for name, stored in index.tensors.items() for gap in gaps(stored)]
     for file in index.files:
-        with suppress(FileNotFoundError):  # among the faults already
+        with suppress(FileNotFoundError):  # already reported as missing
             faults += _check(path / file.name, file, index)
     return VerifyReport(path=path, tensors=len(index.tensors), files=len(index.files), faults=faults,
-                   bytes=sum(file.size for file in index.files))
+                        bytes=sum(file.size for file in index.files))
 
 
 def _load(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Index]:
-    place = Path(folder)
-    name = folders.resolve(place, tag)
-    path = folders.locate(place, name) or place / name
+    parent = Path(folder)
+    name = folders.resolve(parent, tag)
+    path = folders.locate(parent, name) or parent / name
     return path, folders.load_index(path)
 
 
 def _check(path: Path, file: File, index: Index) -> Iterator[str]:
-    """Read one file to its end and say which of its tensors are damaged."""
+    """Read one whole file and yield a message for each damaged tensor range."""
     with path.open("rb", buffering=0) as data:
         if zlib.crc32(_read(data.fileno(), file.header, 0)) != file.checksum:
             yield f"{path} (rank {file.rank}): its header is damaged"
         for name, stored in index.tensors.items():
-            for found in stored.ranges:
-                if found.file == file.name and not _intact(data.fileno(), found, DTYPES[stored.dtype].itemsize):
-                    yield f"{name}: damaged in {path} (rank {file.rank}), elements [{found.start}, {found.stop})"
+            for entry in stored.ranges:
+                if entry.file == file.name and not _intact(data.fileno(), entry, DTYPES[stored.dtype].itemsize):
+                    yield f"{name}: damaged in {path} (rank {file.rank}), elements [{entry.start}, {entry.stop})"
 
 
-def _intact(descriptor: int, found: Range, width: int) -> bool:
-    end = found.at + found.cut.elements * width
-    starts = range(found.at, end, BLOCK)
+def _intact(descriptor: int, entry: Range, width: int) -> bool:
+    end = entry.at + entry.interval.elements * width
+    starts = range(entry.at, end, BLOCK)
     sums = [zlib.crc32(_read(descriptor, min(BLOCK, end - start), start)) for start in starts]
-    return sums == list(found.checksums)
+    return sums == list(entry.checksums)
 
 
 def _read(descriptor: int, size: int, at: int) -> bytes:
-    """Read `size` bytes, or as many as there are."""
+    """Read `size` bytes, or fewer at the end of the file."""
     data = b""
     while len(data) < size and (more := os.pread(descriptor, size - len(data), at + len(data))):
         data += more

@@ -1,7 +1,7 @@
-"""A checkpoint knows tensors only as pieces: a flat interval of a box of a named tensor.
+"""A checkpoint stores tensors as pieces; a piece is a flat interval of a box of a named tensor.
 
-Every way of cutting a tensor over ranks is a set of pieces (ZeRO cuts the flat elements, tensor parallelism cuts boxes,
-both together cut the flat elements of a box), so turning any cut into any other is one pure function: `overlaps`.
+Every sharding of a tensor is a set of pieces: ZeRO shards flat elements, tensor parallelism shards boxes, and both
+together shard the flat elements of a box. One pure function, `overlaps`, converts any sharding to any other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StridedView:
-    """Where a box lies in one-dimensional data: its first element, and the stride of each dim."""
+    """The location of a box in one-dimensional data: the index of its first element and the stride of each dim."""
 
     start: int
     strides: Shape
@@ -58,7 +58,7 @@ class StridedView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """One box that two cuts share, and where it lies in the data of each."""
+    """A box that two intervals share, and its location in the data of each."""
 
     size: Shape
     source: StridedView
@@ -75,12 +75,12 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """The part of one named tensor that one rank holds, or wants."""
+    """The part of one named tensor that one rank saves or loads."""
 
     name: str
-    """The kind and the parameter: `weight/h.0.attn.weight`, `master/...`, `exp_avg/...`, `buffer/...`."""
+    """The kind and the parameter name: `weight/h.0.attn.weight`, `master/...`, `exp_avg/...`, `buffer/...`."""
     shape: Shape
-    """The shape of the whole logical tensor."""
+    """The shape of the full tensor."""
     start: int
     """First element, in the row-major order of the box."""
     stop: int
@@ -88,38 +88,39 @@ class Piece:
     data: Tensor
     """One-dimensional, `stop - start` elements, any dtype and device."""
     offset: Shape | None = None
-    """Where this rank's box begins within the tensor; None: the box is the whole tensor."""
+    """The offset of this rank's box within the tensor; None: the box is the full tensor."""
     size: Shape | None = None
-    """The size of this rank's box; None: the box is the whole tensor."""
+    """The size of this rank's box; None: the box is the full tensor."""
     hold: Callable[[bool], AbstractContextManager[object]] | None = None
-    """Brings `data` into memory while it is read, or with True while it is filled; None: it is always there."""
+    """Makes offloaded `data` resident while it is read, or written (argument True); None: `data` is always resident."""
 
     @property
-    def cut(self) -> Interval:
+    def interval(self) -> Interval:
         if self.offset is None or self.size is None:
             return Interval(Box((0,) * len(self.shape), self.shape), self.start, self.stop)
         return Interval(Box(self.offset, self.size), self.start, self.stop)
 
     def fault(self) -> str | None:
-        """Say what makes this piece impossible, or None."""
-        box = self.cut.box
+        """Return why this piece is invalid, or None."""
+        box = self.interval.box
         ends = tuple(offset + size for offset, size in zip(box.offset, box.size, strict=False))
         if not len(self.shape) == len(box.offset) == len(box.size):
             return f"the box has {len(box.size)} dims, the tensor {len(self.shape)}"
         if min(box.offset, default=0) < 0 or any(end > dim for end, dim in zip(ends, self.shape, strict=True)):
-            return f"the box at {box.offset} of size {box.size} leaves the tensor's shape {self.shape}"
+            return f"the box at {box.offset} of size {box.size} exceeds the tensor's shape {self.shape}"
         if not 0 <= self.start <= self.stop <= box.elements:
-            return f"[{self.start}, {self.stop}) is no interval of a box of {box.elements} elements"
-        if self.data.shape != (wanted := (self.stop - self.start,)):
-            return f"[{self.start}, {self.stop}) needs data of shape {wanted}, got {tuple(self.data.shape)}"
+            return f"[{self.start}, {self.stop}) is not an interval of a box of {box.elements} elements"
+        if self.data.shape != (expected := (self.stop - self.start,)):
+            return f"[{self.start}, {self.stop}) needs data of shape {expected}, got {tuple(self.data.shape)}"
         return None
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Cover the row-major elements [start, stop) of a tensor of n dims with at most 2n - 1 boxes, in order.
 
-    The interval is the end of one row, whole rows, and the beginning of another (a row is what the first dim indexes);
-    both ragged ends are intervals of a tensor of one dim less that touch its edge, so each adds one box per dim.
+    A row is one index of the first dim. The interval consists of the end of one row, whole rows, and the beginning of
+    another row. Each ragged end is an interval of a tensor with one dim less that touches its edge, so it adds at most
+    one box per dim.
     """
     if start >= stop:
         return
@@ -129,17 +130,17 @@ def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        yield from _inside(first - 1, boxes(shape[1:], start - last * row, stop - last * row))
+        yield from _in_row(first - 1, boxes(shape[1:], start - last * row, stop - last * row))
         return
     if start < first * row:
-        yield from _inside(first - 1, boxes(shape[1:], start - (first - 1) * row, row))
+        yield from _in_row(first - 1, boxes(shape[1:], start - (first - 1) * row, row))
     if first < last:
         yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
     if last * row < stop:
-        yield from _inside(last, boxes(shape[1:], 0, stop - last * row))
+        yield from _in_row(last, boxes(shape[1:], 0, stop - last * row))
 
 
-def _inside(row: int, inner: Iterator[Box]) -> Iterator[Box]:
+def _in_row(row: int, inner: Iterator[Box]) -> Iterator[Box]:
     for box in inner:
         yield Box((row, *box.offset), (1, *box.size))
 
@@ -153,8 +154,8 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def overlaps(source: Interval, target: Interval) -> Iterator[Overlap]:
-    """Yield the disjoint boxes that two cuts of one tensor share, with their place in the data of each."""
-    if source.box == target.box:  # both count elements alike, so the flat intervals intersect
+    """Yield the disjoint boxes that two intervals of one tensor share, with their location in the data of each."""
+    if source.box == target.box:  # same element order, so the flat intervals intersect
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
             yield Overlap(size=(stop - start,), source=StridedView(start=start - source.start, strides=(1,)),
@@ -164,21 +165,21 @@ def overlaps(source: Interval, target: Interval) -> Iterator[Overlap]:
         return
     targets = list(_chunks(target))
     for at, chunk in _chunks(source):
-        for goal, other in targets:
+        for other_at, other in targets:
             if (shared := intersect(chunk, other)) is not None:
-                yield Overlap(size=shared.size, source=_view(shared, chunk, at), target=_view(shared, other, goal))
+                yield Overlap(size=shared.size, source=_view(shared, chunk, at), target=_view(shared, other, other_at))
 
 
-def _chunks(cut: Interval) -> Iterator[tuple[int, Box]]:
-    """Yield the boxes of a cut in the tensor's coordinates, each with its place in the cut's data."""
+def _chunks(interval: Interval) -> Iterator[tuple[int, Box]]:
+    """Yield the boxes of an interval in the tensor's coordinates, each with its position in the interval's data."""
     at = 0
-    for box in boxes(cut.box.size, cut.start, cut.stop):
-        yield at, Box(tuple(map(int.__add__, box.offset, cut.box.offset)), box.size)
+    for box in boxes(interval.box.size, interval.start, interval.stop):
+        yield at, Box(tuple(map(int.__add__, box.offset, interval.box.offset)), box.size)
         at += box.elements
 
 
 def _view(shared: Box, chunk: Box, at: int) -> StridedView:
-    """Locate `shared` in data where `chunk`, which contains it, lies in row-major order from `at` on."""
+    """Locate `shared` in data that stores `chunk`, which contains it, in row-major order from index `at`."""
     strides = tuple(accumulate(reversed(chunk.size[1:]), int.__mul__, initial=1))[::-1][: len(chunk.size)]
     inside = (i - j for i, j in zip(shared.offset, chunk.offset, strict=True))
     return StridedView(start=at + sum(map(int.__mul__, inside, strides)), strides=strides)

@@ -1,7 +1,11 @@
-"""A rank's file is streamed from the staging buffer, synced once, and read back from the disk.
+"""A rank copies its pieces to a staging buffer, then streams each file from the buffer to disk.
 
-Checksums are CRC-32 (`zlib.crc32`, 2 GB/s a core here, without the interpreter lock), one for each block, so that a
-reader checks what it reads without reading more.
+Training continues once the copy is done. The buffer is kept between saves, only grows, and is pinned if a piece is on an
+accelerator. Files are slices of the buffer, so a save holds one copy of the rank's state. State that is offloaded to disk
+is staged one file at a time, each in the same buffer.
+
+A file is synced once and, on request, read back from the disk. Each block has a CRC-32 checksum, so that a reader can
+verify the part that it reads. (`zlib.crc32` runs at about 2 GB/s per core and releases the GIL.)
 """
 
 from __future__ import annotations
@@ -11,29 +15,145 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from shoal.checkpoint.index import File, Range
-from shoal.checkpoint.staging import StagedFile
-from shoal.checkpoint.tensor_file import BLOCK, checksums, header, write_all
+from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.tensor_file import BLOCK, CODES, Entry, checksums, header, memory, widest_first, write_all
 from shoal.errors import CheckpointError
 
-__all__ = ["WrittenFile", "disk_full", "write_rank_file"]
+__all__ = ["Staged", "StagedFile", "Staging", "WrittenFile", "disk_full", "write_rank_file"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFile:
+    """One staged file: its pieces in order, and the slice of the buffer that contains its data."""
+
+    pieces: list[Piece]
+    """The pieces without their data, which training may have changed since."""
+    data: memoryview
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(key=_key(p), dtype=p.data.dtype, shape=(p.stop - p.start,)) for p in self.pieces]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """The files that one rank will write."""
+
+    files: Iterable[StagedFile]
+    """If files are staged one at a time, each is valid until the next is requested."""
+    empty: list[Piece]
+    """Pieces without elements; the index lists their tensors, and no file contains them."""
+    bytes: int
+
+
+class Staging:
+    """A host memory buffer that successive saves reuse."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def copy(self, pieces: Iterable[Piece], file_bytes: int) -> Staged:
+        """Copy `pieces`, grouped into files of about `file_bytes` at piece boundaries.
+
+        If some pieces have a `hold` (their data is not resident), each file is staged when it is requested, and the
+        pieces must not change until then. Raises CheckpointError for pieces that do not fit their tensors, or whose dtype
+        the format does not support.
+        """
+        ordered = sorted(pieces, key=lambda piece: widest_first(piece.data.dtype))
+        _raise_faults(ordered)
+        nonempty = [piece for piece in ordered if piece.start < piece.stop]
+        groups, sizes = _groups(nonempty, file_bytes), [_bytes(piece) for piece in nonempty]
+        offloaded = any(piece.hold is not None for piece in nonempty)
+        self._reserve(max((sum(map(_bytes, group)) for group in groups), default=0) if offloaded else sum(sizes),
+                      pinned=any(piece.data.is_cuda for piece in nonempty))
+        files = (self._stage(group, 0) for group in groups)
+        if not offloaded:
+            starts = accumulate((sum(map(_bytes, group)) for group in groups), initial=0)
+            files = [self._stage(group, start) for group, start in zip(groups, starts, strict=False)]
+        empty = [_without_data(piece) for piece in ordered if piece.start == piece.stop]
+        return Staged(files=files, empty=empty, bytes=sum(sizes))
+
+    @torch.no_grad()
+    def _stage(self, group: list[Piece], start: int) -> StagedFile:
+        """Copy the pieces of one file to byte `start` of the buffer."""
+        at = start
+        for piece in group:
+            with nullcontext() if piece.hold is None else piece.hold(False):
+                self._buffer[at:at + _bytes(piece)].view(piece.data.dtype).copy_(piece.data, non_blocking=True)
+            at += _bytes(piece)
+        for device in {piece.data.device for piece in group if piece.data.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return StagedFile(pieces=[_without_data(piece) for piece in group], data=memory(self._buffer)[start:at])
+
+    def _reserve(self, size: int, *, pinned: bool) -> None:
+        if self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _groups(pieces: list[Piece], file_bytes: int) -> list[list[Piece]]:
+    """Group pieces into files of about `file_bytes`; a larger piece has its own file."""
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not groups or _bytes(piece) > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(piece)
+        room -= _bytes(piece)
+    return groups
+
+
+def _bytes(piece: Piece) -> int:
+    return (piece.stop - piece.start) * piece.data.dtype.itemsize
+
+
+def _raise_faults(pieces: Iterable[Piece]) -> None:
+    faults = [f"{piece.name}: {fault}" for piece in pieces if (fault := piece.fault() or _dtype_fault(piece.data))]
+    if faults:
+        raise CheckpointError("these pieces cannot be saved:\n  " + "\n  ".join(faults))
+
+
+def _dtype_fault(data: Tensor) -> str | None:
+    if data.dtype in CODES:
+        return None
+    return f"got {data.dtype}, allowed are {', '.join(str(d).removeprefix('torch.') for d in CODES)}"
+
+
+def _without_data(piece: Piece) -> Piece:
+    box = piece.interval.box if piece.offset is not None else None
+    return Piece(name=piece.name, shape=tuple(piece.shape), start=piece.start, stop=piece.stop,
+                 data=torch.empty(0, dtype=piece.data.dtype), offset=box and tuple(box.offset), size=box and tuple(box.size))
+
+
+def _key(piece: Piece) -> str:
+    box = "" if piece.offset is None else f"@{piece.offset}+{piece.size}".replace(" ", "")
+    return f"{piece.name}{box}[{piece.start}:{piece.stop}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """One file on disk: what it is, and the range of each of its pieces, in their order."""
+    """One file on disk and the range of each of its pieces, in order."""
 
     file: File
     ranges: list[Range]
 
 
 def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: bool) -> WrittenFile:
-    """Write `staged` to the new file `path` and make it durable.
+    """Write `staged` to the new file `path` and sync it.
 
-    Raises OSError, and CheckpointError when `read_back` finds other bytes on the disk.
+    Raises OSError, and CheckpointError if `read_back` finds other bytes on the disk.
     """
     head = header(staged.entries, {"format": "pt", "rank": str(rank)})
     file = File(name=path.name, rank=rank, size=len(head) + len(staged.data), header=len(head), checksum=zlib.crc32(head))
@@ -41,7 +161,7 @@ def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: boo
     try:
         write_all(descriptor, head)
         write_all(descriptor, staged.data)
-        ranges = _ranges(file, staged)  # while the system may already be writing
+        ranges = _ranges(file, staged)  # overlaps with the write-back of the page cache
         os.fsync(descriptor)
         if read_back:
             _compare(descriptor, path, file, ranges)
@@ -54,7 +174,7 @@ def _ranges(file: File, staged: StagedFile) -> list[Range]:
     ranges: list[Range] = []
     at = 0
     for piece, entry in zip(staged.pieces, staged.entries, strict=True):
-        box = piece.cut.box
+        box = piece.interval.box
         ranges.append(Range(file=file.name, at=file.header + at, start=piece.start, stop=piece.stop, offset=box.offset,
                             size=box.size, checksums=tuple(checksums(staged.data[at : at + entry.bytes]))))
         at += entry.bytes
@@ -62,25 +182,25 @@ def _ranges(file: File, staged: StagedFile) -> list[Range]:
 
 
 def _compare(descriptor: int, path: Path, file: File, ranges: list[Range]) -> None:
-    """Read a synced file from the disk itself, where the system allows it, and compare the checksums."""
-    if sys.platform == "linux":  # elsewhere the page cache answers
+    """Read a synced file back, past the page cache where the system allows it, and compare the checksums."""
+    if sys.platform == "linux":  # elsewhere the read is served from the page cache
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    ends = [*(found.at for found in ranges[1:]), file.size]
-    right = zlib.crc32(os.pread(descriptor, file.header, 0)) == file.checksum
-    for found, end in zip(ranges, ends, strict=True):
-        for block, checksum in enumerate(found.checksums):
-            start = found.at + block * BLOCK
-            right = right and zlib.crc32(os.pread(descriptor, min(BLOCK, end - start), start)) == checksum
-    if not right:
-        raise CheckpointError(f"{path}: the disk holds other bytes than were written; check the disk")
+    ends = [*(entry.at for entry in ranges[1:]), file.size]
+    intact = zlib.crc32(os.pread(descriptor, file.header, 0)) == file.checksum
+    for entry, end in zip(ranges, ends, strict=True):
+        for block, checksum in enumerate(entry.checksums):
+            start = entry.at + block * BLOCK
+            intact = intact and zlib.crc32(os.pread(descriptor, min(BLOCK, end - start), start)) == checksum
+    if not intact:
+        raise CheckpointError(f"{path}: the disk contains other bytes than were written; check the disk")
 
 
 def disk_full(error: BaseException, folder: Path, needed: int) -> str | None:
-    """Say how much room a save needed and how much there is, when `error` means that the room ran out."""
-    reasons = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the disk quota is used up",
-               errno.EFBIG: "the limit of a file's size is reached"}
+    """Return a message with the needed and free bytes if `error` means that the disk is full, else None."""
+    reasons = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the disk quota is exceeded",
+               errno.EFBIG: "the file size limit is exceeded"}
     if not isinstance(error, OSError) or error.errno not in reasons:
         return None
     free = shutil.disk_usage(folder).free
     return (f"{reasons[error.errno]} in {folder}: this rank needs {needed:,} bytes, {free:,} are free there now "
-            "(with what this save wrote still in place); make room, or save elsewhere")
+            "(the files of this save included); free space, or save elsewhere")

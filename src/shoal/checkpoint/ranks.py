@@ -1,10 +1,12 @@
-"""The ranks of a checkpoint talk over a group of their own, one conversation at a time, in the order of the program.
+"""The ranks of a checkpoint communicate over a dedicated gloo group, one save or load at a time, in program order.
 
-Their own group, because a save talks from a thread while training talks from the main one, and two threads of one group
-may pair their messages differently on each rank. One conversation at a time, because a load may begin while a save is
-still talking: `turn` is taken in program order on every rank, and a save hands it back from its thread.
+The group is dedicated because a save communicates from a background thread while training communicates from the main
+thread. Two threads that share a group can pair their messages differently on each rank.
 
-What travels is bytes (JSON), never pickles.
+Operations are serialized by `lock`, because a load can begin while a save is still running. Every rank acquires the lock in
+program order, and the thread of a save releases it.
+
+Messages are bytes (JSON), never pickles.
 """
 
 from __future__ import annotations
@@ -29,43 +31,41 @@ class Ranks:
     """The ranks that write or read a checkpoint together."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take a gloo group that nothing else uses; None means one rank alone.
-
-        Use `Ranks.join` to create the group.
-        """
+        """Use `group`, a gloo group without other users; None means a single rank. `Ranks.join` creates the group."""
         self._group = group
         self.rank = 0 if group is None else group.rank()
         self.count = 1 if group is None else group.size()
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(hours=2)) -> Ranks:
-        """Create the own group for the ranks of `group` (None: all ranks of the job); a collective call of these ranks.
+        """Create a dedicated group for the ranks of `group` (None: all ranks). A collective call of these ranks.
 
-        `timeout` bounds how long ranks wait for the slowest writer. Without an initialised process group the
+        `timeout` bounds the time that ranks wait for the slowest writer. Without an initialized process group the
         checkpoint has one rank.
         """
         if not dist.is_initialized():
             return cls()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        alone = len(members) < dist.get_world_size()  # named by how many groups a member has made: must be equal on all
-        own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=alone)
-        assert isinstance(own, dist.ProcessGroup), "this rank is no member of the group that it asked to join"
+        # With local synchronization torch names the group by a per-rank counter, which must be equal on all members.
+        subgroup = len(members) < dist.get_world_size()
+        own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=subgroup)
+        assert isinstance(own, dist.ProcessGroup), "this rank is not a member of the group"
         return cls(own)
 
-    def exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, on all ranks, by rank."""
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in rank order, on all ranks."""
         if self._group is None:
             return [message]
         sizes = self._sizes(message)
         width = max(1, *sizes)
         received = [torch.empty(width, dtype=torch.uint8) for _ in sizes]
-        # the group's methods and not dist.all_gather: that one refuses once the default group is destroyed
-        self._finish(self._group.allgather([received], [_padded(message, width)]))
+        # group methods, because dist.all_gather fails once the default group is destroyed
+        self._wait(self._group.allgather([received], [_padded(message, width)]))
         return [_bytes(data, size) for data, size in zip(received, sizes, strict=True)]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks on rank 0, by rank, and nothing elsewhere."""
+        """Return the messages of all ranks, in rank order, on rank 0, and an empty list on other ranks."""
         if self._group is None:
             return [message]
         sizes = self._sizes(message)
@@ -73,38 +73,38 @@ class Ranks:
         received = [torch.empty(width, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._finish(self._group.gather([received] if received else [], [_padded(message, width)], options))
+        self._wait(self._group.gather([received] if received else [], [_padded(message, width)], options))
         return [_bytes(data, size) for data, size in zip(received, sizes, strict=False)]
 
-    def together(self, doing: str, action: Callable[[], T]) -> T:
-        """Return `action()` when it succeeds on every rank; otherwise raise on every rank, naming who failed and why.
+    def run_collectively(self, failure: str, action: Callable[[], T]) -> T:
+        """Return `action()` if it succeeds on every rank; otherwise raise on every rank, with the ranks and causes.
 
-        A collective call. Raises CheckpointError; `doing` begins its message.
+        A collective call. Raises CheckpointError; its message begins with `failure`.
         """
         result: list[T] = []
         cause: Exception | None = None
         try:
             result.append(action())
-        except Exception as error:  # whatever it was, the other ranks wait for this one's word
+        except Exception as error:  # any error: the other ranks wait for this rank's result
             cause = error
-        said = self.exchange(b"" if cause is None else (_text(cause) or "?").encode())
-        if any(said):
-            raise CheckpointError(f"{doing}: {_who_said(said)}") from cause
+        errors = self.all_gather(b"" if cause is None else (_text(cause) or "?").encode())
+        if any(errors):
+            raise CheckpointError(f"{failure}: {_joined(errors)}") from cause
         return result[0]
 
     def _sizes(self, message: bytes) -> list[int]:
         assert self._group is not None
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        self._finish(self._group.allgather([sizes], [torch.tensor([len(message)])]))
+        self._wait(self._group.allgather([sizes], [torch.tensor([len(message)])]))
         return [int(size) for size in sizes]
 
-    def _finish(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:
             raise CheckpointError(
-                f"rank {self.rank} lost another rank during a checkpoint ({str(error).splitlines()[0]}); "
-                "see the log of the rank that left first"
+                f"rank {self.rank} lost its connection to another rank during a checkpoint ({str(error).splitlines()[0]}); "
+                "see the log of the rank that failed first"
             ) from error
 
 
@@ -123,8 +123,8 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, ShoalError | OSError) else f"{type(error).__name__}: {error}"
 
 
-def _who_said(messages: list[bytes]) -> str:
-    """Join the failures of the ranks; one that all met is said once."""
+def _joined(messages: list[bytes]) -> str:
+    """Join the error messages of the ranks; if all are equal, return one."""
     if len(set(messages)) == 1:
         return messages[0].decode()
     faults = [f"rank {rank}: {message.decode()}" for rank, message in enumerate(messages) if message]

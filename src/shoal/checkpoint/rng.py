@@ -1,4 +1,4 @@
-"""Random state is private state: one rank's generators, captured as plain values and put back exactly."""
+"""The random state of one rank: `capture` returns it as plain values, `restore` sets it again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["capture", "restore"]
 
 
 def capture() -> dict[str, object]:
-    """Return the state of this rank's generators: python, numpy (the global one), torch on the CPU and the current GPU.
+    """Return the states of Python's, numpy's global, torch's CPU and the current GPU's generators.
 
-    The GPU is asked only when CUDA is in use, so that this initialises no device.
+    The GPU is included only if CUDA is initialized, so that this call does not initialize it.
     """
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state(),
@@ -25,9 +25,9 @@ def capture() -> dict[str, object]:
 
 
 def restore(state: dict[str, object]) -> None:
-    """Put back what `capture` returned, or what a checkpoint made of it.
+    """Set the generators to a state that `capture` returned, directly or loaded from a checkpoint.
 
-    A GPU's state is left out, with a warning, where there is no GPU.
+    Without a GPU, a GPU's state is ignored with a warning.
     """
     random.setstate(cast("tuple[Any, ...]", state["python"]))
     np.random.set_state(cast("dict[str, Any]", state["numpy"]))
@@ -37,4 +37,4 @@ def restore(state: dict[str, object]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
     else:
-        logger.warning("the checkpoint holds the random state of a GPU, and here is none: it is left out")
+        logger.warning("the checkpoint contains the random state of a GPU; there is no GPU here, so it is ignored")

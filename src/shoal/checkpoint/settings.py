@@ -1,4 +1,4 @@
-"""How checkpoints are written and kept."""
+"""The settings of `save_checkpoint` and `load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from shoal.config.kinds import Positive, Switch, any_case
 from shoal.config.published import Published, inert, later, later_block
-from shoal.config.section import Section
+from shoal.config.section import Positive, Section, Switch, any_case
 
 __all__ = ["CheckpointSettings"]
 
@@ -17,16 +16,16 @@ _TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(an
 
 
 class CheckpointSettings(Section):
-    """How `save_checkpoint` and `load_checkpoint` work."""
+    """Options of `save_checkpoint` and `load_checkpoint`."""
 
     tag_validation: _TagValidation = "Warn"
-    """What happens when ranks save under different tags."""
+    """The reaction to ranks that save under different tags."""
 
     keep_last: Positive | None = None
-    """How many checkpoints to keep in a folder, the oldest going first; null keeps all. (Ours.)"""
+    """Number of newest checkpoints to keep in a folder; older ones are deleted; null keeps all. (Shoal only.)"""
 
     async_save: Switch = True
-    """Write while training goes on: `save_checkpoint` returns once the state is copied. (Ours.)"""
+    """Write in the background: `save_checkpoint` returns once the state is copied. (Shoal only.)"""
 
     published: ClassVar[Mapping[str, Published]] = {
         "load_universal": inert(

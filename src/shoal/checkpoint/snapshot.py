@@ -1,7 +1,7 @@
-"""A snapshot answers names and fills pieces: whoever asks for a cut of a tensor gets it, however it was cut when saved.
+"""A snapshot is an open checkpoint; it fills any piece of a saved tensor, regardless of how the tensor was sharded.
 
-Files are opened when first needed and read in the blocks that carry checksums; what is asked for is checked against the
-index before the first byte is read. Nothing is unpickled.
+A request is checked against the index before any byte is read. Files are opened on first use and read in blocks, each with
+its own checksum. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["Snapshot", "read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """One block to read, and what to copy from it where."""
+class _BlockRead:
+    """One block to read, and the copies from it to pieces."""
 
     name: str
     file: str
@@ -47,45 +47,45 @@ class _Read:
 
 def read(folder: str | os.PathLike[str], tag: str | None = None, *, ranks: Ranks | None = None,
          verify: bool = True) -> Snapshot:
-    """Open the checkpoint `folder/tag`; None takes the tag that `latest` names. A collective call of `ranks`.
+    """Open the checkpoint `folder/tag`; a tag of None means the latest. A collective call of `ranks`.
 
-    With `verify` the checksum of every block that is read is compared. Raises CheckpointError, on every rank: no such
-    folder or tag (with the tags that are there), an index that is missing, damaged or of another version, a file that is
-    missing or truncated (with the newest intact checkpoint beside it).
+    With `verify` the checksum of every block that is read is compared. Raises CheckpointError on every rank if the folder
+    or tag does not exist (with the existing tags), the index is missing, damaged or of another version, or a file is
+    missing or truncated (with the newest intact checkpoint in the folder).
     """
     ranks = ranks or Ranks()
     path = Path(folder)
-    with ranks.turn:
-        found = ranks.together("could not load", lambda: folders.resolve(path, tag) if ranks.rank == 0 else "")
-        name = ranks.exchange(found.encode())[0].decode()
-        return ranks.together("could not load", lambda: _open(path, name, ranks, verify))
+    with ranks.lock:
+        resolved = ranks.run_collectively("could not load", lambda: folders.resolve(path, tag) if ranks.rank == 0 else "")
+        name = ranks.all_gather(resolved.encode())[0].decode()
+        return ranks.run_collectively("could not load", lambda: _open(path, name, ranks, verify))
 
 
 def _open(folder: Path, tag: str, ranks: Ranks, verify: bool) -> Snapshot:
     path = folders.locate(folder, tag)
     if path is None:
-        raise CheckpointError(f"{folder}: rank 0 sees the checkpoint {tag!r} there, this rank does not; "
+        raise CheckpointError(f"{folder}: rank 0 sees the checkpoint {tag!r}, this rank does not; "
                               "a checkpoint needs a folder that all ranks share")
     try:
         index = folders.load_index(path)
-        if found := folders.faults(path, index):
-            raise CheckpointError("\n  ".join([f"{path}: damaged", *found]))
+        if faults := folders.faults(path, index):
+            raise CheckpointError("\n  ".join([f"{path}: damaged", *faults]))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {folders.beside(folder, tag)}") from None
+        raise CheckpointError(f"{error}; {folders.intact_alternative(folder, tag)}") from None
     return Snapshot(path, index, ranks, verify=verify)
 
 
 class Snapshot:
-    """One checkpoint, open for reading. Close it, or use it as a context, to let others remove the checkpoint."""
+    """A checkpoint open for reading, locked against removal until it is closed. It is its own context manager."""
 
     def __init__(self, path: Path, index: Index, ranks: Ranks, *, verify: bool) -> None:
         self.path = path
         self.index = index
         self._ranks = ranks
         self._verify = verify
-        self._held = ExitStack()
-        self.close = weakref.finalize(self, self._held.close)
-        self._folder = self._held.enter_context(folders.lock(path, shared=True))
+        self._resources = ExitStack()
+        self.close = weakref.finalize(self, self._resources.close)
+        self._folder = self._resources.enter_context(folders.lock(path, shared=True))
         self._open: dict[str, int] = {}
         self._block = torch.empty(BLOCK, dtype=torch.uint8)
 
@@ -105,86 +105,87 @@ class Snapshot:
 
     @property
     def ranks(self) -> int:
-        """The ranks that saved it."""
+        """The number of ranks that saved the checkpoint."""
         return len(self.index.private)
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, as the pieces had them."""
+        """Return the names of all tensors."""
         return [name for name in self.index.tensors if not name.startswith((SHARED, PRIVATE))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
+        """Return the shape of the full tensor."""
         return self._stored(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor was saved."""
+        """Return the dtype in which the tensor was saved."""
         return DTYPES[self._stored(name).dtype]
 
     @cached_property
     def shared(self) -> dict[str, object]:
-        """What rank 0 shared when it saved."""
+        """The `shared` values that rank 0 saved."""
         return cast("dict[str, object]", decode(self.index.shared, lambda at: self.tensor(f"{SHARED}{at}")))
 
     def private(self, rank: int) -> dict[str, object]:
-        """Return what `rank` kept for itself when it saved; raises CheckpointError when there was no such rank."""
+        """Return the `private` values that `rank` saved. Raises CheckpointError if no such rank saved."""
         if not 0 <= rank < self.ranks:
-            raise CheckpointError(f"{self.path}: saved by ranks 0 to {self.ranks - 1}, there is no rank {rank}")
+            raise CheckpointError(f"{self.path}: saved by ranks 0 to {self.ranks - 1}, got rank {rank}")
         json = self.index.private[rank]
         return cast("dict[str, object]", decode(json, lambda at: self.tensor(f"{PRIVATE}{rank}/{at}")))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return one whole tensor on the CPU, in `dtype` (None: as it was saved). Not a collective call."""
+        """Return one full tensor on the CPU, in `dtype` (None: as saved). Not a collective call."""
         data = torch.empty(self._stored(name).elements, dtype=dtype or self.dtype(name))
         self._fill([Piece(name=name, shape=self.shape(name), start=0, stop=data.numel(), data=data)])
         return data.view(self.shape(name))
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Fill the data of `pieces` from the checkpoint, casting to their dtypes. A collective call of the ranks.
+        """Fill the data of `pieces` from the checkpoint, cast to their dtypes. A collective call of the ranks.
 
-        Raises CheckpointError on every rank: names that are not there, shapes that differ and elements that were not
-        saved (all in one message, before anything is filled), damaged bytes (tensor, file and rank; some pieces may
-        have been filled by then).
+        Raises CheckpointError on every rank. One message lists all missing names, different shapes and elements that
+        were not saved, before any piece is filled. Damaged bytes (with tensor, file and rank) are found while pieces are
+        filled.
         """
-        wanted = list(pieces)
-        with self._ranks.turn:
-            self._ranks.together(f"could not load {self.path}", lambda: self._fill(wanted))
+        requested = list(pieces)
+        with self._ranks.lock:
+            self._ranks.run_collectively(f"could not load {self.path}", lambda: self._fill(requested))
 
     @torch.no_grad()
     def _fill(self, pieces: list[Piece]) -> None:
         reads = sorted(self._plan(pieces), key=lambda read: (read.file, read.at))
-        last = {piece: read for read in reads for _, piece in read.copies}  # a piece is held from its first to its last copy
-        holding: dict[Piece, ExitStack] = {}
-        with ExitStack() as held:
+        last = {piece: read for read in reads for _, piece in read.copies}  # pieces are resident from first to last copy
+        resident: dict[Piece, ExitStack] = {}
+        with ExitStack() as stack:
             for read in reads:
                 source = self._load(read)
                 for overlap, piece in read.copies:
-                    if piece not in holding:
-                        holding[piece] = held.enter_context(ExitStack())
+                    if piece not in resident:
+                        resident[piece] = stack.enter_context(ExitStack())
                         if piece.hold is not None:
-                            holding[piece].enter_context(piece.hold(True))
+                            resident[piece].enter_context(piece.hold(True))
                     overlap.copy(source, piece.data)
                 for piece in {piece for _, piece in read.copies if last[piece] is read}:
-                    holding.pop(piece).close()
+                    resident.pop(piece).close()
 
-    def _plan(self, pieces: list[Piece]) -> Iterable[_Read]:
-        """Find the blocks to read; refuse the request as a whole if any of it cannot be served."""
+    def _plan(self, pieces: list[Piece]) -> Iterable[_BlockRead]:
+        """Return the blocks to read. Raises CheckpointError if any part of the request cannot be served."""
         faults = [fault for piece in pieces if (fault := self._fault(piece)) is not None]
-        reads: dict[tuple[str, int], _Read] = {}
+        reads: dict[tuple[str, int], _BlockRead] = {}
         for piece in pieces if not faults else ():
             stored = self._stored(piece.name)
-            missing = piece.cut.elements
-            for found in stored.ranges:
-                for block in _blocks(found, piece.cut, DTYPES[stored.dtype].itemsize):
-                    copies = list(overlaps(_block_cut(found, block, DTYPES[stored.dtype].itemsize), piece.cut))
+            missing = piece.interval.elements
+            width = DTYPES[stored.dtype].itemsize
+            for entry in stored.ranges:
+                for block in _blocks(entry, piece.interval, width):
+                    copies = list(overlaps(_block_interval(entry, block, width), piece.interval))
                     if copies:
-                        read = reads.setdefault((found.file, found.at + block * BLOCK),
-                                                _read_of(piece.name, stored, found, block))
+                        read = reads.setdefault((entry.file, entry.at + block * BLOCK),
+                                                _block_read(piece.name, stored, entry, block))
                         read.copies.extend((copy, piece) for copy in copies)
                         missing -= sum(copy.elements for copy in copies)
             if missing:
                 faults.append(f"{piece.name}: {missing} of elements [{piece.start}, {piece.stop}) were not saved")
         if faults:
-            raise CheckpointError("\n  ".join(["it does not fit what is asked for:", *faults]))
+            raise CheckpointError("\n  ".join(["the checkpoint does not match the request:", *faults]))
         return reads.values()
 
     def _fault(self, piece: Piece) -> str | None:
@@ -193,7 +194,7 @@ class Snapshot:
             close = get_close_matches(piece.name, self.names(), n=1)
             return f"{piece.name}: not in the checkpoint" + (f"; did you mean {close[0]}?" if close else "")
         if stored.shape != tuple(piece.shape):
-            return f"{piece.name}: saved with shape {stored.shape}, asked for {tuple(piece.shape)}"
+            return f"{piece.name}: saved with shape {stored.shape}, requested with {tuple(piece.shape)}"
         if fault := piece.fault():
             return f"{piece.name}: {fault}"
         return None if piece.data.is_contiguous() else f"{piece.name}: the data to fill is not contiguous"
@@ -203,50 +204,50 @@ class Snapshot:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         return self.index.tensors[name]
 
-    def _load(self, read: _Read) -> Tensor:
-        """Read one block into the buffer that the next block will overwrite."""
+    def _load(self, read: _BlockRead) -> Tensor:
+        """Read one block into the buffer that all blocks share."""
         data = self._block[: read.bytes]
-        room = memory(data)
-        got = 0
-        while got < read.bytes:
-            count = os.preadv(self._descriptor(read.file), [room[got:]], read.at + got)
+        view = memory(data)
+        filled = 0
+        while filled < read.bytes:
+            count = os.preadv(self._descriptor(read.file), [view[filled:]], read.at + filled)
             if count == 0:
-                raise CheckpointError(self._damage(read, f"ends at byte {read.at + got}"))
-            got += count
-        if self._verify and zlib.crc32(room) != read.checksum:
-            raise CheckpointError(self._damage(read, f"bytes [{read.at}, {read.at + read.bytes}) are not what was saved"))
+                raise CheckpointError(self._damage(read, f"ends at byte {read.at + filled}"))
+            filled += count
+        if self._verify and zlib.crc32(view) != read.checksum:
+            raise CheckpointError(self._damage(read, f"wrong checksum of bytes [{read.at}, {read.at + read.bytes})"))
         return data.view(read.dtype)
 
-    def _damage(self, read: _Read, what: str) -> str:
+    def _damage(self, read: _BlockRead, reason: str) -> str:
         rank = next(file.rank for file in self.index.files if file.name == read.file)
-        return (f"{read.name}: damaged in {read.file} of rank {rank}: {what}; "
-                f"{folders.beside(self.path.parent, self.tag)}")
+        return (f"{read.name}: damaged in {read.file} of rank {rank}: {reason}; "
+                f"{folders.intact_alternative(self.path.parent, self.tag)}")
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
             descriptor = os.open(name, os.O_RDONLY, dir_fd=self._folder)
-            self._held.callback(os.close, descriptor)
+            self._resources.callback(os.close, descriptor)
             self._open[name] = descriptor
         return self._open[name]
 
 
-def _blocks(found: Range, wanted: Interval, width: int) -> range:
-    """Return the numbers of the blocks of a range that may hold wanted elements."""
-    count = len(found.checksums)
-    if found.cut.box != wanted.box:
+def _blocks(entry: Range, requested: Interval, width: int) -> range:
+    """Return the indices of the blocks of a range that can contain requested elements of `width` bytes."""
+    count = len(entry.checksums)
+    if entry.interval.box != requested.box:
         return range(count)
-    step = BLOCK // width
-    first = max(0, wanted.start - found.start) // step
-    return range(first, max(first, min(count, -(-(wanted.stop - found.start) // step))))
+    block_elements = BLOCK // width
+    first = max(0, requested.start - entry.start) // block_elements
+    return range(first, max(first, min(count, -(-(requested.stop - entry.start) // block_elements))))
 
 
-def _block_cut(found: Range, block: int, width: int) -> Interval:
-    start = found.start + block * (BLOCK // width)
-    return Interval(found.cut.box, start, min(found.stop, start + BLOCK // width))
+def _block_interval(entry: Range, block: int, width: int) -> Interval:
+    start = entry.start + block * (BLOCK // width)
+    return Interval(entry.interval.box, start, min(entry.stop, start + BLOCK // width))
 
 
-def _read_of(name: str, stored: Stored, found: Range, block: int) -> _Read:
+def _block_read(name: str, stored: Stored, entry: Range, block: int) -> _BlockRead:
     dtype = DTYPES[stored.dtype]
-    size = _block_cut(found, block, dtype.itemsize).elements * dtype.itemsize
-    return _Read(name=name, file=found.file, at=found.at + block * BLOCK, bytes=size, checksum=found.checksums[block],
-                 dtype=dtype)
+    size = _block_interval(entry, block, dtype.itemsize).elements * dtype.itemsize
+    return _BlockRead(name=name, file=entry.file, at=entry.at + block * BLOCK, bytes=size,
+                      checksum=entry.checksums[block], dtype=dtype)

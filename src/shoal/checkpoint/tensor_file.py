@@ -1,7 +1,7 @@
-"""A tensor file is the safetensors layout, laid out before its bytes exist: header length, JSON header, data.
+"""A tensor file has the safetensors format: header length, JSON header, data.
 
-Entries are ordered by the width of their elements, widest first, so each lies aligned without holes, and the data may be
-streamed from one buffer. The `safetensors` library reads what is written here.
+Entries are sorted by element width, widest first, so that each is aligned without padding and the data can be streamed from
+one buffer. The `safetensors` library can read these files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["BLOCK", "CODES", "DTYPES", "Entry", "blocks", "checksums", "header", "memory", "widest_first", "write_all"]
 
 BLOCK = 4 << 20
-"""Bytes that share one checksum; a multiple of the width of every dtype."""
+"""Bytes per checksum; a multiple of the width of every dtype."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -28,7 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }
-"""The dtypes of the format by their code there."""
+"""The dtypes of the format by their safetensors code."""
 
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a file: its key, dtype and shape."""
+    """The key, dtype and shape of one tensor of a file."""
 
     key: str
     dtype: torch.dtype
@@ -49,17 +49,17 @@ class Entry:
 
 
 def memory(data: Tensor) -> memoryview:
-    """Return the bytes of a one-dimensional uint8 tensor of this machine's memory, shared with it."""
-    return memoryview(cast(bytearray, data.numpy()))  # numpy's stubs hide that arrays are buffers
+    """Return a memoryview that shares the bytes of a one-dimensional uint8 tensor on the CPU."""
+    return memoryview(cast(bytearray, data.numpy()))  # numpy's stubs do not declare the buffer protocol
 
 
 def widest_first(dtype: torch.dtype) -> int:
-    """Sort key under which entries that follow each other without holes are all aligned."""
+    """Return the sort key that aligns all entries without padding."""
     return -dtype.itemsize
 
 
 def header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
-    """Return everything before the data of a file that holds `entries` one after the other."""
+    """Return the bytes before the data of a file that contains `entries` in order."""
     described: dict[str, object] = {"__metadata__": metadata}
     at = 0
     for entry in entries:
@@ -72,7 +72,7 @@ def header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
 
 
 def blocks(data: memoryview) -> Iterator[memoryview]:
-    """Cut bytes into blocks of `BLOCK`."""
+    """Split bytes into blocks of `BLOCK`."""
     for start in range(0, len(data), BLOCK):
         yield data[start : start + BLOCK]
 
@@ -83,7 +83,7 @@ def checksums(data: memoryview) -> list[int]:
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:
-    """Write all of `data`, however little the system takes at a time."""
+    """Write all of `data`, in as many system calls as needed."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

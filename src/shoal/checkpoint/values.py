@@ -1,11 +1,11 @@
-"""A client's state becomes JSON and a list of tensors, and comes back equal and of the same types, without pickle.
+"""Client state is encoded as JSON and a list of tensors, and decoded to equal values of the same types, without pickle.
 
-JSON values stand for themselves; anything else is an object whose one key `$` names a codec:
+JSON values are stored unchanged. Any other value is an object whose key `$` names a codec:
 
     {"$": "tuple", "items": [1, 2]}     {"$": "tensor", "at": 0}     {"$": "float", "text": "nan"}
 
-Bytes, arrays and tensors go into the list of tensors, which a checkpoint keeps in its tensor files. What has no codec is
-refused with its path: a checkpoint never executes anything when it is loaded.
+Bytes, arrays and tensors go to the list of tensors, which a checkpoint stores in its tensor files. A value without a codec
+is an error that names its path. Loading a checkpoint never executes code.
 """
 
 from __future__ import annotations
@@ -38,34 +38,31 @@ Json = dict[str, JsonValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A value as JSON, and the tensors that the JSON refers to by position."""
+    """A value as JSON, and the tensors that the JSON refers to by index."""
 
     json: JsonValue
     tensors: list[Tensor]
 
 
 def encode(value: object, where: str = "") -> Encoded:
-    """Encode `value`; tensors in the result share memory with it where they can.
+    """Encode `value`; tensors in the result share memory with it where possible.
 
-    Raises UsageError naming the path (beginning with `where`) of what cannot be saved.
+    Raises UsageError with the path (beginning with `where`) of a value that cannot be saved.
     """
     encoder = _Encoder()
     return Encoded(json=encoder.encode(value, where), tensors=encoder.tensors)
 
 
 def decode(json: JsonValue, tensor: Callable[[int], Tensor]) -> object:
-    """Return the value that `json` stands for; `tensor(i)` gives tensor i of the encoding.
-
-    Raises CheckpointError for a codec that is not known.
-    """
+    """Decode `json`; `tensor(i)` returns tensor i of the encoding. Raises CheckpointError for an unknown codec."""
     match json:
         case list():
             return [decode(item, tensor) for item in json]
         case dict() if MARK in json:
             name = json[MARK]
             if not isinstance(name, str) or name not in _DECODERS:
-                raise CheckpointError(f"a value was saved as {name!r}, which this Shoal does not know; "
-                                      f"it knows {', '.join(sorted(_DECODERS))}")
+                raise CheckpointError(f"a value was saved as {name!r}, which this version of Shoal does not "
+                                      f"know; it knows {', '.join(sorted(_DECODERS))}")
             return _DECODERS[name](json, lambda item: decode(item, tensor), tensor)
         case dict():
             return {key: decode(item, tensor) for key, item in json.items()}
@@ -79,7 +76,7 @@ class _Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: object, where: str) -> JsonValue:
-        """Encode one value, which stands at the path `where`."""
+        """Encode one value at the path `where`."""
         kind = type(value)
         if kind is str:
             return _encodable(cast(str, value), where)
@@ -94,7 +91,7 @@ class _Encoder:
 
     def _container(self, value: Iterable[object], kind: type, where: str) -> JsonValue:
         if id(value) in self._open:
-            raise UsageError(f"{where or 'the value'}: contains itself, which a checkpoint cannot hold")
+            raise UsageError(f"{where or 'the value'}: contains itself, which a checkpoint cannot store")
         self._open.add(id(value))
         try:
             if isinstance(value, dict):
@@ -106,14 +103,14 @@ class _Encoder:
                 return {MARK: _SEQUENCES[kind], "items": self._items(ordered, where)}
         finally:
             self._open.discard(id(value))
-        raise _refused(value, kind, where)
+        raise _unsupported(value, kind, where)
 
     def _items(self, items: Iterable[object], where: str) -> list[JsonValue]:
         return [self.encode(item, f"{where}[{i}]") for i, item in enumerate(items)]
 
     def _mapping(self, value: dict[object, object], kind: type, where: str) -> JsonValue:
         if kind not in _MAPPINGS:
-            raise _refused(value, kind, where)
+            raise _unsupported(value, kind, where)
         if kind is dict and all(type(key) is str for key in value) and MARK not in value:
             return {_encodable(str(key), f"{where}.keys()"): self.encode(item, _join(where, key))
                     for key, item in value.items()}
@@ -126,7 +123,7 @@ class _Encoder:
             case complex() if kind is complex:
                 return {MARK: "complex", "parts": self._items((value.real, value.imag), where)}
             case bytes() | bytearray() if kind in (bytes, bytearray):
-                return {MARK: kind.__name__, "at": self._keep(_raw(value))}
+                return {MARK: kind.__name__, "at": self._add_tensor(_raw(value))}
             case Tensor() if kind in (Tensor, torch.nn.Parameter):
                 return self._tensor(value.detach(), where)
             case np.ndarray() | np.generic():
@@ -142,26 +139,26 @@ class _Encoder:
             case timedelta() if kind is timedelta:
                 return {MARK: "timedelta", "parts": [value.days, value.seconds, value.microseconds]}
             case _:
-                raise _refused(value, kind, where)
+                raise _unsupported(value, kind, where)
 
     def _tensor(self, value: Tensor, where: str) -> JsonValue:
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             raise UsageError(f"{where}: got a tensor without plain data ({value.layout}, {value.device}); save a dense one")
         if value.dtype in CODES:
-            return {MARK: "tensor", "at": self._keep(value)}
-        name = str(value.dtype).removeprefix("torch.")  # the file format lacks it: keep its bytes
+            return {MARK: "tensor", "at": self._add_tensor(value)}
+        name = str(value.dtype).removeprefix("torch.")  # not in the file format: store the raw bytes
         raw = value.contiguous().reshape(-1).view(torch.uint8)
-        return {MARK: "raw_tensor", "at": self._keep(raw), "dtype": name, "shape": list(value.shape)}
+        return {MARK: "raw_tensor", "at": self._add_tensor(raw), "dtype": name, "shape": list(value.shape)}
 
     def _array(self, value: np.ndarray[Any, Any], kind: type, where: str) -> JsonValue:
         if value.dtype.hasobject or value.dtype.fields is not None:
             raise UsageError(f"{where}: got a numpy array of dtype {value.dtype}, whose elements are objects or records; "
                              "save it as a list, or as a dict with one array per field")
         scalar = issubclass(kind, np.generic)
-        return {MARK: "scalar" if scalar else "array", "at": self._keep(_raw(value.tobytes())),
+        return {MARK: "scalar" if scalar else "array", "at": self._add_tensor(_raw(value.tobytes())),
                 "dtype": value.dtype.str, "shape": list(value.shape)}
 
-    def _keep(self, tensor: Tensor) -> int:
+    def _add_tensor(self, tensor: Tensor) -> int:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
@@ -174,7 +171,7 @@ def _encodable(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{where}: got {text!r}, which UTF-8 cannot hold (a lone surrogate, as file names may have); "
+        raise UsageError(f"{where}: got {text!r}, which UTF-8 cannot encode (a lone surrogate, as in some file names); "
                          f"save os.fsencode of it, as bytes") from error
     return text
 
@@ -185,14 +182,14 @@ def _join(where: str, key: object) -> str:
     return f"{where}[{key!r}]"
 
 
-def _refused(value: object, kind: type, where: str) -> UsageError:
+def _unsupported(value: object, kind: type, where: str) -> UsageError:
     fix = "save its state_dict() instead" if callable(getattr(kind, "state_dict", None)) else \
         "convert it to one of these, for example to a dict of its fields"
     return UsageError(f"{where or 'the value'}: got {kind.__module__}.{kind.__qualname__}, which cannot be saved without "
                       f"pickle; allowed: {ALLOWED}; {fix}")
 
 
-# -- the codecs, back --------------------------------------------------------
+# -- decoders ------------------------------------------------------------------
 _Decoder = Callable[[Json, Callable[[JsonValue], Any], Callable[[int], Tensor]], object]
 
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
@@ -220,10 +217,10 @@ def _at(build: Callable[[Tensor], object]) -> _Decoder:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"a tensor was saved as {name}, a dtype that this torch ({torch.__version__}) lacks")
-    return found
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"a tensor was saved as {name}, a dtype that torch {torch.__version__} does not have")
+    return dtype
 
 
 def _raw_tensor(json: Json, inner: Callable[[JsonValue], Any], tensor: Callable[[int], Tensor]) -> Tensor:

@@ -1,12 +1,12 @@
-"""A save is a copy, then a conversation: stage the pieces, and a thread writes, checks and publishes them.
+"""A save stages the pieces, then a background thread writes, verifies and publishes them.
 
     every rank   stages its pieces and returns to training
-    rank 0       removes what interrupted saves left, makes the hidden folder
+    rank 0       removes the leftovers of interrupted saves, creates the hidden folder
     every rank   writes its files, syncs them, reads them back
-    rank 0       merges the parts into the index, renames the folder to its tag, moves `latest`, retires old ones
+    rank 0       merges the parts into the index, renames the folder to its tag, updates `latest`, deletes old checkpoints
 
-After each line all ranks hear whether it succeeded everywhere. Until the rename nothing visible has changed, so a save that
-fails, is killed, or finds the disk full leaves the previous checkpoint and `latest` as they were.
+After each line all ranks learn whether it succeeded on every rank. Nothing visible changes before the rename, so a save that
+fails, is killed, or finds the disk full leaves the previous checkpoint and `latest` unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from pydantic import JsonValue
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.index import INDEX, RankPart, Stored, merge, parse_part
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.rank_file import disk_full, write_rank_file
+from shoal.checkpoint.rank_file import Staged, Staging, disk_full, write_rank_file
 from shoal.checkpoint.ranks import Ranks
-from shoal.checkpoint.staging import Staged, Staging
 from shoal.checkpoint.tensor_file import CODES
 from shoal.checkpoint.values import encode
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
@@ -40,7 +39,7 @@ FILE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    """What one rank is to save."""
+    """The contents that one rank saves."""
 
     staged: Staged
     shared: JsonValue
@@ -49,7 +48,7 @@ class _Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """Where and how all ranks save it."""
+    """The options of one save, equal on all ranks."""
 
     folder: Path
     tag: str
@@ -60,184 +59,183 @@ class _Save:
 
 
 class PendingSave:
-    """A save that may still be under way."""
+    """A save that may still be running."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failure: BaseException | None = None
-        self._taken = threading.Lock()
+        self._claim = threading.Lock()
         self._ended = threading.Event()
-        self._seen = False
+        self._reported = False
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint stands and return its folder; raises CheckpointError, on every rank, if it failed."""
+        """Wait for the save to end and return its folder. Raises CheckpointError, on every rank, if the save failed."""
         self._ended.wait()
-        self._seen = True
+        self._reported = True
         if self._failure is not None:
             raise self._failure
         return self.path
 
     def settle(self) -> None:
-        """Wait until the save has ended, well or not."""
+        """Wait for the save to end, successfully or not; do not raise its failure."""
         self._ended.wait()
 
-    def surface(self) -> None:
-        """Wait, and raise a failure unless `wait` has raised it already."""
+    def raise_failure(self) -> None:
+        """Wait for the save to end and raise its failure, unless it has been raised already."""
         self._ended.wait()
-        if not self._seen:
+        if not self._reported:
             self.wait()
 
-    def seen(self) -> None:
-        """Note that the caller has been told of the failure."""
+    def mark_reported(self) -> None:
+        """Wait for the save to end and mark its failure as reported to the caller."""
         self._ended.wait()
-        self._seen = True
+        self._reported = True
 
     def begin(self) -> None:
-        """Have those wait who ask for it, until `end`."""
-        _under_way.add(self)
+        """Make the module's `settle` wait for this save until `end`."""
+        _running.add(self)
 
-    def take(self) -> bool:
-        """Take the save over, to carry it out and end it; returns whether nobody else has."""
-        return self._taken.acquire(blocking=False)
+    def claim(self) -> bool:
+        """Claim the right to run and end this save. Return False if another thread has claimed it."""
+        return self._claim.acquire(blocking=False)
 
     def end(self, failure: BaseException | None) -> None:
-        """Let those who wait go on."""
+        """Store the failure, if any, and release all waiting threads."""
         self._failure = failure
         self._ended.set()
-        _under_way.discard(self)
+        _running.discard(self)
 
 
-_under_way: set[PendingSave] = set()
-"""The saves of this process that have not ended, whoever began them."""
+_running: set[PendingSave] = set()
+"""The saves of this process that have not ended, of all writers."""
 
 
 def settle() -> None:
-    """Wait for every save that this process has begun: who reads afterwards finds what was saved before.
+    """Wait for every save that this process has begun, so that a later read finds its checkpoint.
 
-    A failure is left to those who began the save.
+    Failures are not raised here but by the `PendingSave` of the save.
     """
-    for pending in tuple(_under_way):  # copied at once: others may begin and end meanwhile
+    for pending in tuple(_running):  # a copy, because saves can begin and end meanwhile
         pending.settle()
 
 
 class Writer:
-    """Saves one checkpoint after the other; keeps the staging buffer between them."""
+    """Saves checkpoints one at a time and reuses the staging buffer."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        """Write with `ranks` (see `Ranks.join`); None: this process alone."""
+        """Write with `ranks` (see `Ranks.join`); None means this process only."""
         self.ranks = ranks or Ranks()
         self._staging = Staging()
         self._pending: PendingSave | None = None
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if any; raises its CheckpointError unless that was raised already."""
+        """Wait for the running save, if any. Raises its CheckpointError unless that has been raised already."""
         if self._pending is not None:
-            self._pending.surface()
+            self._pending.raise_failure()
 
     def write(self, folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, step: int = 0,
               shared: dict[str, object] | None = None, private: dict[str, object] | None = None, latest: bool = True,
               keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES) -> PendingSave:
-        """Begin to save `pieces` as `folder/tag`; every rank calls it.
+        """Begin to save `pieces` as `folder/tag`. A collective call; it first waits for an earlier save.
 
-        On return the pieces may change again. Over all ranks they are disjoint and cover every tensor. `shared` is kept
-        from rank 0 and `private` from every rank (what `values.encode` takes). `latest` moves the file of that name,
-        `keep_last` then retires all but so many checkpoints, `read_back` compares what the disk holds with what was
-        meant, `file_bytes` bounds a file. An earlier save is waited for first.
+        The pieces of all ranks must be disjoint and cover every tensor; they may change after the return. `shared` values
+        are saved from rank 0 and `private` values from every rank (types: `values.encode`). `latest` updates the file
+        `latest`, `keep_last` is the number of checkpoints to keep, `read_back` compares the bytes on disk with the bytes
+        written, and `file_bytes` is the largest size of a file.
 
-        Raises UsageError (an impossible tag or `keep_last`, a value that needs pickle) and CheckpointError (impossible
-        pieces, or the earlier save's failure if nobody has seen it). The other ranks learn of it from `PendingSave.wait`.
+        Raises UsageError for an invalid tag or `keep_last` and for a value that needs pickle; raises CheckpointError for
+        invalid pieces and for an unreported failure of the earlier save. The other ranks receive the error from
+        `PendingSave.wait`.
         """
         self.wait()
         save = _Save(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back)
         pending = PendingSave(save.folder / tag)
-        self.ranks.turn.acquire()  # given back when the save has ended
+        self.ranks.lock.acquire()  # released when the save has ended
         try:
             self._pending = pending
             pending.begin()
-            _refuse_options(save)
+            _check_options(save)
             content = self._stage(pieces, shared or {}, private or {}, file_bytes)
             threading.Thread(target=self._run, args=(save, content, pending), name=f"shoal-save-{tag}").start()
         except BaseException as error:
-            told = error if isinstance(error, Exception) else CheckpointError(f"interrupted by {type(error).__name__}")
-            self._run(save, told, pending)  # the other ranks have begun: tell them, unless the thread runs already
-            pending.seen()
+            failure = error if isinstance(error, Exception) else CheckpointError(f"interrupted by {type(error).__name__}")
+            self._run(save, failure, pending)  # the other ranks have begun: tell them, unless the thread already runs
+            pending.mark_reported()
             raise
         return pending
 
     def _stage(self, pieces: Iterable[Piece], shared: dict[str, object], private: dict[str, object],
                file_bytes: int) -> _Content:
-        common, own = encode(shared), encode(private)
-        named = [(f"{PRIVATE}{self.ranks.rank}/{i}", value) for i, value in enumerate(own.tensors)]
+        shared_values, private_values = encode(shared), encode(private)
+        named = [(f"{PRIVATE}{self.ranks.rank}/{i}", value) for i, value in enumerate(private_values.tensors)]
         if self.ranks.rank == 0:
-            named += [(f"{SHARED}{i}", value) for i, value in enumerate(common.tensors)]
+            named += [(f"{SHARED}{i}", value) for i, value in enumerate(shared_values.tensors)]
         values = [Piece(name=name, shape=tuple(value.shape), start=0, stop=value.numel(), data=value.reshape(-1))
                   for name, value in named]
         staged = self._staging.copy([*pieces, *values], file_bytes)
-        return _Content(staged=staged, shared=common.json, private=own.json)
+        return _Content(staged=staged, shared=shared_values.json, private=private_values.json)
 
     def _run(self, save: _Save, content: _Content | Exception, pending: PendingSave) -> None:
-        """Hold the whole conversation; the thread's body. It is no daemon: the interpreter waits for it before it ends.
+        """Run the whole save. This is the body of a non-daemon thread, so the interpreter waits for it at exit.
 
-        Who comes second, as where an interrupt of the one that started the thread made it look as if none had, does nothing.
+        Only the first call runs the save. An interrupt can raise in the main thread although the new thread has started;
+        the main thread's call then does nothing.
         """
-        if not pending.take():
+        if not pending.claim():
             return
         failure: BaseException | None = None
         try:
-            _converse(self.ranks, save, content)
-        except BaseException as error:  # surfaces in Pending.wait, or at the next save
+            _save_collectively(self.ranks, save, content)
+        except BaseException as error:  # raised by PendingSave.wait, or by the next save
             failure = error
             logger.error("the checkpoint %s was not saved: %s", pending.path, error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self.ranks.turn.release()
+            self.ranks.lock.release()
             pending.end(failure)
         if failure is not None and not threading.main_thread().is_alive():
-            raise failure  # nobody is left to wait for it: let the interpreter print it
+            raise failure  # no caller can wait for it: let the interpreter print it
 
 
 def write(folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, ranks: Ranks | None = None, step: int = 0,
           shared: dict[str, object] | None = None, private: dict[str, object] | None = None) -> Path:
-    """Save one checkpoint and wait for it; see `Writer.write`."""
+    """Save one checkpoint and wait for it (see `Writer.write`)."""
     return Writer(ranks).write(folder, tag, pieces, step=step, shared=shared, private=private).wait()
 
 
-def _refuse_options(save: _Save) -> None:
+def _check_options(save: _Save) -> None:
     folders.saving_path(save.folder, save.tag)
     if save.keep_last is not None and save.keep_last < 1:
-        raise UsageError(f"keep_last: got {save.keep_last}; keep at least 1 checkpoint, or None to keep all")
+        raise UsageError(f"keep_last: got {save.keep_last}; give 1 or more, or None to keep all")
 
 
-def _converse(ranks: Ranks, save: _Save, content: _Content | Exception) -> None:
-    places = [os.fsdecode(place) for place in ranks.exchange(os.fsencode(save.folder / save.tag))]
-    if len(set(places)) > 1:
-        raise RanksDisagree(f"ranks save to different places, rank 0 to {places[0]}, rank {_other(places)} to "
-                            f"{places[_other(places)]}; give every rank the same folder and tag")
-    doing = f"could not save {places[0]}"
-    with ExitStack() as held:
-        ready = ranks.together(doing, lambda: _prepare(save, content, held, ranks.rank))
+def _save_collectively(ranks: Ranks, save: _Save, content: _Content | Exception) -> None:
+    paths = [os.fsdecode(path) for path in ranks.all_gather(os.fsencode(save.folder / save.tag))]
+    if len(set(paths)) > 1:
+        other = next(rank for rank, path in enumerate(paths) if path != paths[0])
+        raise RanksDisagree(f"ranks save to different folders, rank 0 to {paths[0]}, rank {other} to "
+                            f"{paths[other]}; give every rank the same folder and tag")
+    failure = f"could not save {paths[0]}"
+    with ExitStack() as locks:
+        ready = ranks.run_collectively(failure, lambda: _prepare(save, content, locks, ranks.rank))
         hidden = folders.saving_path(save.folder, save.tag)
         try:
-            part = ranks.together(doing, lambda: _write_part(hidden, save, ready, ranks.rank))
+            part = ranks.run_collectively(failure, lambda: _write_part(hidden, save, ready, ranks.rank))
             parts = ranks.gather(part.dump())
-            ranks.together(doing, lambda: _commit(hidden, save, parts) if ranks.rank == 0 else None)
+            ranks.run_collectively(failure, lambda: _commit(hidden, save, parts) if ranks.rank == 0 else None)
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
             raise
 
 
-def _other(places: list[str]) -> int:
-    return next(rank for rank, place in enumerate(places) if place != places[0])
-
-
-def _prepare(save: _Save, content: _Content | Exception, held: ExitStack, rank: int) -> _Content:
+def _prepare(save: _Save, content: _Content | Exception, locks: ExitStack, rank: int) -> _Content:
     if isinstance(content, Exception):
         raise content
     if rank == 0:
@@ -245,14 +243,14 @@ def _prepare(save: _Save, content: _Content | Exception, held: ExitStack, rank: 
         folders.clean(save.folder, save.tag)
         hidden = folders.saving_path(save.folder, save.tag)
         hidden.mkdir()
-        held.enter_context(folders.lock(hidden, shared=False))
+        locks.enter_context(folders.lock(hidden, shared=False))
     return content
 
 
 def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> RankPart:
     """Write the files of one rank and describe them."""
     if not hidden.is_dir():
-        raise CheckpointError(f"{save.folder}: rank 0 made {hidden.name} there, this rank does not see it; "
+        raise CheckpointError(f"{save.folder}: rank 0 created {hidden.name} there, this rank does not see it; "
                               "a checkpoint needs a folder that all ranks share")
     part = RankPart(shared=content.shared if rank == 0 else None, private=content.private)
     try:
@@ -260,10 +258,10 @@ def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> Rank
             path = hidden / f"rank{rank:05d}-{number:03d}.safetensors"
             written = write_rank_file(path, staged, rank, read_back=save.read_back)
             part.files.append(written.file)
-            for piece, found in zip(staged.pieces, written.ranges, strict=True):
-                _stored(part, piece).ranges.append(found)
+            for piece, entry in zip(staged.pieces, written.ranges, strict=True):
+                _stored(part, piece).ranges.append(entry)
     except OSError as error:
-        raise _explained(error, save.folder, content.staged.bytes) from error
+        raise _disk_full_error(error, save.folder, content.staged.bytes) from error
     for piece in content.staged.empty:
         _stored(part, piece)
     return part
@@ -275,10 +273,10 @@ def _stored(part: RankPart, piece: Piece) -> Stored:
 
 
 def _commit(hidden: Path, save: _Save, parts: list[bytes]) -> None:
-    """Publish what all ranks wrote; on rank 0."""
+    """Write the index and publish the checkpoint; on rank 0."""
     index = merge([parse_part(part) for part in parts], save.step)
     if faults := folders.faults(hidden, index):
-        raise CheckpointError("this rank does not see what others wrote; a checkpoint needs a folder that all ranks "
+        raise CheckpointError("this rank does not see the files of other ranks; a checkpoint needs a folder that all ranks "
                               "share:\n  " + "\n  ".join(faults))
     text = index.dump()
     try:
@@ -291,11 +289,11 @@ def _commit(hidden: Path, save: _Save, parts: list[bytes]) -> None:
         if save.latest:
             folders.point_latest(save.folder, save.tag)
     except OSError as error:
-        raise _explained(error, save.folder, len(text)) from error
+        raise _disk_full_error(error, save.folder, len(text)) from error
     if save.keep_last is not None:
         folders.retain(save.folder, save.keep_last, save.tag)
 
 
-def _explained(error: OSError, folder: Path, needed: int) -> Exception:
+def _disk_full_error(error: OSError, folder: Path, needed: int) -> Exception:
     full = disk_full(error, folder, needed)
     return error if full is None else CheckpointError(full)

@@ -1,5 +1,5 @@
-"""Reading a configuration: sources, spellings, origins and messages; what the keys mean is said beside their owners.
+"""Configuration: reading a source, resolving aliases, validating values, recording origins, reporting every problem.
 
-A section of the JSON is a `Section`; it lives in the `settings.py` of the part that it configures, and `shoal.schema`
-composes the sections into one `Config`.
+A `Section` models one JSON object. Each room declares its sections in its own `settings.py`, and `shoal.engine.schema`
+composes them into one `Config`.
 """

@@ -1,8 +1,8 @@
-"""A batch is microbatch x accumulation x data ranks; any two of the three settings give the third.
+"""The global batch is microbatch x accumulation steps x data ranks; any two of the three settings give the third.
 
     train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks
 
-Where only one is given, accumulation is 1: nothing is split that was not asked to be.
+When only one setting is given, accumulation is 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The batch of one optimizer step, in samples; `total == micro * accumulation * data_ranks` always."""
+    """The batch of one optimizer step, in samples; `total == micro * accumulation * data_ranks` always holds."""
 
     micro: int  # samples per forward on one rank
     accumulation: int  # microbatches per step
@@ -34,7 +34,7 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRanks:
-    """How many ranks see different samples, and who said so."""
+    """The number of ranks that see different samples, and the source of that number."""
 
     count: int
     origin: str  # such as "WORLD_SIZE of torchrun"
@@ -44,10 +44,10 @@ class DataRanks:
 
 
 def solve(total: int | None, micro: int | None, accumulation: int | None, ranks: DataRanks) -> BatchSizes:
-    """Return the batch that the given settings (each None or positive) have in common.
+    """Return the batch sizes that satisfy the given settings; each setting is None or positive.
 
-    Raises ConfigError, with the arithmetic and where the number of data ranks came from, when none is given, when only
-    `accumulation` is, or when no whole numbers fit.
+    Raises ConfigError when no setting is given, only `accumulation` is given, or no whole numbers satisfy the equation.
+    The message shows the arithmetic and the source of the number of data ranks.
     """
     match total, micro, accumulation:
         case None, None, _:
@@ -56,10 +56,10 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, ranks:
         case None, int(), _:
             return BatchSizes(micro=micro, accumulation=accumulation or 1, data_ranks=ranks.count)
         case int(), None, _:
-            micro = _share(total, _Factors(accumulation=accumulation, ranks=ranks))
+            micro = _quotient(total, _Factors(accumulation=accumulation, ranks=ranks))
             return BatchSizes(micro=micro, accumulation=accumulation or 1, data_ranks=ranks.count)
         case int(), int(), None:
-            accumulation = _share(total, _Factors(micro=micro, ranks=ranks))
+            accumulation = _quotient(total, _Factors(micro=micro, ranks=ranks))
             return BatchSizes(micro=micro, accumulation=accumulation, data_ranks=ranks.count)
         case int(), int(), int():
             sizes = BatchSizes(micro=micro, accumulation=accumulation, data_ranks=ranks.count)
@@ -73,7 +73,7 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factors:
-    """The factors of the total that are known."""
+    """The known factors of the total."""
 
     ranks: DataRanks
     micro: int | None = None
@@ -91,17 +91,17 @@ class _Factors:
         return f"{text}{product} (data ranks: {self.ranks.origin})"
 
 
-def _share(total: int, factors: _Factors) -> int:
-    share, rest = divmod(total, factors.product)
-    if rest or share == 0:
-        below, above = share * factors.product, (share + 1) * factors.product
-        choice = f"{below} or {above}" if share else f"{above}"
-        raise ConfigError(f"{TOTAL}: got {total}, no multiple of {factors}; choose {choice}, or change a factor")
-    return share
+def _quotient(total: int, factors: _Factors) -> int:
+    quotient, remainder = divmod(total, factors.product)
+    if remainder or quotient == 0:
+        below, above = quotient * factors.product, (quotient + 1) * factors.product
+        choice = f"{below} or {above}" if quotient else f"{above}"
+        raise ConfigError(f"{TOTAL}: got {total}, not a multiple of {factors}; choose {choice}, or change a factor")
+    return quotient
 
 
 def _any_two(total: int, sizes: BatchSizes) -> str:
-    forwards, rest = divmod(total, sizes.micro * sizes.data_ranks)
-    if rest == 0 and forwards:
-        return f"give {TOTAL} {sizes.total}, or {ACCUMULATION} {forwards}, or only two of the three"
+    accumulation, remainder = divmod(total, sizes.micro * sizes.data_ranks)
+    if remainder == 0 and accumulation:
+        return f"give {TOTAL} {sizes.total}, or {ACCUMULATION} {accumulation}, or only two of the three"
     return f"give {TOTAL} {sizes.total}, or only two of the three"

@@ -1,4 +1,4 @@
-"""The published top-level keys that are no settings of ours, with the defaults at which they ask for nothing."""
+"""The published top-level keys that Shoal does not implement, with the defaults at which they request nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A configuration is a JSON object, wherever it stands: a file, a mapping, or URL-safe base64 text.
+"""A configuration is one JSON object, given as a file, a mapping, or URL-safe base64 text.
 
-The JSON may hold comments (`//`, `/* */`, `#`) and trailing commas, for people write it by hand; it may not hold one
-key twice, for one of the two would be lost. The caller's mapping is copied, never changed.
+The JSON may contain comments (`//`, `/* */`, `#`) and trailing commas. A duplicate key is an error, because JSON parsers
+would silently drop one of the values. The caller's mapping is copied, never modified.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])", re.DOTALL)
 _NOT_NEWLINE = re.compile(r"[^\n]")
 
 
-class _Repeated(dict[str, object]):
-    """An object of the JSON text in which some key stands more than once."""
+class _WithDuplicates(dict[str, object]):
+    """A JSON object with duplicate keys."""
 
-    keys_twice: tuple[str, ...] = ()
+    duplicate_keys: tuple[str, ...] = ()
 
 
 def read(source: Source) -> dict[str, object]:
-    """Return the configuration that `source` holds, as plain dicts and lists of its own.
+    """Read the configuration in `source` and return it as new plain dicts and lists.
 
     `source` is a path, a mapping, or URL-safe base64 of JSON text. Raises ConfigError when the file is missing or
-    cannot be read, when the text is no JSON (line and column are named), when it is no object, when a key stands
-    twice in one object (with its path), or when a key of a mapping is no string.
+    unreadable, the text is not valid JSON (with line and column) or not an object, one object has a duplicate key (with
+    its path), or a key of a mapping is not a string.
     """
     if isinstance(source, Mapping):
-        odd = (Problem(path=path, message="the key is no string; give a string") for path in _odd_keys(source, ""))
-        raise_all(list(odd), None)
+        raise_all([Problem(path=path, message="the key is not a string; give a string")
+                   for path in _non_string_keys(source, "")], None)
         return cast(dict[str, object], _copied(source))
     try:
         path = Path(source)
@@ -63,64 +63,64 @@ def read(source: Source) -> dict[str, object]:
 
 
 def name_of(source: Source) -> str | None:
-    """Return the name to put before a message about `source`: the path of a file, None for a mapping or base64."""
+    """Return the prefix for messages about `source`: the path of a file, None for a mapping or base64."""
     if isinstance(source, Mapping):
         return None
     try:
         return str(source) if Path(source).is_file() else None
     except (OSError, ValueError):
-        return None  # base64 is often longer than a path may be
+        return None  # base64 text is often longer than the longest allowed path
 
 
 def parse(text: str, name: str) -> dict[str, object]:
-    """Return the object that JSON `text` holds; `name` says in an error where the text stands. See `read`."""
+    """Parse the JSON object in `text`; `name` identifies the text in error messages. Raises ConfigError as `read` does."""
     plain = _TRAILING_COMMA.sub(_blank_unless_string, _COMMENT.sub(_blank_unless_string, text))
     try:
-        found: object = json.loads(plain, object_pairs_hook=_pairs)
+        parsed: object = json.loads(plain, object_pairs_hook=_from_pairs)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name}: line {error.lineno}, column {error.colno}: {error.msg}; give valid JSON") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}: holds a JSON {type(found).__name__}; give an object: {{...}}")
-    problems = [Problem(path=path, message="the key stands more than once; keep one") for path in _repeats(found, "")]
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name}: contains a JSON {type(parsed).__name__}; give an object: {{...}}")
+    problems = [Problem(path=path, message="duplicate key; keep one") for path in _duplicates(parsed, "")]
     raise_all(problems, name)
-    return cast(dict[str, object], _copied(cast(object, found)))
+    return cast(dict[str, object], _copied(cast(object, parsed)))
 
 
 def _blank_unless_string(match: re.Match[str]) -> str:
-    # Blanks in place of what is cut keep the line and column of whatever json complains about.
+    # Blanks instead of removal keep line and column numbers right in JSON error messages.
     return match[0] if match[0].startswith('"') else _NOT_NEWLINE.sub(" ", match[0])
 
 
-def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+def _from_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
     keys = [key for key, _ in pairs]
-    # A repeated object may itself hold repeats that the last one hides; naming the outer key is enough.
-    repeated = _Repeated(found)
-    repeated.keys_twice = tuple(key for key in found if keys.count(key) > 1)
-    return repeated
+    # An overwritten object may itself contain duplicates, which are lost here; naming the outer key is enough.
+    marked = _WithDuplicates(values)
+    marked.duplicate_keys = tuple(key for key in values if keys.count(key) > 1)
+    return marked
 
 
-def _repeats(found: object, path: str) -> Iterator[str]:
-    if isinstance(found, _Repeated):
-        yield from (join(path, key) for key in found.keys_twice)
-    for key, value in _children(found):
-        yield from _repeats(value, join(path, key))
+def _duplicates(value: object, path: str) -> Iterator[str]:
+    if isinstance(value, _WithDuplicates):
+        yield from (join(path, key) for key in value.duplicate_keys)
+    for key, inner in _children(value):
+        yield from _duplicates(inner, join(path, key))
 
 
-def _odd_keys(found: object, path: str) -> Iterator[str]:
-    for key, value in _children(found):
-        if isinstance(found, Mapping) and not isinstance(key, str):
+def _non_string_keys(value: object, path: str) -> Iterator[str]:
+    for key, inner in _children(value):
+        if isinstance(value, Mapping) and not isinstance(key, str):
             yield join(path, repr(key))
-        yield from _odd_keys(value, join(path, key))
+        yield from _non_string_keys(inner, join(path, key))
 
 
-def _children(found: object) -> Iterator[tuple[str | int, object]]:
-    if isinstance(found, Mapping):
-        yield from cast(Mapping[str, object], found).items()
-    elif isinstance(found, list):
-        yield from enumerate(cast(list[object], found))
+def _children(value: object) -> Iterator[tuple[str | int, object]]:
+    if isinstance(value, Mapping):
+        yield from cast(Mapping[str, object], value).items()
+    elif isinstance(value, list):
+        yield from enumerate(cast(list[object], value))
 
 
 def _copied(value: object) -> object:
@@ -141,6 +141,6 @@ def _from_base64(source: str) -> str | None:
 
 def _unreadable(path: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"{path}: no such file (looked in {Path.cwd()}), and it is no base64 of a JSON object either"
+        return f"{path}: no such file (looked in {Path.cwd()}), and the text is not base64 of a JSON object either"
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return f"{path}: cannot be read: {reason}"

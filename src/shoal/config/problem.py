@@ -1,4 +1,4 @@
-"""Everything that is wrong with a configuration is said at once, one line per problem: path, got, allowed, fix.
+"""One error reports every problem of a configuration, one line each: key path, value, allowed values, fix.
 
 zero_optimization.stage: got 4; choose 0, 1, 2 or 3
 zero_optimization.stag: unknown key; did you mean 'stage'?
@@ -6,8 +6,9 @@ zero_optimization.stag: unknown key; did you mean 'stage'?
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,16 +17,16 @@ from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, NotSupportedYet
 
-__all__ = ["Problem", "from_pydantic", "join", "one_of", "raise_all", "shown"]
+__all__ = ["Problem", "from_pydantic", "join", "nearest", "one_of", "raise_all", "shown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with one key."""
+    """One problem of one key."""
 
     path: str
     message: str
-    later: bool = False  # a published key that a later version will honour, so nothing is mistyped
+    later: bool = False  # a published key that is not supported yet, not a mistake
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
@@ -39,12 +40,26 @@ def join(path: str, key: object) -> str:
 
 
 def shown(value: object, width: int = 60) -> str:
-    """Return `value` as JSON spells it, cut to `width` characters."""
+    """Return `value` as JSON text, truncated to `width` characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed word most similar to `word`, or None when none is similar. Case is ignored.
+
+    Similarity is the ratio of `difflib.SequenceMatcher` and must reach 0.6. When no word reaches it, the shortest
+    allowed word that contains `word` is returned, provided that `word` has at least four letters.
+    """
+    words = {candidate.lower(): candidate for candidate in sorted(allowed)}
+    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    if close:
+        return words[close[0]]
+    containing = [candidate for lowered, candidate in words.items() if len(word) >= 4 and word.lower() in lowered]
+    return min(containing, key=len, default=None)
 
 
 def one_of(values: Sequence[object]) -> str:
@@ -53,7 +68,7 @@ def one_of(values: Sequence[object]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
-# What is allowed, by pydantic's error type; a brace takes a value from the error's context.
+# The fix to suggest for each pydantic error type; braces are filled from the error's context.
 _ALLOWED = {
     "literal_error": "choose {expected}",
     "int_type": "give a whole number",
@@ -79,15 +94,15 @@ def _from_details(details: ErrorDetails) -> Problem:
 
 
 def from_pydantic(error: ValidationError) -> dict[tuple[int | str, ...], Problem]:
-    """Return one problem per value that pydantic refused, by the location of the value."""
+    """Return one problem per value that pydantic rejected, keyed by the location of the value."""
     return {details["loc"]: _from_details(details) for details in error.errors(include_url=False)}
 
 
 def raise_all(problems: Sequence[Problem], source: str | None) -> None:
-    """Raise one error with every problem, if there is one.
+    """Raise one error that lists every problem; return if there is none.
 
-    `source` is the file that the configuration came from, or None. Raises NotSupportedYet when nothing is wrong but
-    keys of a later version, else ConfigError.
+    `source` is the file that the configuration came from, or None. Raises NotSupportedYet when every problem is a
+    published key that is not supported yet, and ConfigError otherwise.
     """
     if not problems:
         return

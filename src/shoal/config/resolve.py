@@ -1,7 +1,7 @@
-"""A section's values pass four steps: today's spelling, known keys, valid values, no conflicts.
+"""A section is resolved in four steps: rewrite legacy forms, check keys, validate values, check conflicts.
 
-Every step goes on past what it refuses, so that one run finds every problem: a refused value is replaced by its default
-for the later steps, and a conflict that involves a refused value is not reported, for it may not be one.
+Each step continues after an error, so that one run finds every problem. A rejected value is replaced by its default for
+the later steps. A conflict that involves a rejected value is not reported, because the value would change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, cast
 from pydantic import ValidationError
 
 from shoal.config.problem import Problem, from_pydantic, join, shown
-from shoal.config.published import Fate, complaints, is_auto, unknown
+from shoal.config.published import Fate, is_auto, published_problems, unknown
 from shoal.config.section import Conflict, Section
 
 __all__ = ["DEFAULT", "Findings", "Resolved", "leaves", "nested", "resolve"]
@@ -27,33 +27,33 @@ AUTO = "auto (default)"
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What reading a section found beside its values."""
+    """Problems, warnings and value origins found while a section was resolved."""
 
     problems: list[Problem] = field(default_factory=list[Problem])
     warnings: list[str] = field(default_factory=list[str])
-    origins: dict[str, str] = field(default_factory=dict[str, str])  # of values that are not plain defaults
+    origins: dict[str, str] = field(default_factory=dict[str, str])  # by path; plain defaults have no entry
 
-    def refused(self, path: str) -> bool:
-        """Whether a problem is about `path`, something in it, or something that it is in."""
+    def rejected(self, path: str) -> bool:
+        """Whether a problem concerns `path`, a value inside it, or a section that contains it."""
         return any(_within(problem.path, path) or _within(path, problem.path) for problem in self.problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Generic[S]):
-    """A section and what was found on the way to it. The section is whole even when there are problems."""
+    """A section and its findings. The section is complete even when there are problems."""
 
     section: S
     findings: Findings
 
 
 def resolve(kind: type[S], given: Mapping[str, object]) -> Resolved[S]:
-    """Return the section of type `kind` that the JSON object `given` describes, and every problem in it."""
+    """Resolve the JSON object `given` to a section of type `kind` and report every problem in it."""
     findings = Findings()
-    values = _known(kind, dict(given), "", findings)
-    section = _valid(kind, values, findings)
+    values = _known_keys(kind, dict(given), "", findings)
+    section = _validated(kind, values, findings)
     for path, conflict in _conflicts(section, ""):
         keys = [join(path, key) for key in conflict.keys]
-        if not any(findings.refused(key) for key in keys):
+        if not any(findings.rejected(key) for key in keys):
             findings.problems.append(Problem(path=keys[0], message=conflict.message))
     return Resolved(section=section, findings=findings)
 
@@ -73,8 +73,8 @@ def nested(kind: type[Section]) -> Mapping[str, type[Section]]:
     return {name: type_ for name, type_ in types.items() if isinstance(type_, type) and issubclass(type_, Section)}
 
 
-def _known(kind: type[Section], given: dict[str, object], path: str, findings: Findings) -> dict[str, object]:
-    """Return the keys of `given` that are fields of `kind`, in today's spelling, without "auto"."""
+def _known_keys(kind: type[Section], given: dict[str, object], path: str, findings: Findings) -> dict[str, object]:
+    """Return the items of `given` that are fields of `kind`, under canonical names, without "auto" values."""
     rewritten = kind.rewrite(given)
     findings.origins |= {join(path, key): origin for key, origin in rewritten.origins.items()}
     findings.problems += [Problem(path=join(path, each.keys[0]), message=each.message) for each in rewritten.conflicts]
@@ -83,13 +83,13 @@ def _known(kind: type[Section], given: dict[str, object], path: str, findings: F
     for key, value in _canonical(kind, rewritten.values, path, findings):
         where = join(path, key)
         if key in kind.published:
-            _publish(kind, key, value, where, findings)
+            _check_published(kind, key, value, where, findings)
         elif key not in kind.model_fields:
             findings.problems.append(_unknown(kind, key, where))
         elif is_auto(value):
             findings.origins[where] = AUTO
         elif key in inner and isinstance(value, Mapping):
-            values[key] = _known(inner[key], dict(cast(Mapping[str, object], value)), where, findings)
+            values[key] = _known_keys(inner[key], dict(cast(Mapping[str, object], value)), where, findings)
         elif key in inner:
             if value is not None:
                 findings.problems.append(Problem(path=where, message=f"got {shown(value)}; give a JSON object"))
@@ -101,13 +101,13 @@ def _known(kind: type[Section], given: dict[str, object], path: str, findings: F
 def _canonical(
     kind: type[Section], values: Mapping[str, object], path: str, findings: Findings
 ) -> Iterator[tuple[str, object]]:
-    """Yield the items of `values` under their one name; two spellings of one key are a problem."""
+    """Yield the items of `values` under their canonical names; two spellings of one key are a problem."""
     for key, value in values.items():
         name = kind.aliases.get(key)
         if name is None:
             yield str(key), value
         elif name in values or any(other in values for other in _earlier_aliases(kind, key)):
-            message = f"another spelling of '{name}' stands beside it; keep '{name}'"
+            message = f"is another spelling of '{name}', which is given too; keep '{name}'"
             findings.problems.append(Problem(path=join(path, key), message=message))
         else:
             findings.origins[join(path, name)] = f"given as '{key}'"
@@ -119,9 +119,9 @@ def _earlier_aliases(kind: type[Section], key: str) -> list[str]:
     return [other for other in aliases[: aliases.index(key)] if kind.aliases[other] == kind.aliases[key]]
 
 
-def _publish(kind: type[Section], key: str, value: object, where: str, findings: Findings) -> None:
+def _check_published(kind: type[Section], key: str, value: object, where: str, findings: Findings) -> None:
     published = kind.published[key]
-    for problem in complaints(published, value, where):
+    for problem in published_problems(published, value, where):
         if published.fate is Fate.INERT:
             findings.warnings.append(f"{problem.path}: {problem.message}; it has no effect")
         else:
@@ -143,19 +143,19 @@ def _without_auto(value: object, where: str, findings: Findings) -> object:
     return value
 
 
-def _valid(kind: type[S], values: dict[str, object], findings: Findings) -> S:
-    """Return the section of `values`, with the default where a value is refused."""
+def _validated(kind: type[S], values: dict[str, object], findings: Findings) -> S:
+    """Return the section of `values`, with the default in place of each rejected value."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         for location, problem in from_pydantic(error).items():
             findings.problems.append(problem)
-            _drop(values, location)
+            _remove(values, location)
         return kind.model_validate(values)
 
 
-def _drop(values: dict[str, object], location: tuple[int | str, ...]) -> None:
-    """Remove what stands at `location`, or the whole list that it is in."""
+def _remove(values: dict[str, object], location: tuple[int | str, ...]) -> None:
+    """Remove the value at `location`, or the whole list that contains it."""
     inner = cast(dict[int | str, object], values)
     for key in location[:-1]:
         if not isinstance(inner[key], dict):

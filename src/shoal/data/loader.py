@@ -1,29 +1,34 @@
-"""A loader whose position is a count of delivered samples: what it gave before and after a resume is one whole epoch.
+"""Data loaders with a resumable position: `Loader` delivers one epoch per iteration, `RepeatingLoader` never ends.
 
-`order.py` says which rank gets what; nothing here depends on the number of ranks.
+The position of a `Loader` is the epoch and the number of samples delivered over all ranks. The batches before a save and
+after the resume together make exactly one epoch. `order.py` assigns samples to ranks, so a position does not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from shoal.data.order import Deal, Position
+from shoal.data.order import Position, StepSplit
 from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.log import warn_once
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "RepeatingLoader"]
+
+T = TypeVar("T")
 
 
 class Loader:
-    """This rank's microbatches of `dataset`, an epoch per iteration.
+    """Yield this rank's microbatches of `dataset`, one epoch per iteration.
 
-    `dataset` has `len` and an index, or is a `torch.utils.data.IterableDataset`. `batch_size` counts the samples of one
-    microbatch of one rank. `shuffle` and `seed` choose one global order per epoch, the same for any `ranks` (a stream
-    keeps its own). The last samples of an epoch that fill no global batch are dropped (`drop_last`), or dealt in equal
-    shares, filled up with at most `ranks - 1` repeats; so every rank has the same number of batches.
+    `dataset` is a map-style dataset (`__len__` and `__getitem__`) or a `torch.utils.data.IterableDataset`. `batch_size`
+    is the number of samples in one microbatch of one rank. `shuffle` and `seed` select one global order per epoch, the
+    same for any number of `ranks`; an iterable dataset keeps its own order. The last samples of an epoch that do not
+    fill a global batch are dropped (`drop_last`), or divided into equal shares padded with at most `ranks - 1` repeated
+    samples. Every rank therefore has the same number of batches.
 
-    Raises `ConfigError` for numbers out of range, `UsageError` for a dataset that cannot be dealt.
+    Raises `ConfigError` for numbers out of range, `UsageError` for a dataset that cannot be divided over ranks.
     """
 
     def __init__(self, dataset: object, *, batch_size: int, rank: int = 0, ranks: int = 1, shuffle: bool = True,
@@ -38,44 +43,44 @@ class Loader:
         self._rank, self._ranks = rank, ranks
         self._workers, self._collate, self._pin_memory = num_workers, collate_fn, pin_memory
         self._position = Position()
-        self._fresh = True  # the next iteration starts at the position; else it starts the epoch after it
+        self._fresh = True  # the next iteration starts at the position; if False, at the epoch after it
         self._iteration = 0
         self.resize(batch_size)
 
     def resize(self, batch_size: int) -> None:
-        """Deal microbatches of `batch_size` samples from here on; a running iteration goes on with them.
+        """Deliver microbatches of `batch_size` samples from now on, in a running iteration too.
 
-        Raises `ConfigError` for less than 1, `UsageError` where the dataset cannot fill one global batch.
+        Raises `ConfigError` for a size below 1, `UsageError` if the dataset cannot fill one global batch.
         """
-        from shoal.data.source import Options, source  # slow to import with older torch
+        from shoal.data.source import Options, source  # imports torch.utils.data, which is slow
 
         if batch_size < 1:
             raise ConfigError(f"train_micro_batch_size_per_gpu: got {batch_size}; it must be 1 or more")
-        deal = Deal(size=batch_size, rank=self._rank, ranks=self._ranks, drop_last=self.drop_last)
+        split = StepSplit(size=batch_size, rank=self._rank, ranks=self._ranks, drop_last=self.drop_last)
         options = Options(collate=self._collate, workers=self._workers, pin_memory=self._pin_memory)
-        self._source = source(self.dataset, deal, options, shuffle=self._shuffle)
-        self._deal = deal
+        self._source = source(self.dataset, split, options, shuffle=self._shuffle)
+        self._split = split
         self.batch_size = batch_size
-        if not self._fresh:  # a position of its own: a running iteration takes it for a move, and asks the new source
+        if not self._fresh:  # a new object: a running iteration sees that the position changed and reads the new source
             self._position = Position(epoch=self._position.epoch, samples=self._position.samples)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch, or of the one after it once an epoch's last batch is delivered."""
+        """The epoch of the next batch; after the last batch of an epoch, the following epoch."""
         return self._position.epoch
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch. Raises TypeError, as `len` must, for a stream that does not know it."""
+        """Return the number of batches of a whole epoch. Raises TypeError for an iterable dataset without a length."""
         if not isinstance(self.dataset, Sized):
-            raise TypeError(f"training_data: {type(self.dataset).__name__} is a stream without __len__, so the loader "
-                            f"has no length; count steps instead")
-        return self._deal.steps(len(self.dataset))
+            raise TypeError(f"training_data: {type(self.dataset).__name__} is an iterable dataset without __len__, so "
+                            f"the loader has no length; count steps instead")
+        return self._split.steps(len(self.dataset))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch, or the rest of the one that `load_state_dict` went to.
+        """Yield the batches of the next epoch, or the rest of the epoch that `load_state_dict` moved to.
 
-        A `load_state_dict` while this runs is followed. Raises `UsageError` when a newer iteration has taken the
-        position over, and for a stream without a single batch.
+        A running iteration follows a `load_state_dict`. Raises `UsageError` when a newer iteration has started, and for
+        an iterable dataset that yields no batch.
         """
         if not self._fresh:
             self._position = Position(epoch=self._position.epoch + 1)
@@ -96,14 +101,14 @@ class Loader:
                 return
         if position is start:
             yield from self._skip_to_next_epoch(iteration)
-        elif not self._fresh:  # a stream's end shows only when nothing comes after it
+        elif not self._fresh:  # the end of an iterable dataset of unknown length
             self._go_to_epoch(start.epoch + 1)
 
     def _advance(self, samples: int) -> Position:
-        """Count a batch as delivered just before it is; what workers have prefetched does not count."""
+        """Count a batch as delivered just before it is yielded; batches prefetched by workers do not count."""
         epoch, delivered = self._position.epoch, self._position.samples + samples
         length = self._source.length
-        if length is not None and self._deal.steps(length - delivered) == 0:
+        if length is not None and self._split.steps(length - delivered) == 0:
             self._go_to_epoch(epoch + 1)
         else:
             self._position = Position(epoch=epoch, samples=delivered)
@@ -111,9 +116,9 @@ class Loader:
 
     def _skip_to_next_epoch(self, iteration: int) -> Iterator[Any]:
         if self._position.samples == 0:
-            raise UsageError(f"training_data: {type(self.dataset).__name__} gave no batch of {self._deal.step} samples "
-                             f"({self.batch_size} a rank on {self._deal.ranks} ranks, drop_last is {self.drop_last}); a "
-                             f"stream must start anew each time that it is iterated")
+            raise UsageError(f"training_data: {type(self.dataset).__name__} yielded no batch of {self._split.step_samples} "
+                             f"samples ({self.batch_size} a rank on {self._split.ranks} ranks, drop_last is "
+                             f"{self.drop_last}); an iterable dataset must start again each time that it is iterated")
         self._go_to_epoch(self._position.epoch + 1)
         yield from self._deliver(iteration)
 
@@ -122,25 +127,27 @@ class Loader:
         self._fresh = True
 
     def state_dict(self) -> dict[str, int | bool | None]:
-        """Return the position and what the order depends on, as JSON values; the same on every rank."""
+        """Return the position and the parameters of the order as JSON values; the same on every rank."""
         return {"epoch": self._position.epoch, "samples": self._position.samples, "seed": self._seed,
                 "shuffle": self._shuffle, "length": self._source.length}
 
     def load_state_dict(self, state: Mapping[str, int | bool | None]) -> None:
-        """Go to a stored position, whatever number of ranks and batch size it was stored with; its seed is taken over.
+        """Move to a stored position and use its seed. The number of ranks and the batch size may differ from the save.
 
         Raises `CheckpointError` as `check` does.
         """
         self.check(state)
         if state["seed"] != self._seed:
-            warn_once(f"training_data: going on with the checkpoint's seed {state['seed']} in place of {self._seed}")
+            warn_once(f"training_data: using the checkpoint's seed {state['seed']} instead of {self._seed}")
         self._seed = int(state["seed"] or 0)
         self._position = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
         self._fresh = True
 
     def check(self, state: Mapping[str, int | bool | None]) -> None:
-        """Raise `CheckpointError` when a stored position means nothing here: its order was another one, because the dataset
-        had another length, or was shuffled or not."""
+        """Raise `CheckpointError` if a stored position is not valid here.
+
+        It is not valid when the dataset had another length or another `shuffle`, because the order was then different.
+        """
         own = self.state_dict()
         if own.keys() - state.keys():
             raise CheckpointError(f"training_data: the checkpoint lacks {', '.join(sorted(own.keys() - state.keys()))}; "
@@ -148,5 +155,54 @@ class Loader:
         for key in ("length", "shuffle"):
             if state[key] != own[key]:
                 raise CheckpointError(f"training_data: the dataset's {key} was {state[key]} in the checkpoint and is "
-                                      f"{own[key]} here, so its position means nothing here; use the same data, or load "
+                                      f"{own[key]} here, so its position is not valid here; use the same data, or load "
                                       f"the model alone")
+
+
+@runtime_checkable
+class _Resumable(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+class RepeatingLoader(Generic[T]):
+    """Iterate over `loader` without end; the object is its own iterator. Raises `UsageError` if `loader` yields nothing."""
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self.loader = loader
+        self._batches: Iterator[T] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches of one epoch. Raises TypeError if the loader has no length."""
+        if not isinstance(self.loader, Sized):
+            raise TypeError(f"{type(self.loader).__name__} has no length")
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._batches is not None:
+            for batch in self._batches:
+                return batch
+        self._batches = iter(self.loader)
+        for batch in self._batches:
+            return batch
+        raise UsageError(f"RepeatingLoader: {type(self.loader).__name__} yields no batches; an iterator can be used once "
+                         f"only, so give the loader that it came from")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of `loader`. Raises `UsageError` if it has none."""
+        return self._resumable().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move `loader` to `state` and continue from there. Raises `UsageError` if it cannot."""
+        self._resumable().load_state_dict(state)
+        self._batches = None
+
+    def _resumable(self) -> _Resumable:
+        if not isinstance(self.loader, _Resumable):
+            raise UsageError(f"RepeatingLoader: {type(self.loader).__name__} has no state_dict and load_state_dict, so its "
+                             f"position cannot be stored; use shoal's loader (training_data), or another resumable one")
+        return self.loader

@@ -1,13 +1,14 @@
-"""One order of samples per epoch, whatever the ranks: a global step takes the next samples of it, and ranks share them.
+"""Each epoch has one global sample order; each step takes its next samples and divides them over the data ranks.
 
     order      0 1 2 3 4 5 6 7 | 8 9 . .          10 samples, 2 ranks, microbatches of 4
     rank 0     0 1 2 3         | 8
     rank 1             4 5 6 7 |   9
 
-The order depends on the seed and the epoch alone, so a count of delivered samples is the whole position: any number of
-ranks, with any batch size, can go on from it. The last step of an epoch may have fewer samples than a global batch. It is
-dropped, or dealt in equal shares, so that every rank has as many batches, of one size, as every other; where the shares
-do not come out even, the step's first samples fill them up, at most `ranks - 1` of them, and count once.
+The order depends on the seed and the epoch only. The number of delivered samples is therefore the whole position, and
+any number of ranks with any batch size can resume from it. The last step of an epoch may have fewer samples than a global
+batch. It is dropped, or divided into equal shares, so that all ranks have the same number of batches of the same size.
+When the samples do not divide evenly, at most `ranks - 1` of the step's first samples are repeated as padding; each
+sample counts once.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Deal", "Position", "generator", "permutation"]
+__all__ = ["Position", "StepSplit", "generator", "permutation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where training stands: in which epoch, and how many of its samples all ranks together have been given."""
+    """The epoch, and the number of its samples that have been delivered over all ranks."""
 
     epoch: int = 0
     samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
-    """How `rank` of `ranks` takes its part of each step: `size` samples, or an equal share of a short last step."""
+class StepSplit:
+    """The share of each step that `rank` takes: `size` samples, or an equal share of a short last step."""
 
     size: int
     rank: int
@@ -39,37 +40,37 @@ class Deal:
     drop_last: bool
 
     @property
-    def step(self) -> int:
-        """Samples of a whole step, over all ranks."""
+    def step_samples(self) -> int:
+        """Samples of a full step, over all ranks."""
         return self.size * self.ranks
 
     def steps(self, samples: int) -> int:
-        """Return how many steps `samples` make."""
-        return samples // self.step if self.drop_last else -(-samples // self.step)
+        """Return the number of steps that `samples` give."""
+        return samples // self.step_samples if self.drop_last else -(-samples // self.step_samples)
 
-    def taken(self, samples: int) -> Iterator[int]:
-        """Yield how many of `samples` each step takes."""
+    def step_sizes(self, samples: int) -> Iterator[int]:
+        """Yield the number of samples that each step takes."""
         for step in range(self.steps(samples)):
-            yield min(self.step, samples - step * self.step)
+            yield min(self.step_samples, samples - step * self.step_samples)
 
     def share(self, samples: int) -> Sequence[int]:
-        """Return which of a step's `samples` are this rank's; none when the step is short and dropped."""
-        if samples >= self.step:
+        """Return the indices, within a step of `samples`, that this rank takes; empty if the step is short and dropped."""
+        if samples >= self.step_samples:
             return range(self.rank * self.size, (self.rank + 1) * self.size)
         if self.drop_last or samples == 0:
             return ()
         share = -(-samples // self.ranks)
-        return [place % samples for place in range(self.rank * share, (self.rank + 1) * share)]
+        return [index % samples for index in range(self.rank * share, (self.rank + 1) * share)]
 
 
 def generator(seed: int, epoch: int, rank: int = 0) -> torch.Generator:
-    """Return random numbers that belong to this seed, epoch and rank, and leave the process's own alone."""
+    """Return a generator seeded by seed, epoch and rank, so that the global generator is not used."""
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + rank) % 2**63
     return torch.Generator().manual_seed(mixed)
 
 
 def permutation(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Tensor:
-    """Return the epoch's order of sample indices, 1-D of `samples` integers; 4 bytes a sample below 2**31 samples."""
+    """Return the sample order of an epoch: a 1-D tensor of `samples` indices, int32 below 2**31 samples, else int64."""
     dtype = torch.int32 if samples < 2**31 else torch.int64
     if not shuffle:
         return torch.arange(samples, dtype=dtype)

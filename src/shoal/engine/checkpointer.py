@@ -253,8 +253,8 @@ class Checkpointer(Surface):
             same = snapshot.ranks == self.parameter_groups.world.ranks and snapshot.shared.get("mesh", mesh) == mesh
             return snapshot.private(rank) if same else None
 
-        with ranks.turn:
-            return ranks.together(f"could not load {snapshot.path}", values)
+        with ranks.lock:
+            return ranks.run_collectively(f"could not load {snapshot.path}", values)
 
     def _check_fit(self, snapshot: Snapshot, *, strict: bool, optimizer: bool, data: bool) -> None:
         """Raise `CheckpointError` for what does not belong to this engine, before anything changes."""

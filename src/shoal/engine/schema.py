@@ -18,12 +18,11 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from shoal.checkpoint.settings import CheckpointSettings
 from shoal.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, DataRanks, solve
 from shoal.config.blocks import BLOCKS, SCALARS
-from shoal.config.kinds import Dtype, Every, Number, Positive, Switch, any_case
 from shoal.config.load import Source, name_of, read
 from shoal.config.problem import Problem, raise_all
 from shoal.config.published import Published
 from shoal.config.resolve import DEFAULT, Findings, leaves, resolve
-from shoal.config.section import Conflict, Rewritten, Section
+from shoal.config.section import Conflict, Dtype, Every, Number, Positive, Rewritten, Section, Switch, any_case
 from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.mesh.mesh import MeshSettings
@@ -256,7 +255,7 @@ class Config(Section):
                                    f"engine.step()")
 
     def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
-        if any(findings.refused(key) for key in (TOTAL, MICRO, ACCUMULATION)):
+        if any(findings.rejected(key) for key in (TOTAL, MICRO, ACCUMULATION)):
             return self
         given = {TOTAL: self.train_batch_size, MICRO: self.train_micro_batch_size_per_gpu}
         given[ACCUMULATION] = self.gradient_accumulation_steps

@@ -1,1 +1,1 @@
-"""The command line: start ranks, look at configurations, look at checkpoints."""
+"""The `shoal` command line: run ranks, show a configuration, inspect checkpoints, benchmark disks, draw schedules."""

@@ -1,68 +1,77 @@
-"""torch's elastic agent starts, watches and restarts the ranks of a node; this adds what it leaves out.
+"""`Agent` extends torch's elastic agent, which starts, monitors and restarts the ranks of one node.
 
-The first death is noted before anybody is stopped, so the report names the cause; stopping waits for the ranks, not for
-their helpers, and lasts as long as the user allows; nothing is left behind between attempts or at the end.
+- The agent records which ranks have exited before it stops the others, so that the report names the cause.
+- A stop waits for the ranks, not for their child processes, for at most the user's grace period.
+- No process survives an attempt or the launch.
+- Each attempt has its own rendezvous store, so that no attempt reads the addresses of an earlier attempt. On a single node
+  the launcher serves the store; several nodes use torch's c10d rendezvous.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
 from shoal.launch.failure import Failure
 from shoal.launch.orphans import sweep
-from shoal.launch.rendezvous import OneNode, several_nodes
 from shoal.launch.run import LaunchPlan, say
 
 __all__ = ["Agent", "launch"]
 
-WATCH = 0.05
-"""Seconds between two looks at the ranks."""
-STRAGGLERS = 5.0
-"""Seconds that processes which ranks left behind get to end by themselves."""
+MONITOR_INTERVAL = 0.05
+"""Seconds between two checks of the ranks."""
+ORPHAN_GRACE = 5.0
+"""Seconds that orphaned child processes of ranks have to exit after SIGTERM, before SIGKILL."""
+LOOPBACK = "127.0.0.1"
 
 
 def launch(plan: LaunchPlan, mark: str, folder: str) -> int:
-    """Run the ranks of this node to their end and return the exit code that tells how it went."""
+    """Run the ranks of this node to completion and return the exit code of the launch."""
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.CRITICAL)  # torch's agent reports in its own way what is reported here
+        logging.disable(logging.CRITICAL)  # torch's agent would report the same failures again
     ranks = plan.ranks or _default_ranks()
     shares = _shares(plan, ranks)
-    order = rank.Order(parent=os.getpid(), kind=plan.kind,
-                       cores=tuple(share.cores for share in shares) if all(share.cores for share in shares) else (),
-                       threads=tuple(share.threads for share in shares))
-    command = ("-P", rank.__file__, str(order), plan.target, *plan.args)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_heeded())
+    options = rank.RankOptions(parent=os.getpid(), kind=plan.kind,
+                               cores=tuple(share.cores for share in shares) if all(share.cores for share in shares) else (),
+                               threads=tuple(share.threads for share in shares))
+    command = ("-P", rank.__file__, str(options), plan.target, *plan.args)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_exit_signals())
     try:
-        meeting = (OneNode(plan.job) if plan.rendezvous is None else
-                   several_nodes(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous))
-        spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=meeting,
+        rendezvous = (SingleNodeRendezvous(plan.job) if plan.rendezvous is None else
+                      multi_node_rendezvous(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous))
+        spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=rendezvous,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
-                          max_restarts=plan.max_restarts, monitor_interval=WATCH)
-        code = Agent(spec, Files(folder, plan.log_dir), plan, mark).code()
-        meeting.shutdown()
+                          max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
+        code = Agent(spec, RankFiles(folder, plan.log_dir), plan, mark).run_ranks()
+        rendezvous.shutdown()
         return code
     except SignalException as stop:
         return 128 + stop.sigval
     except RendezvousError as error:
-        raise LaunchError(f"the nodes did not meet at {plan.rendezvous}: {error}") from error
+        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {error}") from error
 
 
-class Files(LogsSpecs):
-    """Where each rank of each attempt writes what ended it, and, if asked, what it prints."""
+class RankFiles(LogsSpecs):
+    """The error file of each rank and attempt, and, on request, the files for its output."""
 
     def __init__(self, folder: str, log_dir: str | None) -> None:
         super().__init__(log_dir)
@@ -76,7 +85,7 @@ class Files(LogsSpecs):
         return self.folder
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files of one attempt."""
+        """Choose the file names of one attempt."""
         errors: dict[int, str] = {}
         outs, errs = dict.fromkeys(envs, ""), dict.fromkeys(envs, "")
         for local, env in envs.items():
@@ -86,95 +95,152 @@ class Files(LogsSpecs):
                 Path(self.log_dir).mkdir(parents=True, exist_ok=True)
                 stem = f"{self.log_dir}/rank{env['RANK']}" + (f".attempt{attempt}" if int(attempt) else "")
                 outs[local], errs[local] = f"{stem}.out", f"{stem}.err"
-        shown = self.log_dir is not None
-        self.last = LogsDest(stdouts=outs, stderrs=errs, tee_stdouts=outs if shown else {},
-                             tee_stderrs=errs if shown else {}, error_files=errors)
+        tee = self.log_dir is not None
+        self.last = LogsDest(stdouts=outs, stderrs=errs, tee_stdouts=outs if tee else {},
+                             tee_stderrs=errs if tee else {}, error_files=errors)
         return self.last
 
 
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
-    def __init__(self, spec: WorkerSpec, files: Files, plan: LaunchPlan, mark: str) -> None:
+    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str) -> None:
         super().__init__(spec, files, log_line_prefix_template="[rank ${rank}] " if plan.log_dir else None)
         self.plan = plan
         self.mark = mark
         self.files = files
         self.failures: list[Failure] = []
         self._grace = plan.grace
-        """Seconds that ranks still get to finish when they are asked to end."""
+        """Seconds that ranks have to finish after a signal; 0 once a stop has begun."""
 
-    def code(self) -> int:
-        """Run the ranks to their end and return 0, or the exit code of the rank that failed first."""
+    def run_ranks(self) -> int:
+        """Run the ranks to completion and return 0, or the exit code of the rank that failed first."""
         self.run()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
 
-    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator loses the signature
+    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> RunResult:
-        deaths = {pid: status for pid in self._pids() if (status := peek(pid)) is not None}
-        seen = time.time()
-        if any(deaths.values()):
+        exits = {pid: status for pid in self._pids() if (status := exit_status(pid)) is not None}
+        observed = time.time()
+        if any(exits.values()):
             self._stop(signal.SIGTERM, self.plan.grace)
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
-        self.failures = self._failures(result, deaths, seen)
+        self.failures = self._failures(result, exits, observed)
         if self.failures:
             self._report(worker_group.workers[0].world_size)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        grace, self._grace = self._grace, 0.0  # for a second signal, wherever it interrupts this
+        grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
         if alive := len(self._alive()):
-            say(f"shoal run: {death_sig.name} goes to {_count(alive)}, with {grace:g} s to finish; "
-                "a second signal kills at once")
+            say(f"shoal run: sending {death_sig.name} to {_count(alive)}, which have {grace:g} s to finish; "
+                "a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
-        sweep(self.mark, STRAGGLERS)
-        self._grace = self.plan.grace  # of the ranks that are started after these, if any are
+        sweep(self.mark, ORPHAN_GRACE)
+        self._grace = self.plan.grace  # for the ranks of the next attempt, if there is one
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]
 
     def _alive(self) -> list[int]:
-        return [pid for pid in self._pids() if peek(pid) is None]
+        return [pid for pid in self._pids() if exit_status(pid) is None]
 
     def _stop(self, number: signal.Signals, grace: float) -> None:
-        """Ask the ranks to end, wait for them up to `grace` seconds, then kill those that stay."""
+        """Signal the ranks, wait up to `grace` seconds for them to exit, then kill the remaining ones."""
         deadline = time.monotonic() + grace
         for pid in self._alive():
             (os.killpg if self.plan.kind == "program" else os.kill)(pid, number)
         try:
             while self._alive() and time.monotonic() < deadline:
                 time.sleep(0.01)
-        finally:  # also when a second signal interrupts the wait
+        finally:  # also if a second signal interrupts the wait
             for pid in self._alive():
                 os.killpg(pid, signal.SIGKILL)
 
-    def _failures(self, result: RunResult, deaths: Mapping[int, int], seen: float) -> list[Failure]:
+    def _failures(self, result: RunResult, exits: Mapping[int, int], observed: float) -> list[Failure]:
         return [failure.read(self.files.last.error_files[fact.local_rank], rank=number, local_rank=fact.local_rank,
-                             pid=fact.pid, status=fact.exitcode, time=seen,
-                             stopped=fact.pid not in deaths and (bool(deaths) or fact.exitcode == -signal.SIGTERM))
+                             pid=fact.pid, status=fact.exitcode, time=observed,
+                             stopped=fact.pid not in exits and (bool(exits) or fact.exitcode == -signal.SIGTERM))
                 for number, fact in result.failures.items()]
 
     def _report(self, ranks: int) -> None:
         attempt = self.plan.max_restarts - self._remaining_restarts
-        note = (f"starting all ranks again: attempt {attempt + 2} of {self.plan.max_restarts + 1}"
+        note = (f"restarting all ranks: attempt {attempt + 2} of {self.plan.max_restarts + 1}"
                 if self._remaining_restarts > 0 else "")
         say(failure.describe(self.failures, ranks, note))
 
 
-def peek(pid: int) -> int | None:
-    """Return how child `pid` ended (its exit code, or minus a signal), or None; whoever waits for it still can."""
+class SingleNodeRendezvous(RendezvousHandler):
+    """The rendezvous of a single node. It completes at once and gives the ranks of every attempt a new store."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self._server: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store of the next attempt, on a port that the system chooses."""
+        self._server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks are clients of the launcher's store."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this backend."""
+        return "one-node"
+
+    def is_closed(self) -> bool:
+        """Return False: this rendezvous never closes."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: this rendezvous never closes."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no other node can join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the job name."""
+        return self.job
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._server = None
+        return True
+
+
+def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts: bool | None) -> RendezvousHandler:
+    """Return torch's c10d rendezvous of the nodes of `job` at `endpoint` (host:port).
+
+    `hosts` says whether this node serves the rendezvous store; None lets torch decide by the host's name and addresses.
+    The ranks use a separate store, so that no attempt reads the addresses of an earlier attempt.
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    host = endpoint.rpartition(":")[0]
+    options = {} if hosts is None else {"is_host": hosts}
+    parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
+                                      max_nodes=nodes[1], local_addr=LOOPBACK if _is_loopback(host) else None, **options)
+    backend, store = create_backend(parameters)
+    return create_handler(store, backend, parameters)
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the exit code of child `pid`, minus the signal that killed it, or None if it runs. Does not reap it."""
     try:
         fact = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it ended, and was waited for
+    except ChildProcessError:  # it has exited and been reaped
         return 0
     if fact is None:
         return None
     return fact.si_status if fact.si_code == os.CLD_EXITED else -fact.si_status
 
 
-def _heeded() -> list[str]:
-    """Name the signals that end a launch: those that whoever started it (nohup, a shell's `&`) did not have ignored."""
+def _exit_signals() -> list[str]:
+    """Return the signals that end a launch, without those that the parent (nohup, a shell's `&`) has set to ignored."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     return [number.name for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -186,7 +252,7 @@ def _default_ranks() -> int:
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
     say(f"shoal run: {_count(ranks)}, " + (f"one per GPU ({gpus})" if gpus else f"half of {usable} cores") +
-        "; --ranks N chooses otherwise")
+        "; set --ranks N to change it")
     return ranks
 
 
@@ -197,6 +263,13 @@ def _count(ranks: int) -> str:
 def _shares(plan: LaunchPlan, ranks: int) -> list[cores.CoreShare]:
     groups = cores.physical_cores(cores.usable())
     if ranks > len(groups):
-        say(f"shoal run: {_count(ranks)} on {len(groups)} cores: none is bound, and each computes on one thread")
+        say(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one thread")
     shares = cores.shares(ranks, groups)
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

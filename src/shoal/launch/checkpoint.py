@@ -1,4 +1,4 @@
-"""`shoal checkpoint inspect|verify|export DIR` looks at a checkpoint, checks every byte of it, or hands it to others."""
+"""`shoal checkpoint inspect|verify|export DIR` lists a checkpoint's tensors, verifies every byte, or exports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions `inspect`, `verify` and `export` with their arguments to `parser`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    inspect = actions.add_parser("inspect", help="list the tensors, their shapes, dtypes, bytes and ranks")
+    inspect = actions.add_parser("inspect", help="list the tensors with shape, dtype, bytes and ranks")
     verify = actions.add_parser("verify", help="check every checksum, and that no element is missing")
     export = actions.add_parser("export", help="write one Hugging Face style safetensors folder")
     for action in (inspect, verify, export):
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the chosen action; returns 1 when `verify` found damage. Raises CheckpointError when it cannot begin."""
+    """Run the action; return 1 if `verify` found damage, else 0. Raises CheckpointError without a readable one."""
     match args.action:
         case "inspect":
             return _inspect(args)
@@ -52,7 +52,7 @@ def _inspect(args: argparse.Namespace) -> int:
         table.add_column(column, justify="right" if column in ("bytes", "ranges") else "left", overflow="fold")
     for line in summary.tensors:
         table.add_row(line.name, " x ".join(map(str, line.shape)) or "scalar", str(line.dtype).removeprefix("torch."),
-                      f"{line.bytes:,}", str(line.ranges), _spans(line.ranks))
+                      f"{line.bytes:,}", str(line.ranges), _rank_ranges(line.ranks))
     console = Console()
     console.print(table)
     console.print(f"step {summary.step}, saved by {summary.ranks} ranks: {len(summary.tensors)} tensors, "
@@ -63,12 +63,12 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from shoal.checkpoint.inspect import verify
 
-    verdict = verify(args.folder, args.tag)
-    held = f"{verdict.tensors} tensors, {verdict.bytes:,} bytes in {verdict.files} files"
-    if not verdict.faults:
-        print(f"{verdict.path}: intact ({held})")
+    report = verify(args.folder, args.tag)
+    contents = f"{report.tensors} tensors, {report.bytes:,} bytes in {report.files} files"
+    if not report.faults:
+        print(f"{report.path}: intact ({contents})")
         return 0
-    print("\n  ".join([f"{verdict.path}: damaged ({held})", *verdict.faults]))
+    print("\n  ".join([f"{report.path}: damaged ({contents})", *report.faults]))
     return 1
 
 
@@ -87,19 +87,19 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
-    size = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
+    size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; give a size such as 500MB, 5GB or 2GiB")
     return size
 
 
-def _spans(ranks: list[int]) -> str:
-    """Write sorted ranks as 0-3, 5."""
-    spans: list[list[int]] = []
+def _rank_ranges(ranks: list[int]) -> str:
+    """Format sorted ranks such as `0-3, 5`."""
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
         else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
+            ranges.append([rank])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)

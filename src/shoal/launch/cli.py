@@ -1,4 +1,4 @@
-"""One word chooses a command; only that command's module is imported, and torch only where the command needs it.
+"""The first word selects a command. Only that command's module is imported, and torch only if the command needs it.
 
 A command is a module of this package with `add_arguments(parser)` and `main(args) -> int`.
 """
@@ -19,9 +19,9 @@ __all__ = ["main"]
 
 COMMANDS = {
     "run": "start a script on several ranks",
-    "config": "show what a configuration resolves to, and where each value comes from",
+    "config": "show the resolved values of a configuration and the origin of each",
     "checkpoint": "inspect, verify or export a checkpoint",
-    "disk": "measure a disk that training state may rest on",
+    "disk": "benchmark a disk for offloaded training state",
     "pipeline": "simulate and draw a pipeline's schedule",
 }
 
@@ -32,7 +32,7 @@ class _Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for a user's mistake, 130 after Ctrl-C, else the command's own."""
+    """Run one command and return its exit code: 2 for a user error, 130 after Ctrl-C, else the command's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(_help())
@@ -60,11 +60,11 @@ def _dispatch(name: str, words: list[str]) -> int:
 
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean `shoal {near[0]}`?" if near else "a script is started with `shoal run SCRIPT`"
+    hint = f"did you mean `shoal {near[0]}`?" if near else "start a script with `shoal run SCRIPT`"
     return f"there is no command {name!r}; choose {', '.join(COMMANDS)}; {hint}"
 
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
     return (f"usage: shoal COMMAND ...\n\ncommands:\n{commands}\n\n"
-            "`shoal COMMAND --help` explains one of them; `shoal --version` prints the version.")
+            "`shoal COMMAND --help` describes a command; `shoal --version` prints the version.")

@@ -1,4 +1,4 @@
-"""`shoal config show FILE` prints what a configuration resolves to; `shoal config reference` prints every key there is."""
+"""`shoal config show FILE` prints the resolved configuration; `shoal config reference` prints the page of all keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["add_arguments", "main"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions `show` and `reference` with their arguments to `parser`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="print the resolved values and where each comes from")
+    show = actions.add_parser("show", help="print the resolved values and the origin of each")
     show.add_argument("file", help="a JSON file, or URL-safe base64 of JSON")
     show.add_argument("--ranks", type=_ranks, help="data ranks that share the batch (default 1)", metavar="N")
     show.add_argument("--json", action="store_true", help="print one JSON object with values and origins")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the chosen action and return its exit code. Raises ConfigError for a configuration that is wrong."""
+    """Run the action and return its exit code. Raises ConfigError for an invalid configuration."""
     match args.action:
         case "show":
             origin = "one, as --ranks is not given" if args.ranks is None else "--ranks"
@@ -65,13 +65,13 @@ def _print_table(config: Config) -> None:
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("origin", overflow="fold")
-    above: tuple[str, ...] = ()
+    previous: tuple[str, ...] = ()
     for path, value in leaves(config.as_dict()):
         *sections, key = path.split(".")
         for depth, section in enumerate(sections):
-            if above[: depth + 1] != tuple(sections[: depth + 1]):
+            if previous[: depth + 1] != tuple(sections[: depth + 1]):
                 table.add_row(Text("  " * depth + section, style="bold"))
-        above = tuple(sections)
+        previous = tuple(sections)
         origin = config.origins[path]
         row = (Text("  " * len(sections) + key), Text(json.dumps(value)), Text(origin))
         table.add_row(*row, style="dim" if origin == DEFAULT else "")

@@ -1,7 +1,7 @@
-"""Every rank gets its own share of the cores, in the machine's order, so that neighbours share caches and memory.
+"""Each rank is bound to a contiguous share of the CPU cores, so that the cores of one rank share caches and NUMA memory.
 
-Only the cores that this process may use count. Cores are ordered by NUMA node, then by physical core, then by hardware
-thread, and cut into contiguous shares that differ by at most one physical core.
+Only cores in this process's affinity mask are used. They are ordered by NUMA node, then by physical core, then by
+hardware thread, and divided into contiguous shares that differ by at most one physical core.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["CoreShare", "physical_cores", "read_list", "shares", "usable"]
+__all__ = ["CoreShare", "parse_cpu_list", "physical_cores", "shares", "usable"]
 
 SYSTEM = Path("/sys/devices/system")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShare:
-    """What one rank gets: its logical cores (empty: not bound), and how many threads compute on them."""
+    """The logical cores of one rank (empty: not bound) and its number of compute threads."""
 
     cores: tuple[int, ...]
     threads: int
 
 
-def read_list(text: str) -> list[int]:
-    """Read the kernel's notation for sets of cores: `0-3,8` is 0, 1, 2, 3 and 8."""
+def parse_cpu_list(text: str) -> list[int]:
+    """Parse the kernel's notation for CPU lists: `0-3,8` is 0, 1, 2, 3 and 8."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -35,26 +35,29 @@ def read_list(text: str) -> list[int]:
 
 
 def physical_cores(usable: Iterable[int], system: Path = SYSTEM) -> list[tuple[int, ...]]:
-    """Group the usable logical cores by physical core, in NUMA order; without topology each logical core is its own."""
+    """Group the usable logical cores by physical core, in NUMA order.
+
+    If the kernel gives no topology, each logical core is its own group.
+    """
     usable = sorted(set(usable))
     node_of = {core: index for index, node in enumerate(_nodes(system)) for core in node}
     groups: dict[tuple[int, ...], list[int]] = {}
     for core in usable:
         listing = _read(system / f"cpu/cpu{core}/topology/thread_siblings_list")
-        groups.setdefault(tuple(read_list(listing)) or (core,), []).append(core)
+        groups.setdefault(tuple(parse_cpu_list(listing)) or (core,), []).append(core)
     return sorted((tuple(group) for group in groups.values()), key=lambda group: (node_of.get(group[0], 0), group[0]))
 
 
 def shares(ranks: int, cores: Sequence[tuple[int, ...]]) -> list[CoreShare]:
-    """Cut `cores` (physical cores as tuples of logical ones) into one contiguous share a rank.
+    """Divide `cores` (physical cores as tuples of logical ones) into one contiguous share per rank.
 
-    With more ranks than cores nobody is bound, and each rank computes on one thread.
+    With more ranks than cores, no rank is bound, and each rank uses one thread.
     """
     if ranks > len(cores):
         return [CoreShare(cores=(), threads=1)] * ranks
-    cuts = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]
     return [CoreShare(cores=tuple(core for group in cores[start:stop] for core in group), threads=stop - start)
-            for start, stop in pairwise(cuts)]
+            for start, stop in pairwise(bounds)]
 
 
 def usable() -> set[int]:
@@ -64,7 +67,7 @@ def usable() -> set[int]:
 
 def _nodes(system: Path) -> list[list[int]]:
     folders = sorted((system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
-    return [read_list(_read(folder / "cpulist")) for folder in folders]
+    return [parse_cpu_list(_read(folder / "cpulist")) for folder in folders]
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""`shoal disk bench PATH` measures how fast a disk is for training state, and says which `aio` settings to take."""
+"""`shoal disk bench PATH` measures the speed of a disk for training state and recommends `aio` settings."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     bench = actions.add_parser(
         "bench", help="measure a disk and recommend aio settings",
-        description="Measure how fast the disk of a folder is written and read, by block_size and by requests under way "
-                    "(queue_depth times intra_op_parallelism), with the engine that training uses, and recommend the `aio` "
-                    "section of the configuration. The file it works on is removed in any case.")
+        description="Measure the read and write speed of a folder's disk by block_size and by requests in flight "
+                    "(queue_depth times intra_op_parallelism), with the I/O engine that training uses, and recommend the "
+                    "`aio` section of the configuration. The test file is always removed.")
     bench.add_argument("folder", help="a folder on the disk, as in nvme_path", metavar="PATH")
     bench.add_argument("--size", type=_size, default="1G", metavar="SIZE",
-                       help="of the file, for example 512M or 4G; more than the disk's own cache tells more (default 1G)")
-    bench.add_argument("--seconds", type=_seconds, default=20.0, metavar="N", help="how long it takes in all (default 20)")
-    bench.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+                       help="size of the test file, for example 512M or 4G; choose more than the disk's cache (default 1G)")
+    bench.add_argument("--seconds", type=_seconds, default=20.0, metavar="N", help="total duration (default 20)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the benchmark. Raises TierError for a folder that cannot be used, UsageError for a file that tells nothing."""
+    """Run the benchmark. Raises TierError if the folder cannot be used, UsageError if the file is too small to measure."""
     from rich.console import Console
     from rich.progress import track
 
@@ -47,29 +47,29 @@ def main(args: argparse.Namespace) -> int:
     from shoal.tier.folder_check import slow_reason
 
     if args.size < SMALLEST:
-        raise UsageError(f"--size: got {_short(args.size)}; give at least {_short(SMALLEST)}")
-    watching = Console(stderr=True)
+        raise UsageError(f"--size: got {_short_size(args.size)}; give at least {_short_size(SMALLEST)}")
+    progress = Console(stderr=True)
     rows = merged(track(measure(args.folder, SETTINGS, bytes=args.size, seconds=args.seconds), "writing and reading",
-                        total=ROUNDS * len(SETTINGS), console=watching, transient=True, disable=not watching.is_terminal))
-    chosen, reason = best(rows), slow_reason(args.folder)
-    aio = {"aio": {"block_size": chosen.setting.block_bytes, "queue_depth": chosen.setting.requests,
+                        total=ROUNDS * len(SETTINGS), console=progress, transient=True, disable=not progress.is_terminal))
+    recommended, reason = best(rows), slow_reason(args.folder)
+    aio = {"aio": {"block_size": recommended.setting.block_bytes, "queue_depth": recommended.setting.requests,
                    "intra_op_parallelism": 1}}
     if args.json:
         print(json.dumps({"path": args.folder, "file_bytes": args.size, "slow": reason,
-                          "rows": [_plain(row) for row in rows], **aio}))
+                          "rows": [_as_json(row) for row in rows], **aio}))
         return 0
     console = Console()
-    console.print(f"{args.folder}, a file of {_short(args.size)}", highlight=False, soft_wrap=True)
-    console.print(_table(rows, chosen))
+    console.print(f"{args.folder}, a file of {_short_size(args.size)}", highlight=False, soft_wrap=True)
+    console.print(_table(rows, recommended))
     if reason is not None:
         console.print(f"note: {args.folder} {reason}", highlight=False, soft_wrap=True)
-    console.print("*: as fast as any within 5 %, with the fewest bytes under way; for the configuration:", highlight=False,
+    console.print("*: within 5 % of the fastest, with the fewest bytes in flight; for the configuration:", highlight=False,
                   soft_wrap=True)
     print(json.dumps(aio))
     return 0
 
 
-def _table(rows: Sequence[BenchRow], chosen: BenchRow) -> Table:
+def _table(rows: Sequence[BenchRow], recommended: BenchRow) -> Table:
     from rich.bar import Bar
     from rich.table import Table
 
@@ -80,21 +80,21 @@ def _table(rows: Sequence[BenchRow], chosen: BenchRow) -> Table:
     table.add_column("")
     fastest = max(row.both for row in rows)
     for row in rows:
-        table.add_row(_short(row.setting.block_bytes), str(row.setting.requests), f"{row.read / _GIGA:.2f}",
-                      f"{row.write / _GIGA:.2f}", Bar(fastest, 0, row.both, width=_BAR), "*" if row is chosen else "")
+        table.add_row(_short_size(row.setting.block_bytes), str(row.setting.requests), f"{row.read / _GIGA:.2f}",
+                      f"{row.write / _GIGA:.2f}", Bar(fastest, 0, row.both, width=_BAR), "*" if row is recommended else "")
     return table
 
 
-def _plain(row: BenchRow) -> dict[str, float]:
+def _as_json(row: BenchRow) -> dict[str, float]:
     return {"block_size": row.setting.block_bytes, "requests": row.setting.requests,
             "read_bytes_per_second": row.read, "write_bytes_per_second": row.write}
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; give a size such as 512M, 1G or 4GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _seconds(text: str) -> float:
@@ -107,7 +107,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _short(size: int) -> str:
-    """Write a number of bytes as 1M or 1.5G, in powers of 1,024."""
+def _short_size(size: int) -> str:
+    """Format a number of bytes as 1M or 1.5G, in powers of 1,024."""
     unit = next((unit for unit in reversed(_UNITS) if size >= _UNITS[unit]), "")
     return f"{size / _UNITS[unit]:g}{unit}"

@@ -1,8 +1,8 @@
-"""The rank that failed first is the story; the others are one line each.
+"""The failure report shows the rank that failed first in full, and every other failed rank in one line.
 
-A rank's exception carries its own time, a rank that died without a word has the time at which its death was seen. Loss
-of a connection is what the others feel when one dies, so it comes after everything else; a rank that the launcher stopped
-has not failed at all.
+A rank's exception carries its own time. A rank that died without an exception has the time at which the launcher saw it.
+A lost connection is a secondary failure, caused by the death of a peer, and ranks after every other failure. A rank that
+the launcher stopped has not failed.
 """
 
 from __future__ import annotations
@@ -16,57 +16,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.launch import rank as bootstrap
+from shoal.launch import rank as rank_module
 
 __all__ = ["Failure", "describe", "first", "read", "status_code"]
 
-ECHOES = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError", "torch.distributed.DistStoreError",
-          "torch._C._distributed_c10d.DistBackendError", "builtins.ConnectionError",
-          "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout", "shoal.errors.StageFailed")
-ECHO_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError",
+                     "torch.distributed.DistStoreError", "torch._C._distributed_c10d.DistBackendError",
+                     "builtins.ConnectionError", "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout",
+                     "shoal.errors.StageFailed")
+CONNECTION_ERROR_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     local_rank: int
     pid: int
     status: int
-    """Exit code, or minus the signal that ended it."""
+    """Exit code, or minus the signal that killed the process."""
     time: float
-    """Seconds since the epoch: when it raised, or when its death was seen."""
+    """Seconds since the epoch: the time of the exception, or when the launcher saw the exit."""
     stopped: bool = False
-    """The launcher ended it, because another rank had failed."""
+    """The launcher stopped this rank because another rank had failed."""
     summary: str = ""
     """`ValueError: text`, if it raised."""
     text: str = ""
-    """The traceback, or where each thread was when a fatal signal came."""
+    """The traceback of the exception, or of all threads at a fatal signal."""
     kinds: tuple[str, ...] = ()
-    """The classes of the exception."""
+    """The qualified names of the exception's classes."""
 
     @property
-    def echo(self) -> bool:
-        """Whether this is what a rank feels when another one dies."""
-        return any(kind in ECHOES for kind in self.kinds) or any(word in self.summary for word in ECHO_WORDS)
+    def secondary(self) -> bool:
+        """Whether this failure is a lost connection, caused by the death of a peer."""
+        return (any(kind in CONNECTION_ERRORS for kind in self.kinds)
+                or any(text in self.summary for text in CONNECTION_ERROR_TEXTS))
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """The exit code or signal, as text."""
         if self.status >= 0:
             return f"exit code {self.status}"
         return f"killed by {signal_name(-self.status)}"
 
     @property
     def headline(self) -> str:
-        """What happened, in one line, without the source file that gloo puts before it."""
+        """The failure in one line, without the source location that gloo prefixes."""
         return re.sub(r"\[/\S*/gloo/\S*\] ", "", (self.summary or self.ending).splitlines()[0])
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9; numbers without a name stay numbers."""
+    """Return `SIGKILL` for 9, and `signal N` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -74,57 +76,57 @@ def signal_name(number: int) -> str:
 
 
 def status_code(status: int) -> int:
-    """Return the exit code by which shells report `status`: 128 + n for signal n."""
+    """Return the exit code that shells report for `status`: 128 + n for signal n."""
     return status if status >= 0 else 128 - status
 
 
 def read(path: str, *, rank: int, local_rank: int, pid: int, status: int, time: float, stopped: bool) -> Failure:
-    """Join what the launcher saw of a rank's end with what the rank wrote at `path` before it."""
-    fact = _json(Path(path))
-    if not fact:
+    """Combine the exit that the launcher saw with the error file that the rank wrote at `path`."""
+    record = _json(Path(path))
+    if not record:
         return Failure(rank=rank, local_rank=local_rank, pid=pid, status=status, time=time, stopped=stopped,
-                       text=_fault(Path(f"{path}.fault")) if status < 0 else "")
-    message, raised = fact["message"], fact.get("time", time)
+                       text=_fault_traceback(Path(f"{path}.fault")) if status < 0 else "")
+    message, raised = record["message"], record.get("time", time)
     return Failure(rank=rank, local_rank=local_rank, pid=pid, status=status, time=raised,
                    stopped=stopped and raised >= time, summary=message["message"],
-                   text=message["extraInfo"]["py_callstack"], kinds=tuple(fact.get("kinds", ())))
+                   text=message["extraInfo"]["py_callstack"], kinds=tuple(record.get("kinds", ())))
 
 
 def first(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others."""
-    return min(failures, key=lambda failure: (failure.stopped, failure.echo, failure.time, failure.rank))
+    return min(failures, key=lambda failure: (failure.stopped, failure.secondary, failure.time, failure.rank))
 
 
 def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
-    """Return the block that tells a person which rank failed first, where and how, and what became of the others."""
+    """Return the report: the rank that failed first, where and how, then one line for each other failed rank."""
     failures = sorted(failures, key=lambda failure: failure.rank)
     cause = first(failures)
-    lines = [_fit(f"---- rank {cause.rank} of {ranks} failed: {cause.headline} ").ljust(WIDTH, "-"),
+    lines = [_truncate(f"---- rank {cause.rank} of {ranks} failed: {cause.headline} ").ljust(WIDTH, "-"),
              f"host {socket.gethostname()}, rank {cause.rank}, local rank {cause.local_rank}, pid {cause.pid}, "
              f"{cause.ending}"]
     if cause.text:
         lines.append(cause.text.rstrip())
     elif cause.status == -signal.SIGKILL:
-        lines.append("SIGKILL often means that the machine ran out of memory; the kernel's log tells.")
-    lines.extend(_also(failure) for failure in failures if failure is not cause and not failure.stopped)
+        lines.append("SIGKILL often means that the machine ran out of memory; see the kernel log.")
+    lines.extend(_secondary_line(failure) for failure in failures if failure is not cause and not failure.stopped)
     if note:
         lines.append(note)
     lines.append("-" * WIDTH)
     return "\n".join(lines)
 
 
-def _also(failure: Failure) -> str:
-    return _fit(f"then rank {failure.rank} (pid {failure.pid}): {failure.headline}")
+def _secondary_line(failure: Failure) -> str:
+    return _truncate(f"then rank {failure.rank} (pid {failure.pid}): {failure.headline}")
 
 
-def _fit(line: str) -> str:
+def _truncate(line: str) -> str:
     return line if len(line) <= WIDTH else f"{line[:WIDTH - 3]}..."
 
 
-def _fault(path: Path) -> str:
-    """Return where the threads were, without the bootstrap's own frames and the list of extension modules."""
+def _fault_traceback(path: Path) -> str:
+    """Return the threads' tracebacks at a fatal signal, without frames of rank.py and the list of extension modules."""
     lines = _text(path).split("\nExtension modules:")[0].splitlines()
-    return "\n".join(line for line in lines if f'"{bootstrap.__file__}"' not in line)
+    return "\n".join(line for line in lines if f'"{rank_module.__file__}"' not in line)
 
 
 def _json(path: Path) -> dict[str, Any]:

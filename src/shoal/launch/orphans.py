@@ -1,9 +1,11 @@
-"""Nothing that a launch started outlives it.
+"""No process that a launch started outlives the launch.
 
-Every process of a launch carries the launch's mark in its environment, which children inherit through any number of forks
-and sessions, so `sweep` finds them all. Three deaths, three answers: a launcher that ends sweeps; the kernel kills the
-ranks of a launcher that is killed (`shoal.launch.rank.die_with`); and a guardian, forked before the first rank, sweeps what
-those ranks had started.
+Every process of a launch carries a mark in its environment. Children inherit it across forks and sessions, so `sweep`
+finds all of them. Three mechanisms cover all cases:
+
+- A launcher that exits normally calls `sweep`.
+- If the launcher is killed, the kernel kills its ranks (`shoal.launch.rank.die_with`).
+- A guardian process, forked before the first rank, then sweeps the processes that those ranks had started.
 """
 
 from __future__ import annotations
@@ -22,35 +24,36 @@ __all__ = ["MARK", "Guardian", "marked", "sweep"]
 MARK = "SHOAL_LAUNCH"
 """The environment variable that holds a launch's mark."""
 UNKILLABLE = 5.0
+"""Seconds after SIGKILL after which `sweep` gives up."""
 
 
 def marked(mark: str) -> list[int]:
     """Return the live processes, other than this one, that carry `mark`."""
     word = f"{MARK}={mark}".encode()
-    found: list[int] = []
+    pids: list[int] = []
     for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
                 if word in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:  # another user's, or gone by now
+                    pids.append(int(entry.name))
+            except OSError:  # another user's process, or it has exited
                 continue
-    return found
+    return pids
 
 
 def sweep(mark: str, seconds: float) -> None:
-    """End every process that carries `mark`: ask, wait up to `seconds`, then kill until none is left.
+    """End every process that carries `mark`: send SIGTERM, wait up to `seconds`, then send SIGKILL until none is left.
 
-    A process that not even the kernel can end (it waits for a device) is given up after another `UNKILLABLE` seconds.
+    A process in uninterruptible sleep ignores SIGKILL; `sweep` gives up after another `UNKILLABLE` seconds.
     """
     deadline = time.monotonic() + seconds
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while (pids := marked(mark)) and time.monotonic() < deadline + UNKILLABLE:
-        late = time.monotonic() >= deadline
+        expired = time.monotonic() >= deadline
         for pid in pids:
-            if late or pid not in asked:
-                _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        asked.update(pids)
+            if expired or pid not in signalled:
+                _kill(pid, signal.SIGKILL if expired else signal.SIGTERM)
+        signalled.update(pids)
         time.sleep(0.01)
 
 
@@ -60,34 +63,34 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 class Guardian:
-    """A process that waits for this one to end; if it did not end in peace, it sweeps and removes `folder`.
+    """A child process that sweeps and removes `folder` if this process ends without leaving the context.
 
-    Enter it before there are threads: it forks.
+    Enter the context before any thread starts, because it forks.
     """
 
     def __init__(self, mark: str, folder: str) -> None:
         self.mark = mark
         self.folder = folder
         self.pid = 0
-        self._lifeline = -1
+        self._pipe = -1
 
     def __enter__(self) -> Self:
-        listen, self._lifeline = os.pipe()
+        read_end, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._lifeline)
-            self._watch(listen)
-        os.close(listen)
+            os.close(self._pipe)
+            self._watch(read_end)
+        os.close(read_end)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         with suppress(BrokenPipeError):  # the guardian itself was killed
-            os.write(self._lifeline, b".")
-        os.close(self._lifeline)
+            os.write(self._pipe, b".")
+        os.close(self._pipe)
         os.waitpid(self.pid, 0)
 
-    def _watch(self, lifeline: int) -> NoReturn:
+    def _watch(self, read_end: int) -> NoReturn:
         try:
             os.setsid()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -95,7 +98,7 @@ class Guardian:
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
-            if not os.read(lifeline, 1):
+            if not os.read(read_end, 1):
                 sweep(self.mark, 0)
                 shutil.rmtree(self.folder, ignore_errors=True)
         finally:

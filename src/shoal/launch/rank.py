@@ -1,7 +1,7 @@
-"""One rank: tie it to its launcher and its cores, then run the user's program as if python had been called on it.
+"""The entry point of a rank process: bind it to its launcher and cores, then run the user's program as `__main__`.
 
-This file is executed by path, before anything of the user's, and imports the standard library only: what the script does
-not import, a rank does not pay for. What ends the rank is written down for the launcher, which shows it once.
+The launcher executes this file by path. It imports the standard library only, so that a rank imports nothing that the
+user's script does not need. An exception that ends the rank is written to an error file; the launcher reports it once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
-GRACE = 0.1
-"""Seconds at exit in which gloo's threads let go of tensors; it takes them microseconds once they run."""
+GLOO_EXIT_DELAY = 0.1
+"""Seconds at exit for gloo's threads to release their tensors, which takes microseconds once they are scheduled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a launcher asks of a rank; it travels as JSON in the rank's first argument."""
+class RankOptions:
+    """The options of a rank; the launcher passes them as JSON in the first argument."""
 
     parent: int
     """Process id of the launcher."""
     kind: str
     """`script` (a path), `module` (as with `python -m`) or `program` (any executable)."""
     cores: tuple[tuple[int, ...], ...] = ()
-    """The cores of each local rank; empty: leave the rank where it is."""
+    """The cores of each local rank; empty: ranks are not bound."""
     threads: tuple[int, ...] = ()
     """OMP_NUM_THREADS of each local rank, unless the environment sets it."""
 
@@ -47,21 +47,21 @@ class Order:
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv` = [this file, order, target, *arguments of the target]."""
-    order, target, args = Order(**json.loads(argv[1])), argv[2], argv[3:]
-    die_with(order.parent)
-    settle(order, int(os.environ["LOCAL_RANK"]))
-    if order.kind == "program":
+    """Run `argv` = [this file, options, target, *arguments of the target]."""
+    options, target, args = RankOptions(**json.loads(argv[1])), argv[2], argv[3:]
+    die_with(options.parent)
+    bind_to_cores(options, int(os.environ["LOCAL_RANK"]))
+    if options.kind == "program":
         os.execvp(target, [target, *args])
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)  # live, and whole lines where ranks share it
-    faults = open(f"{path}.fault", "w") if path and not faulthandler.is_enabled() else None  # noqa: SIM115  lives as long
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the stream
+    faults = open(f"{path}.fault", "w") if path and not faulthandler.is_enabled() else None  # noqa: SIM115  open until exit
     if faults:
         faulthandler.enable(faults)
-    atexit.register(leave)
+    atexit.register(destroy_gloo_groups)
     try:
-        execute(order.kind, target, args)
+        execute(options.kind, target, args)
     except SystemExit as end:
         if end.code not in (None, 0):
             record(path, end, "", summary=f"sys.exit({end.code!r})")
@@ -71,23 +71,23 @@ def main(argv: list[str]) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when process `parent` ends, however that ends."""
+    """Ask the kernel to kill this process when process `parent` ends for any reason (prctl PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before the prctl call
         os._exit(128 + signal.SIGKILL)
 
 
-def settle(order: Order, local_rank: int) -> None:
-    """Keep this rank, and all that it starts, on its own cores, with as many threads as it has cores."""
-    if order.cores:
-        os.sched_setaffinity(0, order.cores[local_rank])
-    if order.threads:
-        os.environ.setdefault("OMP_NUM_THREADS", str(order.threads[local_rank]))
+def bind_to_cores(options: RankOptions, local_rank: int) -> None:
+    """Bind this rank and its children to its cores, and set one compute thread per core."""
+    if options.cores:
+        os.sched_setaffinity(0, options.cores[local_rank])
+    if options.threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(options.threads[local_rank]))
 
 
 def execute(kind: str, target: str, args: list[str]) -> None:
-    """Run a script or a module as `__main__`, with the `sys.argv` and `sys.path` that python would give it."""
+    """Run a script or a module as `__main__`, with the `sys.argv` and `sys.path` that Python sets."""
     sys.argv = [target, *args]
     if kind == "module":
         sys.path.insert(0, os.getcwd())
@@ -107,35 +107,35 @@ def execute(kind: str, target: str, args: list[str]) -> None:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def leave() -> None:
-    """Leave gloo's process groups, if the script has not: at exit their threads now and then abort the process instead.
+def destroy_gloo_groups() -> None:
+    """Destroy gloo's process groups if the script has not. Otherwise their threads sometimes abort the process at exit.
 
-    Groups that the script still holds keep their threads, which need the interpreter to let go of the last tensor that
-    travelled, and abort when it is gone: they get time for that.
+    A group that the script still references keeps its threads. A thread needs the interpreter to release the last tensor
+    that it sent, and aborts the process if the interpreter has exited. The delay gives the threads time to do so.
     """
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
 
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
-            time.sleep(GRACE)
+            time.sleep(GLOO_EXIT_DELAY)
 
 
 def record(path: str, error: BaseException, text: str, summary: str = "") -> None:
-    """Write down what ended this rank, in torch's error file format, with the exact time and the kind of error added."""
+    """Write the error that ended this rank in torch's error file format, with the exact time and the exception classes."""
     if not path:
         return
     now = time.time()
     summary = summary or (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-    fact = {"message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
+    content = {"message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
             "time": now, "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]}
     with open(f"{path}.part", "w") as file:
-        json.dump(fact, file)
+        json.dump(content, file)
     os.replace(f"{path}.part", path)
 
 
 def _end(path: str, error: BaseException) -> NoReturn:
-    """End as python does after an uncaught error, but leave its traceback to the launcher."""
+    """Exit as Python does after an uncaught exception, but leave the traceback to the launcher."""
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename in (
             __file__, runpy.__file__, "<frozen runpy>"):
@@ -145,7 +145,7 @@ def _end(path: str, error: BaseException) -> NoReturn:
     if not path:
         sys.stderr.write(text)
     elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
-        sys.excepthook(type(error), error, start)  # the user's own; torch's would only print
+        sys.excepthook(type(error), error, start)  # the user's hook; torch's hook only prints
     sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 

@@ -1,6 +1,6 @@
-"""`shoal run`: start a script on several ranks of this machine, or of several, and stay responsible for them.
+"""`shoal run` starts a script on several ranks of one or more nodes, monitors them, and ends all of their processes.
 
-Everything that a user can get wrong is checked here, before torch is imported and before a process is started.
+All user input is checked here, before torch is imported and before any process starts.
 """
 
 from __future__ import annotations
@@ -25,90 +25,90 @@ __all__ = ["LaunchPlan", "add_arguments", "main"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A launch, as the command line describes it."""
+    """The options of one launch."""
 
     kind: str
     """`script`, `module` or `program`."""
     target: str
     args: tuple[str, ...]
     ranks: int | None
-    """Ranks on this node; None: one for each GPU, or half as many as there are cores."""
+    """Ranks on this node; None: one per GPU, or half the number of cores."""
     nodes: tuple[int, int]
-    """The fewest and the most nodes."""
+    """The minimum and maximum number of nodes."""
     rendezvous: str | None
-    """`host:port` where the nodes meet; None: this node only."""
+    """`host:port` of the rendezvous; None: this node only."""
     hosts_rendezvous: bool | None
-    """Whether this node hosts the meeting; None: decided by the address."""
+    """Whether this node hosts the rendezvous; None: decided by the address."""
     job: str
-    """The name by which the nodes of one job know each other."""
+    """The name that identifies the job at the rendezvous."""
     max_restarts: int
     log_dir: str | None
     bind_cores: bool
     grace: float
-    """Seconds that ranks get to finish after a signal, before they are killed."""
+    """Seconds that ranks have to finish after a signal, before SIGKILL."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal run`."""
     parser.add_argument("--ranks", default="auto", metavar="N",
                         help="ranks on this node; auto (default): one per GPU, else half the cores")
-    parser.add_argument("--nodes", default="1", metavar="A[:B]", help="nodes that take part: exactly A, or A to B")
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where the nodes meet; the same on every node")
+    parser.add_argument("--nodes", default="1", metavar="A[:B]", help="number of nodes: exactly A, or A to B")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="address of the rendezvous; the same on every node")
     parser.add_argument("--node-rank", type=int, metavar="R",
                         help="0: this node hosts the rendezvous; other: it does not (default: decided by HOST)")
-    parser.add_argument("--job", default="shoal", help="name of the job, where several meet at one rendezvous")
+    parser.add_argument("--job", default="shoal", help="name of the job, if several jobs share one rendezvous")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="K",
-                        help="start all ranks again up to K times when one fails")
+                        help="restart all ranks up to K times when one fails")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     parser.add_argument("--no-python", action="store_true", help="SCRIPT is a program, not Python")
-    parser.add_argument("--log-dir", metavar="DIR", help="also write what each rank prints to files in DIR")
+    parser.add_argument("--log-dir", metavar="DIR", help="also write the output of each rank to files in DIR")
     parser.add_argument("--bind-cores", action=argparse.BooleanOptionalAction, default=True,
-                        help="keep each rank on its own share of the cores")
+                        help="bind each rank to its own share of the cores")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable for all ranks")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS",
                         help="time to finish after Ctrl-C or SIGTERM before ranks are killed (default 30)")
     parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="given to the script as they are")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the ranks to their end; return 0, the first failing rank's code (128 + n for signal n), or 128 + signal."""
+    """Run the ranks to completion; return 0, the exit code of the rank that failed first, or 128 + signal number."""
     plan = read_plan(args)
     check_target(plan)
     variables = read_variables(args.env)
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-run-")
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         with Guardian(mark, folder):
             os.environ.update({**variables, MARK: mark})
-            from shoal.launch.agent import launch  # imports torch, which may start threads: after the guardian's fork
+            from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
 
             return launch(plan, mark, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _leave(number: int, frame: object) -> None:
+def _exit_on_signal(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
 def read_plan(args: argparse.Namespace) -> LaunchPlan:
-    """Turn parsed arguments into a plan. Raises `UsageError` for values that cannot be meant."""
+    """Convert parsed arguments to a plan. Raises `UsageError` for invalid values and combinations."""
     if args.module and args.no_python:
         raise UsageError("--module and --no-python: SCRIPT cannot be both a Python module and a program; drop one")
     low, _, high = args.nodes.partition(":")
     nodes = _count("--nodes", low, least=1), _count("--nodes", high or low, least=1)
     if nodes[0] > nodes[1]:
-        raise UsageError(f"--nodes {args.nodes}: the fewest nodes exceed the most; write A:B with A at most B")
+        raise UsageError(f"--nodes {args.nodes}: the minimum exceeds the maximum; write A:B with A at most B")
     if nodes != (1, 1) and args.rendezvous is None:
         raise UsageError(f"--nodes {args.nodes}: several nodes need --rendezvous HOST:PORT, the same on each of them")
     if args.rendezvous is None and args.node_rank is not None:
-        raise UsageError("--node-rank: it says which node hosts the rendezvous; give --rendezvous HOST:PORT too")
+        raise UsageError("--node-rank: it selects the node that hosts the rendezvous; give --rendezvous HOST:PORT too")
     if args.max_restarts < 0:
-        raise UsageError(f"--max-restarts: got {args.max_restarts}; 0 (never start again) or more")
+        raise UsageError(f"--max-restarts: got {args.max_restarts}; choose 0 (never restart) or more")
     if args.grace < 0:
-        raise UsageError(f"--grace: got {args.grace:g} seconds; 0 (kill at once) or more")
+        raise UsageError(f"--grace: got {args.grace:g} seconds; choose 0 (kill at once) or more")
     return LaunchPlan(
         kind="module" if args.module else "program" if args.no_python else "script",
         target=args.script, args=tuple(args.args),
@@ -135,7 +135,7 @@ def _endpoint(text: str | None) -> str | None:
 
 
 def check_target(plan: LaunchPlan) -> None:
-    """Raise `LaunchError` if what is to run is missing, or is no Python: once, not once for every rank."""
+    """Raise `LaunchError` if the target is missing or is not valid Python, so that the error appears once, not per rank."""
     if plan.kind == "program":
         if shutil.which(plan.target) is None:
             raise LaunchError(f"no program {plan.target!r} on the path or in {os.getcwd()}")
@@ -156,7 +156,7 @@ def check_target(plan: LaunchPlan) -> None:
 
 
 def _is_module(name: str) -> bool:
-    """Look for the top package only: looking further would import it."""
+    """Look up the top-level package only, because a lookup of a submodule imports its parent."""
     top = name.partition(".")[0]
     return importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
@@ -174,7 +174,7 @@ def _check_syntax(path: Path) -> None:
 
 
 def read_variables(pairs: list[str]) -> dict[str, str]:
-    """Read `NAME=VALUE` pairs."""
+    """Parse `NAME=VALUE` pairs. Raises `UsageError` for a malformed pair."""
     variables: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -185,6 +185,6 @@ def read_variables(pairs: list[str]) -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Tell the person at the terminal, on stderr, in one piece."""
+    """Write one message to stderr in a single write."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.config.kinds import Positive
-from shoal.config.section import Section
+from shoal.config.section import Positive, Section
 from shoal.errors import UsageError
 from shoal.transport import process_group
 

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from shoal.config.kinds import Text
 from shoal.config.published import Published, inert
-from shoal.config.section import Conflict, Section
+from shoal.config.section import Conflict, Section, Text
 
 __all__ = ["OptimizerSettings"]
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
-from shoal.config.suggest import nearest
+from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.zero_bubble import fill

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from shoal.config.kinds import Count, Positive, Text
 from shoal.config.published import Published, inert
-from shoal.config.section import Section
+from shoal.config.section import Count, Positive, Section, Text
 
 __all__ = ["PipelineSettings"]
 

@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from shoal.config.kinds import Count, Dtype, Number, Positive, Switch
 from shoal.config.published import Published, inert, later
-from shoal.config.section import Conflict, Section
+from shoal.config.section import Conflict, Count, Dtype, Number, Positive, Section, Switch
 
 __all__ = ["Bf16Settings", "DataTypes", "Fp16Settings"]
 

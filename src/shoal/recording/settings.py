@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from shoal.config.kinds import Switch
 from shoal.config.published import is_auto
-from shoal.config.section import Rewritten, Section
+from shoal.config.section import Rewritten, Section, Switch
 from shoal.recording.call import operation
 
 __all__ = ["CommsLoggerSettings"]

@@ -1,4 +1,4 @@
-"""A schedule is a pure function of the step; everything else is where its value is written.
+"""A schedule is a pure function of the step; `Schedule` writes its value to the optimizer's parameter groups.
 
     lr(group, step) = low(group) + (high(group) - low(group)) * curve(step)
 
@@ -23,25 +23,25 @@ Limit = float | Sequence[float]
 
 
 @runtime_checkable
-class _Holder(Protocol):
-    """A wrapper that holds the optimizer it steps, as the engine's does."""
+class _OptimizerWrapper(Protocol):
+    """A wrapper around an optimizer, such as the engine's."""
 
     @property
     def optimizer(self) -> object: ...
 
 
 def torch_optimizer(subject: object) -> Optimizer:
-    """Return `subject` if it is a torch optimizer, or the one that it holds as `.optimizer`; else raise `UsageError`."""
+    """Return `subject` if it is a torch optimizer, else its `.optimizer`. Raises `UsageError` if neither is one."""
     if isinstance(subject, Optimizer):
         return subject
-    if isinstance(subject, _Holder) and isinstance(subject.optimizer, Optimizer):
+    if isinstance(subject, _OptimizerWrapper) and isinstance(subject.optimizer, Optimizer):
         return subject.optimizer
     raise UsageError(f"schedule: got {type(subject).__name__} as the optimizer; give a torch.optim.Optimizer, or an "
-                     f"object that holds one as .optimizer")
+                     f"object with one as .optimizer")
 
 
 def count(keyword: str, value: object, *, least: int) -> int:
-    """Return `value` if it is a whole number of at least `least`; else raise `ConfigError` naming the keyword."""
+    """Return `value` as an int if it is a whole number of at least `least`, else raise `ConfigError` with the keyword."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value != int(value) \
             or value < least:
         raise ConfigError(f"scheduler.params.{keyword}: got {value!r}; give a whole number of steps, {least} or more")
@@ -49,7 +49,7 @@ def count(keyword: str, value: object, *, least: int) -> int:
 
 
 def numbers(keyword: str, limit: object, groups: int) -> list[float]:
-    """Return the number of each group, given one or one per group; all are finite and not negative, else `ConfigError`."""
+    """Return one finite, non-negative number per group from one number or one per group; else raise `ConfigError`."""
     each = [limit] * groups if isinstance(limit, int | float) else limit
     if not isinstance(each, list | tuple) or any(
             isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < inf for number in each):
@@ -63,10 +63,10 @@ def numbers(keyword: str, limit: object, groups: int) -> list[float]:
 class Schedule:
     """The learning rates of an optimizer's groups: from `low` (curve 0) to `high` (curve 1) along `curve`.
 
-    Each limit is one number or one per group; `high` is each group's own learning rate if None. `optimizer` may also be
-    an object that holds one as `.optimizer`. At construction the groups get the value of step -1; with a later
-    `last_batch_iteration` they keep the learning rates that they have until the next step. Raises `ConfigError` for
-    limits that do not match the groups, `UsageError` for what is no optimizer.
+    Each limit is one number, or one per group; a `high` of None means the learning rate of each group. `optimizer` may
+    also be an object with an optimizer as `.optimizer`. The constructor writes the value of step -1 to the groups; with
+    a later `last_batch_iteration` it does not change them before the next step. Raises `ConfigError` for limits that do
+    not match the groups, `UsageError` if `optimizer` is not an optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, *, low: Limit, high: Limit | None, curve: Curve,
@@ -87,7 +87,7 @@ class Schedule:
         return [low + (high - low) * factor for low, high in zip(self._lows, self._highs, strict=True)]
 
     def get_last_lr(self) -> list[float]:
-        """Return what was written last; before anything was, raise the AssertionError that published callers catch."""
+        """Return the learning rates written last. Raises AssertionError before the first write (as published)."""
         if self._last_lr is None:
             raise AssertionError("need to call step() first")
         return self._last_lr
@@ -99,7 +99,7 @@ class Schedule:
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """The step; the curve comes from the configuration."""
+        """Return the step; the curve comes from the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -113,7 +113,7 @@ class Schedule:
     def _write(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], Tensor):  # a captured graph reads the tensor that it was captured with
+            if isinstance(group["lr"], Tensor):  # a captured CUDA graph reads this tensor
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr

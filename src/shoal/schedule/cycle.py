@@ -1,6 +1,11 @@
-"""One cycle of the learning rate up and down, the momentum mirrored; then a slow decay of both (Smith, arXiv 1803.09820).
+"""Smith's schedules: `LRRangeTest` (arXiv 1506.01186) and `OneCycle` (arXiv 1803.09820).
 
-With n = t + 1, F and S the first and the second step size, k = n - F - S:
+The range test only raises the learning rate, to find the highest rate at which the loss still falls:
+
+    lr(t) = min_lr (1 + step_rate i),   i = (t + 1) / step_size,   rounded down with staircase
+
+One cycle raises and lowers the learning rate, moves the momentum in the opposite direction, and then decays both. With
+n = t + 1, F and S the first and second step sizes, and k = n - F - S:
 
     height(n)       n / F                       n <= F
                     1 - (n - F) / S             F < n <= F + S
@@ -11,13 +16,14 @@ With n = t + 1, F and S the first and the second step size, k = n - F - S:
     momentum(t)     max_mom - (max_mom - min_mom) height(n)     in the cycle
                     max_mom (1 + decay_mom_rate k / D)          after it
 
-D is `decay_step_size`; at 0 nothing decays. With stairs a side of the cycle goes in so many jumps. These are the formulas
-of the published schedule of this name, whose momentum would pass 1 after long enough: here it stays below.
+D is `decay_step_size`; 0 disables the decay. A stair count quantizes a side of the cycle into that many steps. These are
+DeepSpeed's formulas, except that DeepSpeed's momentum eventually exceeds 1, and here it stays below 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor
 from typing import Any, cast
 
 from torch.optim import Optimizer
@@ -26,20 +32,42 @@ from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.schedule.base import Limit, Schedule, count, numbers, torch_optimizer
 
-__all__ = ["OneCycle"]
+__all__ = ["LRRangeTest", "OneCycle"]
 
 BETA2 = 0.99
-"""The second beta of Adam kinds while the first one cycles, as published."""
+"""The second beta of Adam optimizers while the first beta cycles; DeepSpeed's value."""
 
-HIGHEST = 0.999
-"""What a growing momentum stops at, unless `cycle_max_mom` is higher."""
+MAX_MOMENTUM = 0.999
+"""The upper bound of a growing momentum, unless `cycle_max_mom` is higher."""
+
+
+class LRRangeTest(Schedule):
+    """Raise the learning rate by `lr_range_test_step_rate` of its minimum every `lr_range_test_step_size` steps.
+
+    The minimum is one number, or one per group. Raises `ConfigError` that names the keyword.
+    """
+
+    def __init__(self, optimizer: Optimizer, lr_range_test_min_lr: Limit = 1e-3, lr_range_test_step_size: int = 2000,
+                 lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+                 last_batch_iteration: int = -1) -> None:
+        lows = numbers("lr_range_test_min_lr", lr_range_test_min_lr, len(torch_optimizer(optimizer).param_groups))
+        size = count("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        rate, = numbers("lr_range_test_step_rate", lr_range_test_step_rate, 1)
+
+        def curve(step: int) -> float:
+            interval = (step + 1) / size
+            return rate * (floor(interval) if lr_range_test_staircase else interval)
+
+        super().__init__(optimizer, low=lows, high=[2 * low for low in lows], curve=curve,
+                         last_batch_iteration=last_batch_iteration)
 
 
 class OneCycle(Schedule):
     """Raise the learning rate from `cycle_min_lr` to `cycle_max_lr` and lower it again; the momentum does the opposite.
 
-    The limits are one number or one per group. The momentum is the first beta of Adam kinds, whose second one is set to
-    0.99, or `momentum` of SGD; where a group has neither, it is left alone with a warning. Raises `ConfigError` by keyword.
+    The limits are one number, or one per group. The momentum is `momentum` of SGD, or the first beta of Adam optimizers,
+    whose second beta is set to 0.99. If a group has neither, the momentum is not changed, with a warning. Raises
+    `ConfigError` that names the keyword.
     """
 
     def __init__(self, optimizer: Optimizer, cycle_min_lr: Limit, cycle_max_lr: Limit, decay_lr_rate: float = 0.0,
@@ -50,7 +78,7 @@ class OneCycle(Schedule):
         inner = torch_optimizer(optimizer)
         groups = len(inner.param_groups)
         low, high = numbers("cycle_min_lr", cycle_min_lr, groups), numbers("cycle_max_lr", cycle_max_lr, groups)
-        _ordered("lr", low, high)
+        _check_order("lr", low, high)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self._cycle = _Cycle(
@@ -64,11 +92,11 @@ class OneCycle(Schedule):
         super().__init__(optimizer, low=low, high=high, curve=self._cycle.height, last_batch_iteration=last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        faded = 1 + self._decay_lr * self._cycle.decays(self.last_batch_iteration)
-        return [lr / faded for lr in super().get_lr()]
+        decay = 1 + self._decay_lr * self._cycle.decays(self.last_batch_iteration)
+        return [lr / decay for lr in super().get_lr()]
 
     def get_mom(self) -> list[Any]:
-        """Return the betas, or the momentum, of each group at the current step; what it has where none is cycled."""
+        """Return the betas or the momentum of each group at the current step; unchanged values without a cycle."""
         groups = self.optimizer.param_groups
         if self._momentum is None:
             return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
@@ -84,7 +112,7 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cycle:
-    """How high the cycle stands at a step, and how far beyond it the step is."""
+    """The position of a step within the cycle and the decay after it."""
 
     first: int
     second: int
@@ -93,22 +121,22 @@ class _Cycle:
     decay: int
 
     def height(self, step: int) -> float:
-        """Return 0 where the learning rate is lowest, 1 where it is highest."""
-        place = step + 1
-        if place <= self.first:
-            return _stairs(place, self.first, self.first_stairs)
-        if place <= self.first + self.second:
-            return 1 - _stairs(place - self.first, self.second, self.second_stairs)
+        """Return 0 at the lowest and 1 at the highest learning rate of the cycle."""
+        n = step + 1
+        if n <= self.first:
+            return _stairs(n, self.first, self.first_stairs)
+        if n <= self.first + self.second:
+            return 1 - _stairs(n - self.first, self.second, self.second_stairs)
         return 0.0
 
     def decays(self, step: int) -> float:
-        """Return how many times `decay` steps lie between the end of the cycle and the step."""
+        """Return the steps since the end of the cycle, in units of `decay` steps."""
         return max(0, step + 1 - self.first - self.second) / self.decay if self.decay else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Momentum:
-    """Under which key the groups hold their momentum, and between which limits it goes."""
+    """The key of the momentum in the parameter groups, and its limits."""
 
     key: str
     lows: list[float]
@@ -117,30 +145,30 @@ class _Momentum:
 
     @classmethod
     def of(cls, optimizer: Optimizer, low: Limit, high: Limit, rate: float) -> _Momentum | None:
-        """Return what `optimizer` cycles, or None, with a warning, where it has nothing to cycle."""
+        """Return the momentum of `optimizer` that is cycled, or None, with a warning, if it has none."""
         groups = optimizer.param_groups
         lows, highs = numbers("cycle_min_mom", low, len(groups)), numbers("cycle_max_mom", high, len(groups))
-        _ordered("mom", lows, highs)
+        _check_order("mom", lows, highs)
         if max(highs) >= 1:
             raise ConfigError(f"scheduler.params.cycle_max_mom: got {max(highs):g}; a momentum is below 1")
         growth, = numbers("decay_mom_rate", rate, 1)
         if all("betas" in group for group in groups):
-            _tell_of_beta2(groups)
+            _warn_beta2_override(groups)
             return cls(key="betas", lows=lows, highs=highs, rate=growth)
         if all(group.get("momentum") for group in groups):
             return cls(key="momentum", lows=lows, highs=highs, rate=growth)
-        warn_once(f"scheduler.params.cycle_momentum: {type(optimizer).__name__} has no betas and no momentum above 0; going "
-                  f"on with the learning rate alone. Give it a momentum, or set cycle_momentum to false")
+        warn_once(f"scheduler.params.cycle_momentum: {type(optimizer).__name__} has no betas and no momentum above 0; only "
+                  f"the learning rate is cycled. Give it a momentum, or set cycle_momentum to false")
         return None
 
     def at(self, height: float, decays: float) -> list[Any]:
-        """Return what each group holds at `height` of the cycle, or so many `decays` after it."""
-        momenta = [min((high - (high - low) * height) * (1 + self.rate * decays), max(high, HIGHEST))
+        """Return the momentum or betas of each group at `height` of the cycle and `decays` after it."""
+        momenta = [min((high - (high - low) * height) * (1 + self.rate * decays), max(high, MAX_MOMENTUM))
                    for low, high in zip(self.lows, self.highs, strict=True)]
         return [(momentum, BETA2) for momentum in momenta] if self.key == "betas" else momenta
 
 
-def _tell_of_beta2(groups: list[dict[str, Any]]) -> None:
+def _warn_beta2_override(groups: list[dict[str, Any]]) -> None:
     given = {cast("tuple[float, float]", group["betas"])[1] for group in groups} - {BETA2}
     if given:
         warn_once(f"scheduler.params.cycle_momentum: OneCycle sets the second beta to {BETA2}, as published; the optimizer "
@@ -148,13 +176,13 @@ def _tell_of_beta2(groups: list[dict[str, Any]]) -> None:
                   f"betas")
 
 
-def _stairs(place: int, steps: int, stairs: int) -> float:
-    """Return how much of the way `place` is of `steps`; in jumps, each at the end of its stair, if there are any."""
-    return place * stairs // steps / stairs if stairs else place / steps
+def _stairs(step: int, steps: int, stairs: int) -> float:
+    """Return `step / steps`, rounded down to a multiple of `1 / stairs` if `stairs` is not 0."""
+    return step * stairs // steps / stairs if stairs else step / steps
 
 
-def _ordered(what: str, lows: list[float], highs: list[float]) -> None:
+def _check_order(name: str, lows: list[float], highs: list[float]) -> None:
     for low, high in zip(lows, highs, strict=True):
         if high < low:
-            raise ConfigError(f"scheduler.params.cycle_max_{what}: got {high:g}, below cycle_min_{what} of {low:g}; give "
-                              f"one that is not below")
+            raise ConfigError(f"scheduler.params.cycle_max_{name}: got {high:g}, below cycle_min_{name} of {low:g}; give "
+                              f"at least the minimum")

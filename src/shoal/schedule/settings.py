@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from shoal.config.kinds import Text
-from shoal.config.section import Conflict, Section
+from shoal.config.section import Conflict, Section, Text
 
 __all__ = ["ScheduleSettings"]
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from shoal.config.suggest import nearest
+from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.tensor_parallel.axis import Axis
 from shoal.tensor_parallel.random import Apart

@@ -21,7 +21,7 @@ from functools import cache
 
 from torch import nn
 
-from shoal.config.suggest import nearest
+from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.tensor_parallel.plan_rules import Column, Dropout, Heads, Kind, Norm, Region, Row, Sequence, Whole
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from shoal.config.suggest import nearest
+from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import divided
 from shoal.tensor_parallel.axis import Axis

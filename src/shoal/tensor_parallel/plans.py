@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from shoal.config.suggest import nearest
+from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.tensor_parallel.plan import Plan, matches
 from shoal.tensor_parallel.plan_rules import (

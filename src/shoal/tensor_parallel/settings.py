@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from shoal.config.kinds import Count, Positive
 from shoal.config.published import Published, later
-from shoal.config.section import Conflict, Section
+from shoal.config.section import Conflict, Count, Positive, Section
 
 __all__ = ["TensorParallelSettings"]
 

@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shoal.config.kinds import Count, Number, Positive, Switch, Text, any_case
 from shoal.config.published import Published, inert, later
-from shoal.config.section import Conflict, Section
+from shoal.config.section import Conflict, Count, Number, Positive, Section, Switch, Text, any_case
 
 __all__ = ["AioSettings", "OffloadOptimizer", "OffloadParam"]
 

@@ -8,10 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shoal.config.kinds import Count, Positive, Switch, whole
 from shoal.config.problem import shown
 from shoal.config.published import Published, inert, later, later_block, old
-from shoal.config.section import Conflict, Rewritten, Section
+from shoal.config.section import Conflict, Count, Positive, Rewritten, Section, Switch, whole
 from shoal.tier.settings import OffloadOptimizer, OffloadParam
 
 __all__ = ["ZeroSettings"]
