@@ -169,7 +169,7 @@ LATER = {
     ),
     "a block with a switch": (
         {"flops_profiler": {"enabled": True}},
-        'flops_profiler: not supported yet (the profiler of operations); remove the block or give "enabled": false',
+        'flops_profiler: not supported yet (the FLOPs profiler); remove the block or give "enabled": false',
     ),
     "a key of a block": (
         {"activation_checkpointing": {"partition_activations": True, "profile": False}},
@@ -178,7 +178,7 @@ LATER = {
     ),
     "a block of any keys": (
         {"compression_training": {"layer_reduction": {}}},
-        "compression_training: not supported yet (pruning and quantisation while training); remove it",
+        "compression_training: not supported yet (pruning and quantization during training); remove it",
     ),
 }
 

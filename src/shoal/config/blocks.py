@@ -9,19 +9,19 @@ from shoal.config.published import Published, inert, later, later_block, old
 __all__ = ["BLOCKS", "SCALARS"]
 
 SCALARS: Mapping[str, Published] = {
-    "managed_gradient_accumulation": later("let each `step()` be the boundary", True),
+    "managed_gradient_accumulation": later("treat every `step()` as the accumulation boundary", True),
     "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
-    "use_data_before_expert_parallelism": later("the order of ranks with experts", False),
+    "use_data_before_expert_parallelism": later("the order of data and expert ranks", False),
     "sequence_parallel_size": later("ranks that share one sequence", 1),
     "data_parallel_size": later("data ranks of a mesh with sequence parallelism"),
     "graph_harvesting": later("capture CUDA graphs", False),
-    "disable_python_gc": later("collect garbage at chosen points only", False),
+    "disable_python_gc": later("run garbage collection at fixed points only", False),
     "wall_clock_breakdown": later("time forward, backward and step", False),
     "memory_breakdown": later("report memory at each phase", False),
     "zero_force_ds_cpu_optimizer": inert(
         "demand a CPU optimizer when offloading", True, False, reason="any optimizer may be offloaded"
     ),
-    "disable_allgather": inert("without effect since 2020", False, reason="the stage decides which collectives run"),
+    "disable_allgather": inert("without effect in DeepSpeed since 2020", False, reason="the stage decides which collectives run"),
     "allgather_size": old(
         'elements per gather, taken beside `"zero_optimization": true`',
         reason="write zero_optimization.allgather_bucket_size",
@@ -70,7 +70,7 @@ BLOCKS: Mapping[str, Published] = {
         off=("dense",),
     ),
     "progressive_layer_drop": later_block(
-        "drop layers while training", {"enabled": False, "theta": 1.0, "gamma": 0.001}, switch="enabled"
+        "drop layers during training", {"enabled": False, "theta": 1.0, "gamma": 0.001}, switch="enabled"
     ),
     "timers": later_block(
         "timers",
@@ -81,7 +81,7 @@ BLOCKS: Mapping[str, Published] = {
         },
     ),
     "flops_profiler": later_block(
-        "the profiler of operations",
+        "the FLOPs profiler",
         {
             "enabled": False,
             "recompute_fwd_factor": 0.0,
@@ -122,7 +122,7 @@ BLOCKS: Mapping[str, Published] = {
         switch="enabled",
     ),
     "elasticity": later_block(
-        "batch sizes that fit any number of ranks",
+        "batch sizes for a variable number of ranks",
         {
             "enabled": False,
             "max_train_batch_size": 2000,
@@ -139,7 +139,7 @@ BLOCKS: Mapping[str, Published] = {
         switch="enabled",
     ),
     "autotuning": later_block(
-        "the search for a fast configuration",
+        "automatic search for a fast configuration",
         {
             "enabled": False,
             "fast": True,
@@ -201,11 +201,11 @@ BLOCKS: Mapping[str, Published] = {
             "passes": None,
         },
     ),
-    "data_efficiency": later_block("curricula and token dropping", switch="enabled"),
-    "curriculum_learning": later_block("the older form of curricula", switch="enabled"),
-    "quantize_training": later_block("mixture of quantisation", switch="enabled"),
+    "data_efficiency": later_block("curriculum learning and token dropping", switch="enabled"),
+    "curriculum_learning": later_block("the older form of curriculum learning", switch="enabled"),
+    "quantize_training": later_block("mixture of quantization (MoQ)", switch="enabled"),
     "eigenvalue": later_block("eigenvalues of the Hessian", switch="enabled"),
-    "compression_training": later_block("pruning and quantisation while training"),
-    "nebula": later_block("checkpoints on Azure", switch="enabled"),
-    "datastates_ckpt": later_block("another writer of checkpoints"),
+    "compression_training": later_block("pruning and quantization during training"),
+    "nebula": later_block("asynchronous checkpoints (Nebula)", switch="enabled"),
+    "datastates_ckpt": later_block("asynchronous checkpoints (DataStates)"),
 }

@@ -1,4 +1,4 @@
-"""The whole configuration: every key, its type, its default and its meaning; composed of the parts' own settings.
+"""`Config` is the top level of the configuration; it composes the sections that each room declares.
 
 config = Config.resolve("zero2.json", data_ranks=2, data_ranks_origin="WORLD_SIZE of torchrun")
 config.zero_optimization.stage        2
@@ -48,13 +48,13 @@ class Config(Section):
     """The top level of the JSON. Build it with `Config.resolve`."""
 
     train_batch_size: Positive | None = None
-    """Samples per optimizer step over all data ranks; derived from the next two when absent."""
+    """Samples per optimizer step over all data ranks; derived from the next two keys if absent."""
 
     train_micro_batch_size_per_gpu: Positive | None = None
-    """Samples per forward on one rank; derived when absent."""
+    """Samples per forward on one rank; derived if absent."""
 
     gradient_accumulation_steps: Positive | None = None
-    """Microbatches per optimizer step; derived when absent."""
+    """Microbatches per optimizer step; derived if absent."""
 
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer by name."""
@@ -63,82 +63,82 @@ class Config(Section):
     """The learning-rate schedule by name."""
 
     gradient_clipping: Annotated[Number, Field(ge=0)] = 1.0
-    """The largest global L2 norm of the gradients, to which a larger one is scaled down; 0 leaves them alone."""
+    """Maximum global L2 norm of the gradients; larger gradients are scaled down to it; 0 disables clipping."""
 
     communication_data_type: Dtype | None = None
     """The dtype in which gradients are reduced over ranks; null: the compute dtype."""
 
     prescale_gradients: Switch | None = None
-    """Divide gradients by the number of ranks before they are summed (true) or after (false). null: before in fp32, where it
-    is free; in 16 bits after on gloo, which sums in fp32, and before on NCCL. All three work at every stage."""
+    """Divide gradients by the number of ranks before the sum (true) or after it (false). null: before in fp32, where it is
+    free; in 16 bits after on gloo, which sums in fp32, and before on NCCL. All three work at every stage."""
 
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
-    """Divide gradients by so much before they are summed, and by the rest after; null: by nothing, unless
-    `prescale_gradients` or its null say otherwise."""
+    """Divide gradients by this factor before the sum, and by the rest of the mean after it; null: as `prescale_gradients`
+    says."""
 
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(any_case("mean", "sum"))] = "mean"
-    """Train by the mean of the data ranks' gradients, or by their sum."""
+    """Use the mean of the data ranks' gradients, or their sum."""
 
     sparse_gradients: Switch = False
-    """Exchange, of embeddings made with sparse=True, only the rows that a step touches."""
+    """For embeddings created with `sparse=True`, exchange only the rows that a step touches."""
 
     zero_allow_untested_optimizer: Switch = False
-    """Let an optimizer that is not known to be elementwise step on slices of parameters."""
+    """Allow an optimizer that is not known to be elementwise to step on slices of parameters."""
 
     zero_optimization: ZeroSettings = ZeroSettings()
-    """What is sharded over the data ranks."""
+    """Sharding of training state over the data ranks."""
 
     mesh: MeshSettings = MeshSettings()
-    """How many ranks each axis has. (Ours.)"""
+    """The size of each mesh axis. (Shoal only.)"""
 
     pipeline: PipelineSettings = PipelineSettings()
-    """How a pipeline runs."""
+    """Pipeline parallelism."""
 
     tensor_parallel: TensorParallelSettings = TensorParallelSettings()
-    """Split layers over ranks."""
+    """Tensor parallelism."""
 
     fp16: Fp16Settings = Fp16Settings()
-    """Half precision."""
+    """fp16 training."""
 
     bf16: Bf16Settings = Bf16Settings()
-    """bfloat16."""
+    """bf16 training."""
 
     data_types: DataTypes = DataTypes()
-    """Other dtypes."""
+    """Dtypes other than the compute dtype."""
 
     dataloader_drop_last: Switch = False
-    """Drop the last batch of an epoch when it is short."""
+    """Drop the last batch of an epoch if it is incomplete."""
 
     aio: AioSettings = AioSettings()
-    """How state on disk is read and written."""
+    """Disk I/O of offloaded state."""
 
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """How checkpoints are written and kept."""
+    """Writing and keeping checkpoints."""
 
     comms_logger: CommsLoggerSettings = CommsLoggerSettings()
-    """What ranks say to each other, recorded."""
+    """The log of collectives."""
 
     steps_per_print: Every = None
-    """Report progress every so many steps; null or infinity: never."""
+    """Interval of progress reports, in steps; null or infinity: never."""
 
     log_level: _Level | None = None
-    """The level of the library's logger; null leaves it to the application."""
+    """The level of the library's logger; null: set by the application."""
 
     dump_state: Switch = False
     """Log the resolved configuration once the engine is built."""
 
     vocabulary_size: Positive | None = None
-    """Words in the vocabulary; a size that is no multiple of 8 is warned of, for matrix units are slower on it."""
+    """Vocabulary size; a size that is not a multiple of 8 gives a warning, because it is slower on matrix units."""
 
     timeout: Annotated[Number, Field(gt=0)] = 600.0
-    """Seconds that a collective may take before it raises CollectiveTimeout. (Ours.)"""
+    """Seconds that a collective may take before it raises CollectiveTimeout. (Shoal only.)"""
 
     debug: Switch = False
-    """Compare a fingerprint of every collective over the ranks before it runs. Slow. (Ours.)"""
+    """Compare a fingerprint of every collective across ranks before it runs. Slow. (Shoal only.)"""
 
     direct_bytes: Positive | None = 256 << 10
-    """Messages of at least so many bytes between ranks of one machine are read from the sender's memory, where the system
-    permits it, instead of sent through a socket; null: none. (Ours.)"""
+    """Minimum bytes of a message between ranks of one machine that is read directly from the sender's memory, if the system
+    permits it, instead of sent through a socket; null: never. (Shoal only.)"""
 
     aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({**SCALARS, **BLOCKS})
@@ -149,12 +149,12 @@ class Config(Section):
 
     @classmethod
     def resolve(cls, source: Source, *, data_ranks: int | None, data_ranks_origin: str = "the caller") -> Config:
-        """Return the configuration that `source` (path, mapping or URL-safe base64 JSON) describes, all settled.
+        """Resolve the configuration in `source` (path, mapping or URL-safe base64 JSON) completely.
 
-        `data_ranks` is the number of ranks that see different samples, and `data_ranks_origin` says in errors who
-        counted them. With None the batch sizes stay as given, for callers that need no batch (`zero.Init`).
+        `data_ranks` is the number of ranks that see different samples, and error messages name `data_ranks_origin` as its
+        source. With None the batch sizes stay as given, for callers that need no batch (`zero.Init`).
 
-        Raises ConfigError with every problem that it found, or NotSupportedYet when each is a key of a later version.
+        Raises ConfigError with every problem, or NotSupportedYet if every problem is a key of a later version.
         Warns once per key that has no effect.
         """
         given = read(source)
@@ -172,7 +172,7 @@ class Config(Section):
 
     @property
     def batch(self) -> BatchSizes:
-        """The settled batch sizes. Only a configuration that was resolved for a number of data ranks has them."""
+        """The resolved batch sizes, for a configuration that was resolved for a number of data ranks."""
         assert self._batch is not None, "resolved without a number of data ranks"
         return self._batch
 

@@ -38,22 +38,22 @@ MODEL = ("pipeline", "sequence", "tensor")
 
 
 class MeshSettings(Section):
-    """How many ranks each axis of the mesh has. (Ours.) The product is the number of ranks."""
+    """The size of each axis of the mesh; the product is the number of ranks. (Shoal only.)"""
 
     pipeline: Positive | None = None
-    """Stages of a pipeline; null: as many as the PipelineModule has, 1 without one."""
+    """Pipeline ranks; null: the number of the PipelineModule, or 1 without one."""
 
     replica: Positive | None = None
-    """Copies of the sharded state; null: 1, or as zero_optimization.mics_shard_size says."""
+    """Copies of the sharded state; null: 1, or derived from `zero_optimization.mics_shard_size`."""
 
     shard: Positive | None = None
-    """Ranks that share one copy of the sharded state; null: all that the other axes leave."""
+    """Ranks that share one copy of the sharded state; null: all ranks divided by the other axes."""
 
     sequence: Positive | None = None
-    """Ranks that see parts of the same samples; null: 1."""
+    """Ranks that process parts of the same sequences; null: 1."""
 
     tensor: Positive | None = None
-    """Ranks that share a layer; null: 1, or as tensor_parallel.autotp_size says."""
+    """Ranks that share a layer; null: 1, or `tensor_parallel.autotp_size`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The optimizer by name: which class, with which keywords."""
+"""The settings of the optimizer that `initialize` builds by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OptimizerSettings"]
 
 
 class OptimizerSettings(Section):
-    """The optimizer that `initialize` builds when it is given none."""
+    """The optimizer that `initialize` builds if the caller passes none."""
 
     type: Text | None = None
     """Adam, AdamW, SGD, Adagrad, Lion, Lamb, OneBitAdam, OneBitLamb or ZeroOneAdam in any case, another registered name, or

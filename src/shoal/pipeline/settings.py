@@ -1,4 +1,4 @@
-"""How a pipeline runs: the order of its instructions, and what scripts for DeepSpeed say beside it."""
+"""The settings of pipeline parallelism: the schedule, the microbatches in flight, recompute."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["PipelineSettings"]
 
 
 class PipelineSettings(Section):
-    """What concerns a `PipelineModule`; without one nothing here has an effect."""
+    """Settings of a `PipelineModule`; without one they have no effect."""
 
     stages: Positive | None = None
-    """Pipeline ranks, which the module must have too; null: as many as it has."""
+    """Pipeline ranks; must equal the number of the module; null: the number of the module."""
 
     schedule: Text | None = None
-    """The order of instructions: gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv; null: the module's own. The stages of a
-    rank must be the same as the module's. (Ours.)"""
+    """The pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zbv; null: the schedule of the module. It must assign
+    the same stages to each rank as the module's schedule. (Shoal only.)"""
 
     in_flight: Positive | None = None
-    """Microbatches whose activations a rank may hold at once; null: as many as the schedule holds. More let messages travel
-    without a wait, and W of zero-bubble schedules be one product of many microbatches; fewer take less memory, and wait.
-    Not for gpipe and interleaved. (Ours.)"""
+    """Maximum microbatches whose activations a rank holds at once; null: the number of the schedule. A larger number lets
+    messages overlap with compute and batches the weight gradients (W) of zero-bubble schedules; a smaller number needs
+    less memory and waits more. Not for gpipe and interleaved. (Shoal only.)"""
 
     activation_checkpoint_interval: Count = 0
-    """Layers that are recomputed together in backward; 0: as the module says."""
+    """Layers per activation checkpoint; 0: the setting of the module."""
 
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({
         "partition": inert("how layers are spread over stages", "best",

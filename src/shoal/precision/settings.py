@@ -14,7 +14,7 @@ __all__ = ["Bf16Settings", "DataTypes", "Fp16Settings"]
 
 
 class Fp16Settings(Section):
-    """Half precision with fp32 masters and a loss scale."""
+    """fp16 training with fp32 masters and a loss scale."""
 
     enabled: Switch = False
     """Compute in fp16, keep fp32 masters, and scale the loss."""
@@ -23,22 +23,22 @@ class Fp16Settings(Section):
     """Cast floating-point inputs of the model to fp16."""
 
     loss_scale: Annotated[Number, Field(ge=0)] = 0.0
-    """The loss scale; 0 finds it while training (dynamic)."""
+    """The static loss scale; 0 selects a dynamic loss scale."""
 
     initial_scale_power: Annotated[Count, Field(le=127)] = 16
-    """A dynamic loss scale starts at 2 to this power."""
+    """The initial dynamic loss scale is 2 to this power."""
 
     loss_scale_window: Positive = 1000
-    """Steps without overflow after which a dynamic loss scale doubles."""
+    """Steps without overflow after which the dynamic loss scale doubles."""
 
     hysteresis: Positive = 2
-    """Overflows until a dynamic loss scale halves: the first `hysteresis - 1` only skip their step."""
+    """Overflows until the dynamic loss scale halves; the first `hysteresis - 1` overflows only skip their step."""
 
     consecutive_hysteresis: Switch = False
-    """Refill `hysteresis` at every step without overflow, so that only overflows in a row count."""
+    """Reset `hysteresis` at every step without overflow, so that only consecutive overflows count."""
 
     min_loss_scale: Annotated[Number, Field(gt=0)] = 1.0
-    """The lowest dynamic loss scale; an overflow at it raises LossScaleError."""
+    """The minimum dynamic loss scale; an overflow at this scale raises LossScaleError."""
 
     published: ClassVar[Mapping[str, Published]] = {
         "fp16_master_weights_and_grads": later("masters and gradients in fp16, without an fp32 copy", False),
@@ -46,7 +46,7 @@ class Fp16Settings(Section):
 
     @property
     def dynamic(self) -> bool:
-        """Whether the loss scale is found while training."""
+        """Whether the loss scale is dynamic."""
         return self.loss_scale == 0
 
     @property
@@ -64,13 +64,13 @@ class Fp16Settings(Section):
 
 
 class Bf16Settings(Section):
-    """bfloat16: the range of fp32, so no loss scale."""
+    """bf16 training with fp32 masters; bf16 has the range of fp32, so it needs no loss scale."""
 
     enabled: Switch = False
     """Compute in bf16 and keep fp32 masters."""
 
     check_grad_overflow: Switch = True
-    """Skip a step whose gradients hold an infinity or NaN."""
+    """Skip a step whose gradients contain an infinity or NaN."""
 
     published: ClassVar[Mapping[str, Published]] = {
         "immediate_grad_update": inert(
@@ -85,7 +85,7 @@ class Bf16Settings(Section):
 
 
 class DataTypes(Section):
-    """Dtypes beside the compute dtype."""
+    """Dtypes other than the compute dtype."""
 
     grad_accum_dtype: Dtype | None = None
     """The dtype in which gradients are accumulated over microbatches; null: the compute dtype."""

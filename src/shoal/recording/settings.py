@@ -1,4 +1,4 @@
-"""Which collectives are recorded."""
+"""The settings of the log of collectives."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _Operation = Annotated[
 
 
 class CommsLoggerSettings(Section):
-    """The record of collectives: count, bytes, time and bandwidth of each, and which ranks come late. The block alone
-    switches it on."""
+    """The log of collectives: count, bytes, time and bandwidth of each, and straggler ranks. An empty block enables it."""
 
     enabled: Switch = False
-    """Record. A block without this key is switched on."""
+    """Record collectives. A block without this key is enabled."""
 
     prof_all: Switch = True
-    """Record every collective; false: only those of `prof_ops`."""
+    """Record every collective; false: only the operations in `prof_ops`."""
 
     prof_ops: tuple[_Operation, ...] = ()
-    """The operations that are recorded where `prof_all` is false, such as `"all_gather"`; torch's longer names too."""
+    """Operations to record if `prof_all` is false, such as `"all_gather"`; torch's longer names are accepted."""
 
     verbose: Switch = False
-    """Log every recorded collective on rank 0 as it ends."""
+    """Log every recorded collective on rank 0 when it ends."""
 
     debug: Switch = False
-    """Tell calls of one collective apart by the function that asked for them."""
+    """Distinguish calls of the same collective by the calling function."""
 
     @classmethod
     def rewrite(cls, given: dict[str, object]) -> Rewritten:

@@ -1,4 +1,4 @@
-"""The learning-rate schedule by name: which class, with which keywords."""
+"""The settings of the learning-rate schedule that `initialize` builds by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ScheduleSettings"]
 
 
 class ScheduleSettings(Section):
-    """The schedule that `initialize` builds when it is given none; it steps once per applied optimizer step."""
+    """The schedule that `initialize` builds if the caller passes none; it steps once per applied optimizer step."""
 
     type: Text | None = None
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, another registered name, or a class of

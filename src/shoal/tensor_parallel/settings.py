@@ -1,4 +1,4 @@
-"""Tensor parallelism by the configuration alone: the published keys."""
+"""The settings of automatic tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["TensorParallelSettings"]
 
 
 class TpSettings(Section):
-    """The older form of the size."""
+    """The older form of `autotp_size`."""
 
     tp_size: Positive = 1
-    """The same as autotp_size."""
+    """The same as `autotp_size`."""
 
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({
         "tp_grain_size": later("sizes that cuts are multiples of", 1),
@@ -26,14 +26,14 @@ class TpSettings(Section):
 
 
 class TensorParallelSettings(Section):
-    """Split the layers of a model over ranks by the plan of its class."""
+    """Shard the layers of a model over the tensor ranks by the plan of its class."""
 
     autotp_size: Count = 0
-    """Ranks that share a layer: the tensor axis of the mesh; 0: none. A model that is not cut already is cut by the plan
-    that is known for its class."""
+    """Size of the tensor axis of the mesh; 0: no tensor parallelism. A model that is not sharded yet is sharded by the
+    built-in plan of its class."""
 
     tp: TpSettings = TpSettings()
-    """The older form of the size."""
+    """The older form of `autotp_size`."""
 
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({
         "dtype": later("the dtype of the cut layers", None),
@@ -52,5 +52,5 @@ class TensorParallelSettings(Section):
 
     @property
     def size(self) -> int | None:
-        """Ranks that share a layer, if anything was said."""
+        """The size of the tensor axis, or None if no key sets it."""
         return max(self.autotp_size, self.tp.tp_size) if self.autotp_size or self.tp.tp_size > 1 else None

@@ -1,4 +1,4 @@
-"""Which tier the weights and the optimizer's state rest in, and how the disk is read and written."""
+"""The settings of offload: the tier of weights and of optimizer state, and disk I/O."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _NEEDS_PATH = "got 'nvme' without nvme_path; give the folder of a fast local dis
 
 
 class OffloadParam(Section):
-    """Where weights rest between their uses; at stages 0 to 2 each rank's whole weights do. The old form of device `cpu` is
-    `"cpu_offload_param": true` beside the block's place."""
+    """Offload of the weights between their uses; at stages 0 to 2 every rank offloads full weights. The old form of device
+    `cpu` is `"cpu_offload_param": true` in `zero_optimization`."""
 
     device: Device = "none"
-    """none: the compute device; cpu: the host's memory; nvme: a disk."""
+    """none: the compute device; cpu: host memory; nvme: a disk."""
 
     nvme_path: Text | None = None
-    """The folder for `nvme`; each run makes one of its own in it, and removes it."""
+    """The folder for `nvme`; each run creates a subfolder in it and removes it at the end."""
 
     buffer_count: Positive = 5
-    """Units whose weights are in memory at once: the one in use, and those that are read ahead."""
+    """Units whose weights are in memory at once: the unit in use and the prefetched units."""
 
     buffer_size: Positive = 100_000_000
-    """Elements of one such unit; larger ones are read ahead as if they were several."""
+    """Elements of one buffer; a larger unit counts as several buffers."""
 
     max_in_cpu: Count = 0
-    """With `nvme`: elements of weights that stay in the host's memory, those of the first units. DeepSpeed's default is
-    1e9; here memory follows the formula."""
+    """With `nvme`: weight elements that stay in host memory, from the first units. DeepSpeed's default is 1e9; here memory
+    follows the formula."""
 
     pin_memory: Switch = True
-    """Page-locked host memory, from which a GPU copies faster. Without a GPU it has no meaning."""
+    """Use page-locked host memory, from which a GPU copies faster. No effect without a GPU."""
 
     def conflicts(self) -> Iterable[Conflict]:
         if self.device == "nvme" and not self.nvme_path:
@@ -51,36 +51,36 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where masters, moments and reduced gradients rest between their uses, at every stage; the step is taken on the host.
-    The old form of device `cpu` is `"cpu_offload": true` beside the block's place."""
+    """Offload of masters, moments and reduced gradients, at every stage; the optimizer steps on the host. The old form of
+    device `cpu` is `"cpu_offload": true` in `zero_optimization`."""
 
     device: Device = "none"
-    """none: the compute device; cpu: the host's memory; nvme: a disk."""
+    """none: the compute device; cpu: host memory; nvme: a disk."""
 
     nvme_path: Text | None = None
-    """The folder for `nvme`; each run makes one of its own in it, and removes it."""
+    """The folder for `nvme`; each run creates a subfolder in it and removes it at the end."""
 
     buffer_count: Positive = 4
-    """Pieces of the state (of at most 2^20 elements, or `sub_group_size`) in memory at once: one is stepped, the others
-    are read or written meanwhile."""
+    """Pieces of the state (of at most 2^20 elements, or `sub_group_size`) in memory at once: one is stepped while the
+    others are read or written."""
 
     pin_memory: Switch = True
-    """Page-locked host memory, from which a GPU copies faster. Without a GPU it has no meaning."""
+    """Use page-locked host memory, from which a GPU copies faster. No effect without a GPU."""
 
     pipeline_read: Switch = True
-    """Read the next pieces while one is stepped. Bit-identical either way, so it is on; DeepSpeed's default is off."""
+    """Read the next pieces while one is stepped. Results are bit-identical; DeepSpeed's default is off."""
 
     pipeline_write: Switch = True
-    """Write the last pieces while one is stepped, likewise."""
+    """Write the previous pieces while one is stepped, likewise."""
 
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """The share of the elements that rest there; the state of the other units stays on the compute device."""
+    """The fraction of the elements to offload; the state of the other units stays on the compute device."""
 
     step_in_backward: Switch | None = None
-    """true: step each unit as soon as backward has reduced its gradient; from a disk fewer bytes move then, and more evenly.
-    Weights change before `engine.step()`, and the one backward of a step is `engine.backward(loss)`. Refused beside
-    `gradient_clipping`, fp16, bf16 overflow checks and `ignore_unused_parameters` false, which decide on all gradients
-    together. false or null: `engine.step()` takes the whole step. (Ours.)"""
+    """true: step each unit as soon as backward has reduced its gradient; state on a disk then moves fewer bytes, more evenly.
+    Weights change before `engine.step()`, and each step has one backward, `engine.backward(loss)`. Not allowed with
+    `gradient_clipping`, fp16, bf16 overflow checks and `ignore_unused_parameters` false, which depend on all gradients.
+    false or null: `engine.step()` takes the whole step. (Shoal only.)"""
 
     published: ClassVar[Mapping[str, Published]] = {
         "fast_init": inert("start the files faster", False, True, reason="new state is zeros, which are never written"),
@@ -95,16 +95,16 @@ class OffloadOptimizer(Section):
 
 
 class AioSettings(Section):
-    """How files of state are read and written; `shoal disk bench` finds the best values of a disk."""
+    """Disk I/O of offloaded state; `shoal disk bench` finds the best values for a disk."""
 
     block_size: Positive = 1 << 20
     """Bytes of one request."""
 
     queue_depth: Positive = 8
-    """Requests under way at once, reading and writing each, times the following."""
+    """Concurrent read requests, and as many write requests, per `intra_op_parallelism`."""
 
     intra_op_parallelism: Positive = 1
-    """How many times `queue_depth` requests are under way; 64 in all, both ways together, at most."""
+    """Multiplies `queue_depth`; at most 64 requests, reads and writes together, are in flight."""
 
     aliases: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
     published: ClassVar[Mapping[str, Published]] = {

@@ -1,4 +1,4 @@
-"""Where weights, gradients, masters and moments rest (the stage), and how much of them moves at once."""
+"""The settings of ZeRO: the stage, bucket sizes, prefetch and offload."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 
 
 class ZeroSettings(Section):
-    """ZeRO: which training state is sharded over the data ranks. `true` alone is the oldest form of stage 1."""
+    """ZeRO shards training state over the data ranks. The value `true` is the oldest form of stage 1."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
-    """What is sharded: 0 nothing; 1 masters and moments; 2 gradients too; 3 weights too."""
+    """The sharded state: 0 none; 1 masters and moments; 2 gradients too; 3 weights too."""
 
     overlap_comm: Switch = True
-    """Reduce gradients while backward runs. Bit-identical either way, so it is on at every stage."""
+    """Reduce gradients while backward runs. Results are bit-identical either way, so it is on at every stage."""
 
     reduce_bucket_size: Positive = 500_000_000
-    """The most elements that one message of a reduction carries, over all ranks; larger units are cut into pieces of it,
-    as they are at 4 MiB in any case. NCCL cuts by itself."""
+    """Maximum elements of one reduction message, over all ranks; larger units are split. Messages are also split at 4 MiB;
+    NCCL splits messages itself."""
 
     allgather_bucket_size: Positive = 500_000_000
-    """The most elements that one message of an all-gather carries, in the same way."""
+    """Maximum elements of one all-gather message, likewise."""
 
     ignore_unused_parameters: Switch = True
-    """Let a parameter go without gradient in a step (it counts as zero); false raises an error that names it."""
+    """Treat a parameter without a gradient as having a zero gradient; false raises an error that names it."""
 
     sub_group_size: Positive = 1_000_000_000
-    """The most elements that one call of the optimizer takes at once, in whole 64s; a unit in memory is not cut for it."""
+    """Maximum elements of one optimizer call, in multiples of 64; a unit in memory is not split."""
 
     stage3_max_live_parameters: Count = 1_000_000_000
-    """Stage 3: the most elements that run-ahead keeps gathered at once; the unit in use is gathered in any case."""
+    """Stage 3: maximum elements that prefetch keeps gathered; the unit in use is always gathered."""
 
     stage3_max_reuse_distance: Count = 0
-    """Stage 3: keep a unit gathered when it is used again within so many elements. DeepSpeed's default is 1e9; here
-    nothing is kept gathered unless asked, so that memory follows the formula. Ranks then run a forward all with gradients,
-    or all without."""
+    """Stage 3: keep a unit gathered if its next use is within this many elements. DeepSpeed's default is 1e9; the default
+    here keeps no unit gathered, so that memory follows the formula. If it is not 0, all ranks must run a given forward
+    with gradients, or all without."""
 
     stage3_prefetch_bucket_size: Count = 5_000_000
-    """Stage 3: how many elements are gathered ahead of their use, at least one unit; 0 gathers nothing ahead. DeepSpeed's
-    default is 5e7, which is the whole of a small model; here memory follows the formula."""
+    """Stage 3: elements to gather ahead of their use, at least one unit; 0 disables prefetch. DeepSpeed's default is 5e7,
+    which is all of a small model; here memory follows the formula."""
 
     stage3_param_persistence_threshold: Count = 0
-    """Stage 3: parameters of at most so many elements always stay gathered. DeepSpeed's default is 1e5; here units are
-    gathered whole, so that small tensors cost no collective of their own and have no reason to stay."""
+    """Stage 3: parameters of at most this many elements always stay gathered. DeepSpeed's default is 1e5. Here a unit is
+    gathered in one collective, so small tensors need no collective of their own."""
 
     stage3_model_persistence_threshold: Count = sys.maxsize
-    """Stage 3: the most elements that may stay gathered for `stage3_param_persistence_threshold`."""
+    """Stage 3: maximum elements that stay gathered because of `stage3_param_persistence_threshold`."""
 
     stage3_gather_16bit_weights_on_model_save: Switch = False
-    """Stage 3: let `save_16bit_model` gather the whole weights."""
+    """Stage 3: allow `save_16bit_model` to gather the full weights."""
 
     mics_shard_size: Annotated[int, Field(ge=-1), BeforeValidator(whole)] = -1
-    """Ranks that share one copy of the sharded state; the data ranks hold as many copies as that leaves (MiCS, hybrid
-    sharding). -1: one copy over all data ranks. The same as `mesh.shard`."""
+    """Ranks that share one copy of the sharded state (MiCS, hybrid sharding); the data ranks divided by this number is
+    the number of copies. -1: one copy over all data ranks. The same as `mesh.shard`."""
 
     offload_param: OffloadParam = OffloadParam()
-    """Where weights rest between their uses."""
+    """Offload of the weights between their uses."""
 
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
-    """Where masters, moments and reduced gradients rest."""
+    """Offload of masters, moments and reduced gradients."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "max_live_parameters": "stage3_max_live_parameters",
