@@ -21,7 +21,7 @@ SCALARS: Mapping[str, Published] = {
     "zero_force_ds_cpu_optimizer": inert(
         "demand a CPU optimizer when offloading", True, False, reason="any optimizer may be offloaded"
     ),
-    "disable_allgather": inert("without effect in DeepSpeed since 2020", False, reason="the stage decides which collectives run"),
+    "disable_allgather": inert("no effect in DeepSpeed since 2020", False, reason="the stage decides which collectives run"),
     "allgather_size": old(
         'elements per gather, taken beside `"zero_optimization": true`',
         reason="write zero_optimization.allgather_bucket_size",
