@@ -140,7 +140,7 @@ def test_a_damaged_tensor_stops_the_export_and_leaves_nothing(folder: Path, tmp_
 
 def test_a_full_disk_stops_the_export_and_leaves_nothing(
         folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shoal.checkpoint.export as module
+    import shoal.checkpoint.state_dict_export as module
 
     def run_out(descriptor: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")

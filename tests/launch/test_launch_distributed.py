@@ -47,7 +47,7 @@ def test_a_single_process_joins_a_group_of_one_and_logs_why(unlaunched, caplog):
     with caplog.at_level(logging.INFO, logger="shoal"):
         init_distributed("gloo")
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    assert "found by aunlaunched, over gloo" in caplog.text
+    assert "found by alone, over gloo" in caplog.text
 
 
 def test_the_init_method_can_be_given(unlaunched, tmp_path):

@@ -4,12 +4,12 @@ A checkpoint is a set of pieces of named tensors (`piece.py`). `Writer` writes i
 subfolder, named by its tag, of the folder given to `save_checkpoint` (`folder.py`).
 """
 
-from shoal.checkpoint.export import export, export_dcp
 from shoal.checkpoint.folder import Tag, latest, tags
-from shoal.checkpoint.inspect import inspect, verify
+from shoal.checkpoint.inspection import inspect, verify
 from shoal.checkpoint.piece import Piece, boxes
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.snapshot import Snapshot, read
+from shoal.checkpoint.state_dict_export import export, export_dcp
 from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, settle, write
 
 __all__ = ["FILE_BYTES", "PendingSave", "Piece", "Ranks", "Snapshot", "Tag", "Writer", "boxes", "export", "export_dcp",

@@ -44,7 +44,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from shoal.checkpoint.inspect import inspect
+    from shoal.checkpoint.inspection import inspect
 
     summary = inspect(args.folder, args.tag)
     table = Table(title=f"{summary.path}", title_justify="left")
@@ -61,7 +61,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from shoal.checkpoint.inspect import verify
+    from shoal.checkpoint.inspection import verify
 
     report = verify(args.folder, args.tag)
     contents = f"{report.tensors} tensors, {report.bytes:,} bytes in {report.files} files"
@@ -75,8 +75,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from shoal.checkpoint.export import export
     from shoal.checkpoint.snapshot import read
+    from shoal.checkpoint.state_dict_export import export
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
     with read(args.folder, args.tag) as snapshot:
