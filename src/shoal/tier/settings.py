@@ -77,7 +77,7 @@ class OffloadOptimizer(Section):
     """The fraction of the elements to offload; the state of the other units stays on the compute device."""
 
     step_in_backward: Switch | None = None
-    """true: step each unit as soon as backward has reduced its gradient; state on a disk then moves fewer bytes, more evenly.
+    """true: step each unit as soon as backward has reduced its gradient; state on disk then moves fewer bytes, more evenly.
     Weights change before `engine.step()`, and each step has one backward, `engine.backward(loss)`. Not allowed with
     `gradient_clipping`, fp16, bf16 overflow checks and `ignore_unused_parameters` false, which depend on all gradients.
     false or null: `engine.step()` takes the whole step. (Shoal only.)"""
