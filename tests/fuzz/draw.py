@@ -201,9 +201,9 @@ def _model(random: Random, shapes: list[_Shape]) -> ModelDraw:
             keyed[key] = drawn
         return drawn
 
+    rows, frozen = not tied and random.random() < 0.25, not tied and random.random() < 0.08
     return ModelDraw(words=random.randint(11, 23), width=width, layers=tuple(layer() for _ in range(depth - 2)), tied=tied,
-                     rows=not tied and random.random() < 0.25, frozen=not tied and random.random() < 0.08,
-                     seed=random.randint(0, 10_000))
+                     rows=rows and not frozen, frozen=frozen, seed=random.randint(0, 10_000))
 
 
 def _job(random: Random, shape: _Shape, model: ModelDraw, dtype: str, clipping: float) -> JobDraw:

@@ -104,10 +104,11 @@ class Line:
     stages_per_rank: int = 2
     zero: int = 1
     plan: Plan | None = None
+    shared: tuple[str, ...] = ("weight",)
 
     def build(self) -> shoal.PipelineEngine:
-        layers = [LayerSpec(nn.Linear, SIZE, SIZE) if name == "L" else TiedLayerSpec(name, nn.Linear, SIZE, SIZE)
-                  for name in self.names]
+        layers = [LayerSpec(nn.Linear, SIZE, SIZE) if name == "L" else
+                  TiedLayerSpec(name, nn.Linear, SIZE, SIZE, tied_weight_attr=self.shared) for name in self.names]
         model = PipelineModule(layers, num_stages=self.stages, loss_fn=nn.functional.mse_loss, seed_layers=True,
                                schedule=self.schedule, stages_per_rank=self.stages_per_rank,
                                partition_method=self.boundaries)
@@ -121,12 +122,12 @@ class Line:
 
     def plain(self) -> nn.Sequential:
         """The same layers in one process."""
-        model, first = nn.Sequential(), dict[str, nn.Parameter]()
+        model, first = nn.Sequential(), dict[tuple[str, str], nn.Parameter]()
         for number, name in enumerate(self.names):
             torch.manual_seed(1234 + number)
             model.append(nn.Linear(SIZE, SIZE))
-            if name != "L":
-                model[number].weight = first.setdefault(name, model[number].weight)
+            for leaf in self.shared if name != "L" else ():
+                setattr(model[number], leaf, first.setdefault((name, leaf), model[number].get_parameter(leaf)))
         return model
 
 
@@ -148,6 +149,8 @@ LINES = {
     "that of one of two keys is": Line(names="LbaabL", stages=2, boundaries=[0, 2, 3, 4, 6]),
     "in a V": Line(names="LababL", stages=2, boundaries=[0, 1, 3, 5, 6], schedule="zbv", zero=2),
     "holders overlap": Line(names="abbba", stages=3, boundaries=[0, 2, 3, 5], schedule="1f1b", stages_per_rank=1),
+    "a rank has no other weights": Line(names="aaLa", stages=2, boundaries=[0, 2, 4], schedule="1f1b", stages_per_rank=1,
+                                        shared=("weight", "bias")),
     "two keys in opposite order": Line(names="baab", stages=2, boundaries=[0, 1, 2, 3, 4], zero=3),
     "tensor ranks cut the first of two keys": Line(names="abba", stages=2, boundaries=[0, 2, 4], schedule="1f1b",
                                                    stages_per_rank=1, plan=Plan({"[03]": CUT, "[12]": Whole()})),

@@ -15,7 +15,7 @@ import shoal
 from shoal.errors import ShoalError
 from shoal.testing import run_ranks
 
-from .small import WIDTH, WORDS, Block, Case, Embed, data, loss_fn
+from .small import COUNT, WIDTH, WORDS, Block, Case, Embed, data, loss_fn, microbatch
 
 
 class Out(nn.Module):
@@ -67,6 +67,20 @@ def skipping(schedule: str, stage: int) -> list[float]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_data_rank_that_skips_layers_hangs_nobody(schedule: str) -> None:
     assert run_ranks(4, skipping, schedule, 2)[0] == pytest.approx(run_ranks(4, skipping, "gpipe", 0)[0], rel=1e-5)
+
+
+def of_two_lengths(schedule: str, stage: int) -> list[float]:
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Block), shoal.LayerSpec(Out)]
+    engine = trained(layers, schedule, zero_optimization={"stage": stage})
+    rank = engine.mesh.rank("data")
+    return [engine.train_batch(microbatch(step, number, rank, length=(2, 7)[rank]) for number in range(COUNT)).item()
+            for step in range(3)]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_data_ranks_with_longer_samples_reduce_as_often(schedule: str) -> None:
+    expected = run_ranks(4, of_two_lengths, "gpipe", 0)[0]
+    assert run_ranks(4, of_two_lengths, schedule, 2)[0] == pytest.approx(expected, rel=1e-5)
 
 
 class Odd(nn.Module):

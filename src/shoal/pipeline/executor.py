@@ -199,11 +199,15 @@ class Executor:
             onward.finish()
 
     def _weights(self, instructions: Sequence[Instruction], *, last: bool) -> None:
-        """Give the weights of a stage what they are owed by the microbatches of `instructions`."""
+        """Give the weights of a stage what they are owed by the microbatches of `instructions`.
+
+        Ranks may join products of different sizes, and so need different numbers of passes: the last one alone communicates.
+        """
         held = [self._held.pop((instruction.stage, instruction.microbatch)).deferred for instruction in instructions]
         passes = rounds(deferred for deferred in held if deferred is not None)
         for number, run in enumerate(passes, 1):
-            self._pass(instructions[0].stage, run, last and number == len(passes), True)
+            final = number == len(passes)
+            self._pass(instructions[0].stage, run, last and final, final)
 
     def _input(self, instruction: Instruction, batches: Batches) -> Any:
         if instruction.stage == 0:

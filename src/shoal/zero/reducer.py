@@ -8,7 +8,7 @@ the pass ends: they begin with a word from every rank, which within a pass might
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,7 +21,9 @@ IN_FLIGHT = 2
 class Reducer:
     """The reductions of one backward pass, and those that a step still owes."""
 
-    def __init__(self, gradients: list[Gradient], *, overlap: bool, ranks: int = 1):
+    def __init__(self, gradients: list[Gradient], *, overlap: bool, ranks: int = 1, late: Sequence[Gradient] = ()):
+        """`late` are gradients that no pass reduces: a step does when it begins."""
+        self._late = late
         self._order = sorted(gradients, key=lambda gradient: gradient.rows is not None)
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
@@ -59,6 +61,8 @@ class Reducer:
             if gradient not in self._is_due:
                 gradient.unsynced = True
                 gradient.leave()
+        for gradient in self._late:
+            gradient.unsynced = True
         if self._due:
             self._reduce_rest()
 

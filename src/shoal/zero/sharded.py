@@ -226,7 +226,8 @@ class ShardedModel:
                         lanes=self.residence.lanes)
         reduced = [unit for found in units.values() for unit in found if unit.gradient is not None and unit not in self.late]
         reducer = Reducer([unit.gradient for unit in reversed(reduced) if unit.gradient is not None], overlap=plan.overlap,
-                          ranks=max((unit.communicator.ranks for unit in reduced), default=1))
+                          ranks=max((unit.communicator.ranks for unit in reduced), default=1),
+                          late=[unit.gradient for unit in self.late if unit.gradient is not None])
         hooks = Hooks(root, units, window, reducer, self.scope, boundary=boundary, sync=sync, every=self.units,
                       late=self.late, watched=plan.in_backward, announced=announced)
         hooks.install()
