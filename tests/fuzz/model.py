@@ -49,7 +49,7 @@ class Mix(nn.Module):
         super().__init__()
         self.mix = nn.Linear(width, width)
         if layer.spare:
-            self.spare = nn.Parameter(torch.randn(3, 3))
+            self.spare = nn.Parameter(torch.randn(3))
         self.requires_grad_(not layer.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
