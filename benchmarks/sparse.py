@@ -27,8 +27,7 @@ from progress import progress
 from sweep import Found, sweep
 from workloads import parameters
 
-from shoal.sparse.gradients import Rows
-from shoal.sparse.row_tables import changed_rows
+from shoal.sparse.row_exchange import RowExchange, changed_rows
 from shoal.testing import run_ranks
 from shoal.transport.collectives import Communicator, Label
 
@@ -147,7 +146,8 @@ def costs(direct: bool, rounds: int) -> dict[float, tuple[float, float]]:
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, timeout=60, direct_bytes=256 << 10 if direct else None)
     size, index = ROWS * COLUMNS, communicator.register()
-    rows = Rows(communicator, size, COLUMNS, torch.float32, torch.float32, torch.device("cpu"), unit="table", index=index)
+    rows = RowExchange(communicator, size, COLUMNS, torch.float32, torch.float32, torch.device("cpu"), unit="table",
+                       index=index)
     label = Label(kind="reduce", unit="table", index=index)
     source, full = torch.randn(size), torch.randn(size)
     staging, target = torch.empty(size // 2), torch.empty(size // 2)
@@ -183,7 +183,7 @@ def costs(direct: bool, rounds: int) -> dict[float, tuple[float, float]]:
 class _Publishing:
     """Publications of some rows, however many they are."""
 
-    def __init__(self, rows: Rows, mine: torch.Tensor, touched: torch.Tensor, full: torch.Tensor) -> None:
+    def __init__(self, rows: RowExchange, mine: torch.Tensor, touched: torch.Tensor, full: torch.Tensor) -> None:
         self._rows, self._mine, self._touched, self._full = rows, mine, touched, full
         self._before = mine.clone()
 

@@ -197,9 +197,9 @@ def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize(("model", "sparse", "expected"), [
-    (Alone, False, 'the sparse gradient of \'embed.weight\' is made dense, and travels whole; set "sparse_gradients": true'),
+    (Alone, False, 'the sparse gradient of \'embed.weight\' is made dense and reduced whole; set "sparse_gradients": true'),
     (lambda: Tied(by_hand=False), True, "embedding 'embed', Embedding(600, 24), shares its weight with a module"),
-    (lambda: Tied(by_hand=True), True, "the gradient of unit 'embed' is dense, for something beside the embedding"),
+    (lambda: Tied(by_hand=True), True, "the gradient of unit 'embed' is dense, because another module than the"),
     (lambda: nn.Sequential(nn.Embedding(WORDS, 4, sparse=True), nn.Linear(4, 4)), True, ""),
 ])
 def test_one_warning_says_what_travels_whole(caplog: pytest.LogCaptureFixture, model: Callable[[], nn.Module], sparse: bool,
@@ -215,7 +215,7 @@ def test_a_large_embedding_that_is_left_dense_is_named(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, logger="shoal"):
         shoal.initialize(model=model, config={"train_batch_size": 1, "sparse_gradients": True,
                                               "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0].destroy()
-    assert "embedding 'positions', Embedding(4096, 64), gives dense gradients, which travel whole" in caplog.text
+    assert "embedding 'positions', Embedding(4096, 64), has dense gradients, which are reduced whole" in caplog.text
 
 
 @pytest.mark.parametrize(("model", "expected"), [

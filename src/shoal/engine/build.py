@@ -44,7 +44,7 @@ from shoal.optim.views import Views
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings
 from shoal.schedule.registry import AnySchedule, make_schedule
-from shoal.sparse.embeddings import check_embeddings, no_rows_error
+from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.transport.failure_board import FailureBoard
@@ -178,7 +178,7 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     engine.policy = dtypes = policy_of(settings, model, stepping, engine.communicator)
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
-        raise no_rows_error(model)
+        raise no_sparse_embedding_error(model)
     trained = groups.of if optimizer is not None or named else {}
     place = plan_storage(settings, model, trained, stepping.moments, dtypes, engine.parameter_groups, engine.device)
     engine.sharded = ShardedModel(model, engine.parameter_groups, place, aliases=engine.aliases)

@@ -1,1 +1,1 @@
-"""Embeddings whose gradient touches few rows: these rows travel alone."""
+"""Sparse gradients: embeddings whose gradient touches few rows exchange these rows instead of whole tables."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.sparse.gradients import Rows
-from shoal.sparse.row_tables import whole
+from shoal.sparse.row_exchange import RowExchange, to_dense
 from shoal.tier import InUse
 from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
@@ -32,8 +31,8 @@ class GradAccumulator:
     _carried = 0
     _collected = False  # a gradient has come since the last step
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, rows: Rows | None, signed: bool,
-                 resting: Tensor | None, place: InUse, kept: bool):
+    def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, rows: RowExchange | None,
+                 signed: bool, resting: Tensor | None, place: InUse, kept: bool):
         self.resting = resting
         self.touched = 0
         """Bit i: slot i received a gradient on this rank since the last step."""
@@ -79,7 +78,7 @@ class GradAccumulator:
         if gradient.is_sparse and self._rows:
             self._rows.collect(gradient, self._factor)
         else:
-            gradient = whole(gradient, self._layout.slots[slot].name, signed=self._signed)
+            gradient = to_dense(gradient, self._layout.slots[slot].name, compressed=self._signed)
             view = self._opened()[slot]
             if self._filled & bit:
                 view.add_(gradient, alpha=self._factor)
@@ -104,7 +103,7 @@ class GradAccumulator:
     def spill(self) -> None:
         """Add the rows that were collected alone to the open buffer."""
         if self._rows and self._rows.collected:
-            self._rows.spill(self._opened()[0], onto=self.dense)
+            self._rows.move_to(self._opened()[0], accumulate=self.dense)
             self._filled = 1
 
     def close(self) -> Tensor:
@@ -172,7 +171,7 @@ class GradAccumulator:
             self.give_back(self._open)
         self._open, self._views = self.resting, self._resting_views
         if self._rows:
-            self._rows.forget()
+            self._rows.clear()
         self._owed = self._owed and (summed or not self._collected)  # of a gradient that is dropped, all goes
         if not self._owed:
             self._carried = 0

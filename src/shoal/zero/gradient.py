@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.precision.policy import Averaging
 from shoal.recording.call import Handle
-from shoal.sparse.gradients import Rows
+from shoal.sparse.row_exchange import RowExchange
 from shoal.tier import InUse, ResidentSpan, Store, Transfer, above, behind
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.reduction import CopyOut
@@ -59,7 +59,8 @@ class Gradient:
     _valid = False  # `reduced` holds a sum
 
     def __init__(self, layout: Layout, stage: Stage, replica_group: ReplicaGroup, dtypes: GradientDtypes, pool: Pool,
-                 store: Store, *, unit: str, index: int, rows: Rows | None = None, signs: OneBitTransport | None = None):
+                 store: Store, *, unit: str, index: int, rows: RowExchange | None = None,
+                 signs: OneBitTransport | None = None):
         self.layout = layout
         self.rows = rows  # what moves those of an embedding; None: the gradient is always whole
         self.stage = stage
@@ -145,7 +146,7 @@ class Gradient:
         if self.signed:
             self._launch_signs()
             return
-        by_rows = self.rows and self.rows.agree(dense=self.addend.dense)
+        by_rows = self.rows and self.rows.agree_on_rows(dense=self.addend.dense)
         self._flight = self._launch_rows(self.rows) if self.rows and by_rows else self._launch_whole()
         self.addend.sent()
         self._valid = self.launched = True
@@ -161,7 +162,7 @@ class Gradient:
                                                    scale=self._after, accumulate=self._valid)
         return _Flight(handle=handle, borrowed=[staging] if source is resting else [staging, source])
 
-    def _launch_rows(self, rows: Rows) -> _Flight:
+    def _launch_rows(self, rows: RowExchange) -> _Flight:
         self._place.bring(fresh=not self._valid)
         if not self._valid:
             self.reduced.zero_()
@@ -286,5 +287,5 @@ class _Flight:
 
     handle: Handle
     borrowed: list[Tensor]
-    rows: Rows | None = None
+    rows: RowExchange | None = None
     summed: bool = False

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.log import warn_once
-from shoal.sparse.embeddings import looked_up
+from shoal.sparse.embeddings import lookup_indices
 from shoal.tree import tensors_within
 from shoal.zero.collected import collect, collect_late, drop
 from shoal.zero.reducer import Reducer
@@ -127,7 +127,7 @@ class Hooks:
                 self._saving.begin()
         self._saving.enter(module)
         for unit in self._units.get(module, ()):
-            if unit.looks_up and (numbers := looked_up(module, args)) is not None:
+            if unit.looks_up and (numbers := lookup_indices(module, args)) is not None:
                 unit.look_up(numbers)
             else:
                 self._window.use(unit)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shoal.mesh.parameter_groups import ReplicaGroup
-from shoal.sparse.embeddings import gives_rows, row_weights
+from shoal.sparse.embeddings import has_sparse_gradient, sparse_weights
 from shoal.zero.unit import Member
 
 LARGE = 1 << 18
@@ -57,7 +57,7 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
                 visit(child, path + ".")
 
     visit(model, "")
-    return {module: path for path, module in model.named_modules() if module in found or gives_rows(module)}
+    return {module: path for path, module in model.named_modules() if module in found or has_sparse_gradient(module)}
 
 
 def _is_large_layer(module: nn.Module) -> bool:
@@ -83,7 +83,7 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
     roots = roots or {model: ""}
     names = {parameter: (aliases or {}).get(name, name) for name, parameter in model.named_parameters()}
     paths = {module: path for path, module in model.named_modules()} | dict(roots)
-    tables = row_weights(model)
+    tables = sparse_weights(model)
     shares: dict[_Key, list[Member]] = {}
     order: dict[nn.Module, int] = {}
     seen: set[nn.Parameter] = set()
@@ -164,7 +164,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _unit_name(path: str, key: _Key, several: bool, tables: Mapping[nn.Parameter, str]) -> str:
-    if key.table is not None and not gives_rows(key.module):  # several embeddings share it
+    if key.table is not None and not has_sparse_gradient(key.module):  # several embeddings share it
         path = tables[key.table]
     if key.replica_group.spans_stages:
         return "tied" if key.trainable else "tied frozen"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
-from shoal.sparse.gradients import Rows
+from shoal.sparse.row_exchange import RowExchange
 from shoal.tier import (
     Elastic,
     ResidencyPin,
@@ -265,7 +265,7 @@ class Unit:
             assert self._memory is not None and self.gradient is not None and self.gradient.rows is not None
             self.fetch()
             self._arriving.wait()
-            if self.gradient.rows.look_up(self.full, numbers):
+            if self.gradient.rows.gather_rows(self.full, numbers):
                 self.phase = Phase.LOOKED_UP
                 for parameter in self._parameters:
                     unguard(parameter)
@@ -436,7 +436,7 @@ class Unit:
 
     def _new_gradient(self, dtypes: GradientDtypes, pool: Pool, store: Store, columns: int | None) -> Gradient:
         """Return the gradient, of which rows of so many `columns` may travel alone."""
-        rows = None if columns is None or self._signs is not None else Rows(
+        rows = None if columns is None or self._signs is not None else RowExchange(
             self.communicator, self.layout.size, columns, dtypes.accumulate, dtypes.wire, pool.device,
             unit=self.name, index=self.index)
         return Gradient(self.layout, self.stage, self.replica_group, dtypes, pool, store, unit=self.name, index=self.index,
