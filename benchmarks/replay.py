@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shoal.tier import DiskSpan, Swap, Transfer
-from shoal.tier.open_stores import SPARE, WRITE_AHEAD
+from shoal.tier.store import PAGE_POOL, WRITE_AHEAD
 
 CHUNK = 1 << 20
 PIECES = 4
@@ -19,7 +19,7 @@ class Replay:
     """Spans of weights, gradients and two moments in fp32 for units of so many elements, stepped after or in backward."""
 
     def __init__(self, folder: str, units: list[int], *, buffers: int, in_backward: bool = False):
-        self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, spare=SPARE)
+        self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, page_pool=PAGE_POOL)
         self._units = [[DiskSpan(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
         self._in_backward = in_backward

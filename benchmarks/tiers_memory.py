@@ -18,7 +18,7 @@ from workloads import _example
 
 import shoal
 from shoal.tier import trim
-from shoal.tier.open_stores import WRITE_AHEAD
+from shoal.tier.store import WRITE_AHEAD
 from shoal.zero.working_memory import working
 
 SETTLED = 50

@@ -17,7 +17,7 @@ from shoal.engine import storage_plan
 from shoal.engine.training_state import weights_to_save
 from shoal.errors import ConfigError, ShoalError, TierError
 from shoal.testing import run_ranks
-from shoal.tier import open_stores
+from shoal.tier import store as stores
 from shoal.zero.guard import owner_of
 from shoal.zero.unit import Unit
 
@@ -116,7 +116,7 @@ def test_a_model_is_built_where_the_remote_device_says(tmp_path: Path) -> None:
 
 
 def away(given: dict[str, Any], **more: Any) -> bool:
-    open_stores.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
+    stores.HOST = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
     with shoal.zero.Init(config=given, **more):
         model = build()
     owner = owner_of(next(iter(model.parameters())))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.testing import run_ranks
 from shoal.tier import Memory, elastic
-from shoal.tier.streams import up
+from shoal.tier.streams import h2d_stream
 from shoal.transport import process_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
@@ -31,13 +31,13 @@ def test_a_buffer_grows_with_what_was_written_last(store: str) -> None:
     found: list[Tensor] = []
     for number in range(ROUNDS):
         busy(matrix)
-        buffer.rest.tensor.fill_(number)  # as a step does
-        buffer.renew()
+        buffer.shard.tensor.fill_(number)  # as a step does
+        buffer.load_shard()
         found.append((buffer.full[PART.start:PART.stop] == number).all())
         buffer.shrink()
         busy(matrix)
         if store == "device":
-            buffer.rest.tensor.fill_(number + 0.5)
+            buffer.shard.tensor.fill_(number + 0.5)
         buffer.grow().wait()
         wanted = number + 0.5 if store == "device" else number
         found.append((buffer.full[PART.start:PART.stop] == wanted).all())
@@ -49,14 +49,14 @@ def test_a_buffer_grows_with_what_was_written_last(store: str) -> None:
 def test_who_waits_for_a_mark_sees_what_was_copied() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source, target = torch.ones(SIZE, device=device), torch.zeros(SIZE, pin_memory=True)
-    stream = up(device)
+    stream = h2d_stream(device)
     busy(torch.randn(4096, 4096, device=device))
-    with stream.open(after_compute=True):
+    with stream.use(after_compute=True):
         target.copy_(source, non_blocking=True)
-    stream.mark().wait()
+    stream.record_event().synchronize()
     assert target.sum().item() == SIZE
-    stream.hand_over(target)
-    stream.hand_over(source)
+    stream.keep_for_compute(target)
+    stream.keep_for_compute(source)
 
 
 def placed() -> str:

@@ -17,7 +17,7 @@ import torch
 import shoal.tier.claim as claim_module
 from shoal.errors import TierError
 from shoal.log import _warned  # pyright: ignore[reportPrivateUsage]
-from shoal.tier.claim import _sweep  # pyright: ignore[reportPrivateUsage]
+from shoal.tier.claim import _remove_stale  # pyright: ignore[reportPrivateUsage]
 from shoal.tier.swap import Swap
 
 from .test_disk_span import filled, numbers
@@ -120,7 +120,7 @@ def test_only_dead_folders_are_swept_and_of_other_hosts_only_on_a_local_disk(
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank0.swap").touch()
     (tmp_path / dead[1] / "rank0.swap").unlink()
-    _sweep(tmp_path)
+    _remove_stale(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, *(elsewhere if network else [])}
 
 

@@ -8,10 +8,10 @@ from importlib import import_module
 import pytest
 import torch
 
-from shoal.tier.device_mirror import Arrival, DeviceMirror
-from shoal.tier.elastic import Resized
+from shoal.tier.device_mirror import CopyTransfer, DeviceMirror
+from shoal.tier.elastic import ResizedBuffer
 from shoal.tier.span import ResidentSpan
-from shoal.tier.streams import CopyStream, Mark
+from shoal.tier.streams import CopyEvent, CopyStream
 
 HOST = torch.device("cpu")
 
@@ -23,11 +23,11 @@ class Noted(CopyStream):
         super().__init__()
         self.said: list[str] = []
 
-    def open(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
+    def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
         self.said.append("after compute" if after_compute else "at once")
         return nullcontext()
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         return NotedMark(self)
 
 
@@ -35,10 +35,10 @@ class NotedMark:
     def __init__(self, stream: Noted):
         self._stream = stream
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._stream.said.append("wait")
 
-    def join(self) -> None:
+    def stream_wait(self) -> None:
         self._stream.said.append("join")
 
 
@@ -46,19 +46,19 @@ class NotedMark:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     stream = Noted()
     for name in ("shoal.tier.device_mirror", "shoal.tier.elastic"):
-        monkeypatch.setattr(import_module(name), "up", lambda _: stream)
+        monkeypatch.setattr(import_module(name), "h2d_stream", lambda _: stream)
     return stream
 
 
-def resized(rest: ResidentSpan) -> Resized:
-    return Resized(8, torch.float32, range(2, 6), HOST, rest)
+def resized(rest: ResidentSpan) -> ResizedBuffer:
+    return ResizedBuffer(8, torch.float32, range(2, 6), HOST, rest)
 
 
 def test_what_rests_on_the_device_is_copied_within_its_computing(noted: Noted) -> None:
     buffer = resized(ResidentSpan(torch.ones(4)))
     buffer.shrink()
     buffer.grow().wait()
-    buffer.renew()
+    buffer.load_shard()
     assert buffer.full[2:6].tolist() == [1.0] * 4
     assert noted.said == []  # no other stream may run ahead of the step that wrote it
 
@@ -72,13 +72,13 @@ def test_what_rests_on_the_host_comes_beside_computing_into_new_memory_and_after
     assert noted.said == ["at once", "at once", "join"]
     noted.said.clear()
     rest.tensor = torch.full((4,), 2.0)
-    buffer.renew()
+    buffer.load_shard()
     assert noted.said == ["after compute", "join"]
     assert buffer.full[2:6].tolist() == [2.0] * 4
 
 
 def test_what_has_arrived_is_joined_by_every_stream_that_waits_for_it(noted: Noted) -> None:
-    arriving = Arrival(ResidentSpan(torch.ones(4)), torch.empty(4), noted, after_compute=False)
+    arriving = CopyTransfer(ResidentSpan(torch.ones(4)), torch.empty(4), noted, after_compute=False)
     arriving.wait()
     assert arriving.done
     arriving.wait()

@@ -67,9 +67,9 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
     ends = st.integers(0, size)
     part = range(*sorted((data.draw(ends), data.draw(ends))))
     with tempfile.TemporaryDirectory() as folder:
-        spare = data.draw(st.sampled_from((0, 2 * PAGE, 100 * PAGE)), "spare")
+        pool = data.draw(st.sampled_from((0, 2 * PAGE, 100 * PAGE)), "page pool")
         swap = Swap(folder, block_bytes=data.draw(st.sampled_from((4096, 8192))), requests=3, write_ahead=2 * PAGE,
-                    spare=spare)
+                    page_pool=pool)
         span, plain, held = DiskSpan(swap, size, torch.float32, "w", part=part, chunk=CHUNK), torch.zeros(size), list[Hold]()
         for step in range(1, data.draw(st.integers(1, 16), "steps")):
             match data.draw(st.sampled_from(("fetch", "fetch", "change", "commit", "discard"))):
@@ -93,7 +93,7 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
         span.fetch().wait()
         assert torch.equal(span.tensor[part.start:part.stop], plain[part.start:part.stop])
         span.commit(changed=False).wait()  # what was written meanwhile goes when that has ended
-        assert spare or not any(resident(span)[part.start // CHUNK + 1:part.stop // CHUNK - 1])
+        assert pool or not any(resident(span)[part.start // CHUNK + 1:part.stop // CHUNK - 1])
         span.close()
         assert swap.disk_bytes == 0
         swap.close()
@@ -311,7 +311,7 @@ def test_to_commit_what_was_not_fetched_is_our_own_mistake(swap: Swap) -> None:
 def test_to_discard_what_is_fetched_is_our_own_mistake(swap: Swap) -> None:
     span = filled(swap)
     span.fetch().wait()
-    with pytest.raises(AssertionError, match="w: forgotten while it is fetched"):
+    with pytest.raises(AssertionError, match="w: discarded while it is fetched"):
         span.discard()
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.tier import Disk, Memory, ResidentSpan, Store, elastic
-from shoal.tier.memory import PAGED_FROM
-from shoal.tier.pages import PAGE
+from shoal.tier.pages import PAGE, PAGED_FROM
 from shoal.tier.swap import Swap
 
 from .test_disk_span import resident
@@ -30,19 +29,19 @@ def test_what_is_lent_stays_and_is_given_back_later(kind: str, swap: Swap) -> No
         return kept if kind == "resized" else sum(resident(ResidentSpan(buffer.full))) * PAGE
 
     buffer.full.fill_(1)
-    buffer.keep()
+    buffer.save_shard()
     for _ in range(2):  # lent twice in a row is lent once
-        buffer.shrink(lent=True)
+        buffer.shrink(retain=True)
         assert (buffer.full == 1).all()
         buffer.grow().wait()
     buffer.full[part.start:part.stop] = 2
-    buffer.keep()
-    buffer.shrink(lent=True)
+    buffer.save_shard()
+    buffer.shrink(retain=True)
     assert (buffer.full[:part.start] == 1).all() and (buffer.full[part.start:] == 2).all()
     assert there() >= size * 4
     buffer.grow().wait()
     buffer.shrink()
     if kind == "beneath":  # and is written first
-        buffer.rest.fetch().wait()
-        buffer.rest.commit().wait()
+        buffer.shard.fetch().wait()
+        buffer.shard.commit().wait()
     assert there() == (size * 2 if kind == "paged" else 0), "half of it rests there"

@@ -32,7 +32,7 @@ def test_held_extents_are_aligned_and_never_overlap(steps: list[int | tuple[str,
         assert all(extent.offset % ALIGNMENT == extent.bytes % ALIGNMENT == 0 for extent in ordered)
         assert all(left.stop <= right.offset for left, right in pairwise(ordered))
         assert all(extent.stop <= extents.size for extent in ordered)
-        assert extents.held == sum(extent.bytes for extent in held)
+        assert extents.allocated == sum(extent.bytes for extent in held)
 
 
 @given(st.lists(SIZES, min_size=1), st.randoms(use_true_random=False))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.errors import TierError
-from shoal.tier import held
+from shoal.tier import fetched
 from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
@@ -101,7 +101,7 @@ def test_a_closed_file_is_reported(swap: Swap) -> None:
 
 
 def test_what_is_queued_when_the_file_is_closed_fails(swap: Swap, writes: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tier.transfer._PATIENCE", 0.01)
+    monkeypatch.setattr("shoal.tier.transfer._CLOSE_TIMEOUT", 0.01)
     span = DiskSpan(swap, 30 * CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True)
     writes.open.clear()
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_while_it_is_written_is_reported(swap: Swap, writes
 def test_what_could_not_be_brought_is_not_held(swap: Swap, reads: Gate) -> None:
     span = filled(swap)
     reads.error = OSError(errno.EIO, os.strerror(errno.EIO))
-    with pytest.raises(TierError, match="could not be read"), held(span, changed=True):
+    with pytest.raises(TierError, match="could not be read"), fetched(span, changed=True):
         raise AssertionError("there is nothing to work on")
     span.discard()  # a pin that was left would be our own mistake
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.native import build
-from shoal.tier import checksum as checksums
-from shoal.tier.checksum import checksum
-from shoal.tier.pages import LARGE, PAGE, Pages
+from shoal.native import checksum as checksums
+from shoal.native.checksum import checksum
+from shoal.tier.pages import HUGE, PAGE, Pages
 from shoal.tier.swap import Swap
 from shoal.tier.trace import Event, Trace
 
@@ -121,7 +121,7 @@ def test_requests_are_whole_blocks(tmp_path: Path) -> None:
 # Pages
 
 
-@pytest.mark.parametrize("size", [0, 1, PAGE, LARGE - PAGE, LARGE, 3 * LARGE + 5])
+@pytest.mark.parametrize("size", [0, 1, PAGE, HUGE - PAGE, HUGE, 3 * HUGE + 5])
 def test_pages_are_zeros_that_come_and_go(size: int) -> None:
     pages = Pages(size, torch.uint8)
     assert pages.tensor.shape == (size,) and pages.address % PAGE == 0
@@ -140,29 +140,29 @@ def test_only_whole_pages_within_are_dropped() -> None:
 
 
 def test_a_large_page_begins_where_it_is_asked_to() -> None:
-    pages = Pages(3 * LARGE, torch.uint8, aligned=5 * PAGE)
-    assert (pages.address + 5 * PAGE) % LARGE == 0 and pages.tensor.data_ptr() == pages.address
+    pages = Pages(3 * HUGE, torch.uint8, aligned=5 * PAGE)
+    assert (pages.address + 5 * PAGE) % HUGE == 0 and pages.tensor.data_ptr() == pages.address
 
 
 def test_no_large_page_reaches_beyond_the_end() -> None:
-    pages = Pages(LARGE + PAGE, torch.uint8)
+    pages = Pages(HUGE + PAGE, torch.uint8)
     before = _resident_bytes()
     pages.tensor.fill_(1)
-    assert _resident_bytes() - before < LARGE + 64 * PAGE
+    assert _resident_bytes() - before < HUGE + 64 * PAGE
     pages.drop(0, pages.bytes)
 
 
 def test_a_view_is_the_memory_itself() -> None:
-    pages = Pages(LARGE, torch.uint8, aligned=PAGE)
+    pages = Pages(HUGE, torch.uint8, aligned=PAGE)
     pages.view(10, 13)[:] = b"abc"
     assert bytes(pages.tensor[9:14].tolist()) == b"\0abc\0"
 
 
 def test_memory_that_nobody_wrote_costs_nothing() -> None:
-    size = 64 * LARGE
+    size = 64 * HUGE
     before = _resident_bytes()
     pages = Pages(size, torch.uint8)
-    assert pages.bytes == size and _resident_bytes() - before < LARGE
+    assert pages.bytes == size and _resident_bytes() - before < HUGE
 
 
 def _resident_bytes() -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.testing import run_ranks
-from shoal.tier import open_stores
+from shoal.tier import store as stores
 from shoal.tier.disk_span import _Chunk
 from shoal.tier.elastic import DiskBuffer
 from shoal.zero.unit import Unit
@@ -208,7 +208,7 @@ def test_a_forward_that_no_backward_follows_leaves_nothing(stage: int, tiers: bo
 
 def waiting(folder: str, stage: int) -> list[bool]:
     """Return which chunks of a unit's weights are in memory while it waits for its step within backward."""
-    open_stores.CHUNK = WIDTH * WIDTH // 4
+    stores.CHUNK = WIDTH * WIDTH // 4
     engine = engine_of(folder, 1, within=True, zero={"stage": stage})
     step(engine)
     assert engine.sharded is not None

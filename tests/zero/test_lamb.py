@@ -15,7 +15,7 @@ import shoal
 from shoal.errors import ConfigError, OptimizerError, UsageError
 from shoal.optim import Lamb
 from shoal.testing import run_ranks
-from shoal.tier import open_stores
+from shoal.tier import store as stores
 
 from .models import FEATURES, batch, loss_of
 from .test_tiers import APART, TIERS
@@ -162,14 +162,14 @@ def test_a_parameter_of_zeros_steps_with_coefficient_one_beyond_the_bounds() -> 
 def on_tiers(stage: int, folder: str, dtype: str, optimizer: Callable[[Any], Lamb] | None) -> list[tuple[str, Result]]:
     found: list[tuple[str, Result]] = []
     for host, tiers in ((torch.device("cpu"), TIERS), (torch.device("cpu", 0), APART)):  # torch takes them for two
-        open_stores.HOST = host
+        stores.HOST = host
         for name, tier in tiers.items():
             placed = {key: {**block, "nvme_path": folder} for key, block in tier.items()}
             engine = engine_of("sometimes", stage, optimizer=optimizer, **precision(dtype),
                                zero_optimization={"sub_group_size": 700, **placed})
             found.append((name, train(engine)))
             engine.destroy()
-    open_stores.HOST = torch.device("cpu")
+    stores.HOST = torch.device("cpu")
     return found
 
 

@@ -79,12 +79,12 @@ def test_an_elastic_buffer_keeps_its_span_and_gives_the_rest_back(size: int, dty
         buffer.full[: span.start] = 7
         buffer.full[span.stop:] = 7
         buffer.full[span.start:span.stop] = value
-        buffer.rest.tensor.fill_(value)
+        buffer.shard.tensor.fill_(value)
         assert view[0, 0] == 7
         buffer.shrink()
         held = resident() - before
         assert held < size * dtype.itemsize * 0.3 + (1 << 20), "a quarter rests"
-        assert buffer.rest.tensor.min() == buffer.rest.tensor.max() == value
+        assert buffer.shard.tensor.min() == buffer.shard.tensor.max() == value
         assert view.shape == (2, size // 2)
     buffer.grow()
     assert (buffer.full[span.start:span.stop] == 2).all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.testing import run_ranks
-from shoal.tier import open_stores
+from shoal.tier import store as stores
 
 from .models import FEATURES, turn_of
 from .trained import Result, precision, train
@@ -59,7 +59,7 @@ def train_all(feature: str, stage: int, folder: str) -> list[tuple[str, Result, 
     hosts = [*((torch.device("cpu"), tier) for tier in TIERS.items()),
              *((torch.device("cpu", 0), tier) for tier in APART.items())]  # torch takes them for two
     for host, (name, tier) in hosts[turn % 2::2]:
-        open_stores.HOST = host
+        stores.HOST = host
         found.append((f"{name}, {case}", plain, train(feature, config(case, stage, tier, folder, within=True), steps=STEPS)))
     return found
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.testing import run_ranks
-from shoal.tier import open_stores
+from shoal.tier import store as stores
 
 from .models import FEATURES, turn_of
 from .trained import Result, precision, train
@@ -79,7 +79,7 @@ def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Re
     other = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
     taken.append((other, apart[turn % len(apart)], turn // len(apart) % len(every)))
     for host, name, index in taken:
-        open_stores.HOST = host
+        stores.HOST = host
         found.append((every[index], name, plains[index], run(replace(every[index], tier=ALL[name]), stage, folder)))
     return found
 

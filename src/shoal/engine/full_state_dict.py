@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.mesh.mesh import MODEL
 from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
-from shoal.tier import held
+from shoal.tier import fetched
 from shoal.zero.partition import tied_names
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
@@ -122,7 +122,7 @@ def _load_unit(unit: Unit, state: Mapping[str, Tensor], cuts: Mapping[str, Tenso
     values = unit.full.float() if unit.full.dtype.itemsize < 4 else unit.full.clone()
     span = unit.master_span
     if unit.state is not None:
-        with held(unit.state.master, changed=False) as master:
+        with fetched(unit.state.master, changed=False) as master:
             values[span.start:span.stop] = master
     for view, member in zip(unit.layout.views(values), unit.members, strict=True):
         if member.name in state:

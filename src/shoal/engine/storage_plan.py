@@ -20,7 +20,7 @@ from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.precision.policy import Policy
 from shoal.tier import Disk, StoragePlan, Store
 from shoal.tier.folder_check import free_bytes
-from shoal.tier.open_stores import open_store
+from shoal.tier.store import open_store
 from shoal.transport.collectives import Communicator
 from shoal.zero.placement import state_bytes
 
@@ -53,7 +53,7 @@ def plan_storage(settings: Config, model: nn.Module, trained: Iterable[nn.Parame
         state = open_store(zero.offload_optimizer, settings.aio, device, rank=parameter_groups.world.rank,
                            at_once=zero.sub_group_size)
         found = StoragePlan(device=device, weight=weight, state=state, ratio=zero.offload_optimizer.ratio,
-                          near=zero.offload_param.max_in_cpu)
+                          host_elements=zero.offload_param.max_in_cpu)
         needed = _needed(settings, model, set(trained), moments, policy, parameter_groups.state_shards, weight, state)
     except TierError as error:
         problem = str(error).removeprefix(f"rank {parameter_groups.world.rank}: ")

@@ -27,7 +27,7 @@ from shoal.errors import CheckpointError
 from shoal.mesh.tensor_slice import TensorSlice
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import MasterView
-from shoal.tier import ResidentSpan, Span, held
+from shoal.tier import ResidentSpan, Span, fetched
 from shoal.zero.layout import Part, Slot
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
@@ -172,7 +172,7 @@ def _of(span: Span, at: int, kind: str, slot: Slot, elements: range, cuts: Cuts)
 
 
 def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tensor]:
-    return held(span, part.start, part.stop, changed=changed)
+    return fetched(span, part.start, part.stop, changed=changed)
 
 
 def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts: Cuts) -> Iterator[Piece]:

@@ -93,7 +93,7 @@ class BackwardStepper:
         whole = gradient.addend.touched == (1 << len(unit.members)) - 1
         replicated = unit.replica_group.replicas is not None  # the sum over the other replicas is missing
         if not whole or gradient.again or replicated or (unit.travels and not unit.is_released) or unit.lent is not None:
-            unit.stay.let_go()
+            unit.stay.unpin()
             return False
         assert self._options is not None
         beside = self._natively is not None and is_native(self._optimizer, views, self._options)

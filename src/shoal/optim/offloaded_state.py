@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.optim.views import MasterView, Views
-from shoal.tier import ResidentSpan, held
+from shoal.tier import ResidentSpan, fetched
 
 __all__ = ["OffloadedStateView"]
 
@@ -46,5 +46,5 @@ def _brought(view: MasterView, kind: str, value: Any) -> Any:
     span = view.unit.state.moments.get(kind)
     if span is None or isinstance(span, ResidentSpan):
         return value
-    with held(span, view.start, view.stop, changed=False) as moment:
+    with fetched(span, view.start, view.stop, changed=False) as moment:
         return moment.clone()

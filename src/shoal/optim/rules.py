@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from shoal.tier.open_stores import WRITE_AHEAD
+from shoal.tier.store import WRITE_AHEAD
 
 __all__ = ["StepRules"]
 

@@ -262,7 +262,7 @@ class ShardedOptimizer:
         self._stepping.settle()
         for unit in self._model.trainable:
             if unit.expected:
-                unit.stay.let_go()
+                unit.stay.unpin()
 
     def close(self) -> None:
         """Take what is owed; no thread steps anything afterwards."""

@@ -25,7 +25,7 @@ from shoal.optim.lion import Lion
 from shoal.optim.masks import MASK
 from shoal.optim.onebit import CompressedAdam, OneBitAdam, ZeroOneAdam
 from shoal.optim.views import MasterView, Views
-from shoal.tier.streams import upload
+from shoal.tier.streams import staging_buffers
 from shoal.zero.optimizer_state import WHOLE_STEP, OptimizerState, Use
 
 __all__ = [
@@ -208,10 +208,10 @@ def rounding(view: MasterView) -> Generator[Tensor | None]:
     if rounded is None or rounded.device.type == "cpu":
         yield rounded
         return
-    way = upload(rounded.device)
-    weight = way.borrow(rounded.numel(), rounded.dtype)
+    staging = staging_buffers(rounded.device)
+    weight = staging.borrow(rounded.numel(), rounded.dtype)
     yield weight
-    way.send(weight, rounded)
+    staging.send(weight, rounded)
 
 
 def options_of(optimizer: Optimizer) -> Options:

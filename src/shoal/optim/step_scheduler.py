@@ -323,7 +323,7 @@ def _let_go(unit: Unit, sweep: StepPass) -> None:
     if unit.gradient is not None and unit.state is not None:
         unit.gradient.spend()
         if sweep.use.weights and not unit.expected:
-            unit.stay.let_go()
+            unit.stay.unpin()
 
 
 @torch.no_grad()

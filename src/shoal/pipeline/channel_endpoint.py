@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal.errors import CollectiveFailed
 from shoal.pipeline.wire import Wire
-from shoal.tier.streams import side
+from shoal.tier.streams import side_stream
 
 __all__ = ["ChannelEndpoint"]
 
@@ -33,7 +33,7 @@ class ChannelEndpoint(ABC):
         self._timeout = timeout
         self._what = what
         self._where = f"rank {dist.get_rank()}: {what}"
-        self._stream = side(device)
+        self._stream = side_stream(device)
         self._thread = threading.Thread(target=self._run, name=f"shoal-pipeline {what}", daemon=True)
         _close_all_at_exit()
         _open.add(self)
@@ -56,7 +56,7 @@ class ChannelEndpoint(ABC):
             self._thread.join(1)
 
     def _run(self) -> None:
-        with self._stream.open():
+        with self._stream.use():
             while self._next():
                 pass
 

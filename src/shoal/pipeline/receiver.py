@@ -26,7 +26,7 @@ from shoal.pipeline.channel_endpoint import ChannelEndpoint
 from shoal.pipeline.message import ABORT, AHEAD, FILLER, HEADERS, KNOWN, NEW, TEXTS, FormPredictor, tag_of
 from shoal.pipeline.value_tree import Form, Skeleton
 from shoal.pipeline.wire import EVER, WireTransfer
-from shoal.tier.streams import Mark
+from shoal.tier.streams import CopyEvent
 
 __all__ = ["Receiver"]
 
@@ -45,7 +45,7 @@ class _ArrivingMessage:
     number: int
     skeleton: Skeleton
     tensors: list[Tensor]
-    mark: Mark
+    event: CopyEvent
     """Where the tensors are written."""
 
 
@@ -88,9 +88,9 @@ class Receiver(ChannelEndpoint):
             raise arrival
         self._taken += 1
         self._foresight.came(arrival.number)
-        arrival.mark.join()
+        arrival.event.stream_wait()
         for tensor, form in zip(arrival.tensors, arrival.skeleton.forms, strict=True):
-            self._stream.hand_over(tensor)
+            self._stream.keep_for_compute(tensor)
             tensor.requires_grad_(form.requires_grad)
         return arrival.skeleton.build(arrival.tensors)
 
@@ -168,7 +168,7 @@ class Receiver(ChannelEndpoint):
     def _arrival(self, number: int, skeleton: Skeleton, transfer: WireTransfer) -> _ArrivingMessage:
         tensors = [tensor.to(self._wire.rest(on_host=form.on_host))
                    for tensor, form in zip(transfer.tensors, skeleton.forms, strict=True)]
-        return _ArrivingMessage(number, skeleton, tensors, self._stream.mark())
+        return _ArrivingMessage(number, skeleton, tensors, self._stream.record_event())
 
     def _read(self, post: _Post, timeout: timedelta) -> tuple[int, bytes]:
         """Return what a header announces: the number of a form, or what it is in its place, and the text."""

@@ -150,7 +150,7 @@ class Sender(ChannelEndpoint):
         """Hold a message until it is sent."""
         try:
             transfer.wait()
-            self._stream.mark().wait()
+            self._stream.record_event().synchronize()
         except RuntimeError as error:
             self._failure = str(error)  # not the error itself, which would hold what was sent
 

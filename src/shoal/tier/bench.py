@@ -1,7 +1,7 @@
-"""How fast a disk is for state that comes and goes: the engine that training uses, over blocks and requests under way.
+"""Benchmark of a disk with the I/O threads of training, over block sizes and numbers of concurrent requests.
 
-A setting is measured by writing a file in turn, then reading it back, each for as long as it has; direct I/O, the checksums
-and the faults of pages that come and go are part of it. The file is the process's own and is removed in any case.
+For each setting the benchmark writes a file for its share of the time, then reads it back; direct I/O, checksums and page
+faults are included. The file is private to the process, and is removed in any case.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from shoal.errors import TierError
 from shoal.tier.claim import claim
 from shoal.tier.folder_check import check_folder, free_bytes
 from shoal.tier.pages import Pages
-from shoal.tier.transfer import Job, Lane, Stretch, SwapFile, Threads, refusal
+from shoal.tier.transfer import IoThreads, Job, Lane, MappedExtent, SwapFile, describe
 
 __all__ = ["ROUNDS", "SETTINGS", "SMALLEST", "BenchRow", "Setting", "best", "measure", "merged"]
 
 _CHUNK = 4 << 20
 SMALLEST = 16 * _CHUNK
-"""Bytes that a file must have to tell anything."""
+"""The smallest file that gives meaningful rates, in bytes."""
 
 ROUNDS = 3
-"""How often each setting has its turn: a slow moment of the disk then meets one turn of several settings."""
+"""Measurements of each setting, in turns: a slow moment of the disk then affects one of several settings."""
 
-_AS_GOOD = 0.95
-_MOST = 64 << 20
+_AS_FAST = 0.95
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How the file is read and written; `requests` is queue_depth times intra_op_parallelism, of which each has a thread."""
+    """The block size and the concurrent requests, `queue_depth` times `intra_op_parallelism`, each with a thread."""
 
     block_bytes: int
     requests: int
 
     @property
     def bytes(self) -> int:
-        """Bytes under way at once."""
+        """Bytes in flight."""
         return self.block_bytes * self.requests
 
 
 SETTINGS = tuple(setting for block in (256 << 10, 1 << 20, 4 << 20) for requests in (1, 4, 8, 16, 32)
-                 if (setting := Setting(block_bytes=block, requests=requests)).bytes <= _MOST)
-"""What is tried; more bytes under way at once are more memory than the speed is worth."""
+                 if (setting := Setting(block_bytes=block, requests=requests)).bytes <= _MAX_BYTES)
+"""The settings measured; more bytes in flight would take more memory than their speed is worth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
-    """Bytes per second of a setting."""
+    """The rates of a setting, in bytes per second."""
 
     setting: Setting
     read: float
@@ -65,111 +65,111 @@ class BenchRow:
 
     @property
     def both(self) -> float:
-        """Bytes per second when everything is read and written once."""
+        """Bytes per second if every byte is read and written once."""
         return 2 / (1 / self.read + 1 / self.write)
 
 
 def merged(rows: Iterable[BenchRow]) -> list[BenchRow]:
-    """Return a row for each setting: the medians over its rounds."""
+    """Return one row for each setting: the medians over its rounds."""
     rounds: dict[Setting, list[BenchRow]] = {}
     for row in rows:
         rounds.setdefault(row.setting, []).append(row)
-    return [BenchRow(setting=setting, read=median(row.read for row in found), write=median(row.write for row in found))
-            for setting, found in rounds.items()]
+    return [BenchRow(setting=setting, read=median(row.read for row in group), write=median(row.write for row in group))
+            for setting, group in rounds.items()]
 
 
 def best(rows: Sequence[BenchRow]) -> BenchRow:
-    """Return of the rows that are as good as the fastest (within 5 %) the one with the fewest bytes under way."""
+    """Return, of the rows within 5 % of the fastest, the one with the fewest bytes in flight."""
     fastest = max(row.both for row in rows)
-    return min((row for row in rows if row.both >= _AS_GOOD * fastest), key=lambda row: (row.setting.bytes, -row.both))
+    return min((row for row in rows if row.both >= _AS_FAST * fastest), key=lambda row: (row.setting.bytes, -row.both))
 
 
 def measure(folder: str | Path, settings: Sequence[Setting], *, bytes: int, seconds: float) -> Generator[BenchRow]:
-    """Yield a row for each setting in each round, from a file of `bytes` in `folder`; takes about `seconds` in all.
+    """Yield a row for each setting in each round, from a file of `bytes` in `folder`; takes about `seconds` in total.
 
-    Raises `TierError` for a folder that cannot be used.
+    Raises `TierError` for an unusable folder.
     """
     assert bytes >= SMALLEST, bytes
     with _file(folder, bytes) as file:
-        ground = _Ground(file, bytes, most=_MOST)
+        target = _Benchmark(file, bytes, max_bytes=_MAX_BYTES)
         share = seconds / (ROUNDS * len(settings) + 1) / 2
-        ground.rate("write", SETTINGS[-1], 2 * share)  # the first writing of a file is slower than any later one
+        target.rate("write", SETTINGS[-1], 2 * share)  # the first write to a file is slower than later ones
         for setting in [*settings] * ROUNDS:
-            write = ground.rate("write", setting, share)
-            yield BenchRow(setting=setting, write=write, read=ground.rate("read", setting, share))
+            write = target.rate("write", setting, share)
+            yield BenchRow(setting=setting, write=write, read=target.rate("read", setting, share))
 
 
 @contextmanager
 def _file(folder: str | Path, bytes: int) -> Generator[SwapFile]:
-    """Make a file of `bytes` for a while."""
+    """Create a file of `bytes` within the context."""
     check_folder(folder)
     if (free := free_bytes(folder)) < bytes:
         raise TierError(f"{folder} is too full: needed {bytes:,} bytes, {free:,} are free; make room, or give a smaller "
                         f"--size")
     made = claim(folder, 0)
     try:
-        made.remove()  # a file without a name goes when this process does, however that is
+        made.remove()  # an unlinked file cannot outlive the process
         try:
             os.posix_fallocate(made.descriptor, 0, bytes)
         except OSError as error:
-            raise TierError(f"{folder}: {refusal(error, bytes, Path(folder))}") from error
+            raise TierError(f"{folder}: {describe(error, bytes, Path(folder))}") from error
         yield SwapFile(path=made.path, descriptor=made.descriptor, rank=0, direct=made.direct, checksums=True)
     finally:
         os.close(made.descriptor)
 
 
-class _Ground:
-    """A file of chunks, and the memory that they come from and go to."""
+class _Benchmark:
+    """A file of chunks, and the memory they are written from and read into."""
 
-    def __init__(self, file: SwapFile, bytes: int, *, most: int):
+    def __init__(self, file: SwapFile, bytes: int, *, max_bytes: int):
         self._file = file
         self._chunks = bytes // _CHUNK
-        slots = min(self._chunks, _slots(most))
+        slots = min(self._chunks, _slots(max_bytes))
         self._source, self._sink = (Pages(slots * _CHUNK, torch.uint8) for _ in range(2))
-        self._source.tensor.view(torch.int64).random_()  # some disks make little of zeros
-        self._sums: list[list[int]] = []
-        """The checksums of the chunks that were written last, from the first on."""
+        self._source.tensor.view(torch.int64).random_()  # some disks compress zeros
+        self._checksums: list[list[int]] = []
+        """The checksums of the chunks written last, from the first on."""
 
     def rate(self, lane: Lane, setting: Setting, seconds: float) -> float:
-        """Return the bytes per second of writing the chunks in turn, or of reading back those that were written last."""
+        """Return the bytes per second of writing the chunks in turn, or of reading back the chunks written last."""
         slots = min(self._chunks, _slots(setting.bytes))
         if lane == "write":
-            self._sums = []
-        start, moved, under_way = perf_counter(), 0, deque[Job]()
-        threads = Threads(self._file, setting.requests)
+            self._checksums = []
+        start, moved, in_flight = perf_counter(), 0, deque[Job]()
+        threads = IoThreads(self._file, setting.requests)
         try:
             for number in count():
-                if len(under_way) == slots:
-                    moved += _ended(under_way.popleft())
+                if len(in_flight) == slots:
+                    moved += _finished(in_flight.popleft())
                 if number and perf_counter() - start >= seconds:
                     break
-                under_way.append(self._job(lane, setting, number, slot=number % slots))
-                threads.submit(under_way[-1])
-            moved += sum(map(_ended, under_way))
+                in_flight.append(self._job(lane, setting, number, slot=number % slots))
+                threads.submit(in_flight[-1])
+            moved += sum(map(_finished, in_flight))
             return moved / (perf_counter() - start)
         finally:
             threads.stop()
 
     def _job(self, lane: Lane, setting: Setting, number: int, *, slot: int) -> Job:
         if lane == "write" and number < self._chunks:
-            self._sums.append([0] * -(-_CHUNK // setting.block_bytes))
-        chunk = number % len(self._sums)
-        stretch = Stretch(pages=self._source if lane == "write" else self._sink, start=slot * _CHUNK,
-                          stop=(slot + 1) * _CHUNK, offset=chunk * _CHUNK)
-        return Job(lane, "the benchmark", stretch, self._sums[chunk], self._settle, block_bytes=setting.block_bytes)
+            self._checksums.append([0] * -(-_CHUNK // setting.block_bytes))
+        chunk = number % len(self._checksums)
+        extent = MappedExtent(pages=self._source if lane == "write" else self._sink, start=slot * _CHUNK,
+                              stop=(slot + 1) * _CHUNK, offset=chunk * _CHUNK)
+        return Job(lane, "the benchmark", extent, self._checksums[chunk], self._release, block_bytes=setting.block_bytes)
 
-    def _settle(self, job: Job) -> None:
+    def _release(self, job: Job) -> None:
         if job.lane == "read":
-            self._sink.drop(job.stretch.start, job.stretch.stop)
+            self._sink.drop(job.extent.start, job.extent.stop)
 
 
 def _slots(bytes: int) -> int:
-    """Return how many chunks keep `bytes` under way."""
+    """Return the number of chunks that keeps `bytes` in flight."""
     return bytes // _CHUNK + 2
 
 
-def _ended(job: Job) -> int:
-    """Wait for a job and return its bytes."""
+def _finished(job: Job) -> int:
+    """Wait for a job; return its bytes, or raise its error."""
     job.wait()
     if job.error is not None:
         raise job.error

@@ -1,9 +1,9 @@
-"""A file of one's own in a folder that many share, removed by its owner, or by who comes after a killed one.
+"""A private file in a shared folder. Its owner removes it; after a kill the next run in the folder does.
 
     <folder>/shoal-swap-<host>-<process>-<random>/rank<R>.swap
 
-The owner keeps the file locked as long as it lives, however it dies; so what is not locked is nobody's. The folder itself is
-locked while a file is made and while dead ones are looked for: a file that is not locked yet is never taken for dead.
+The owner holds a lock on its file until it exits in any way, so an unlocked file is stale. The shared folder is locked while
+a file is created and while stale ones are removed, so that a new file is never seen unlocked.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A locked file: its path, its open descriptor, and whether it is read and written directly, past the page cache."""
+    """A locked file: its path, its open descriptor, and whether it uses direct I/O, past the page cache."""
 
     path: Path
     descriptor: int
     direct: bool
 
     def remove(self) -> None:
-        """Remove the file and its folder. Only the process that made them may do so."""
+        """Remove the file and its folder. Only the process that created them may do so."""
         with suppress(OSError):
             self.path.unlink()
         with suppress(OSError):
@@ -47,29 +47,29 @@ class Claim:
 
 
 def claim(folder: str | Path, rank: int) -> Claim:
-    """Remove what killed runs left in `folder`, and make a file there for `rank`; raises TierError."""
+    """Remove the files of killed runs in `folder`, and create a file for `rank`; raises TierError."""
     check_folder(folder)
-    place = Path(folder).resolve()
+    parent = Path(folder).resolve()
     try:
-        with _alone(place) as alone:
-            if alone:
-                _sweep(place)
-            return _made(place / f"{_prefix()}{os.getpid()}-{secrets.token_hex(4)}" / f"rank{rank}.swap")
+        with _locked(parent) as locked:
+            if locked:
+                _remove_stale(parent)
+            return _create(parent / f"{_prefix()}{os.getpid()}-{secrets.token_hex(4)}" / f"rank{rank}.swap")
     except OSError as error:
-        raise TierError(f"rank {rank}: no file could be made in {place}: {error.strerror}; give a folder of a fast local "
+        raise TierError(f"rank {rank}: no file could be made in {parent}: {error.strerror}; give a folder of a fast local "
                         f"disk in nvme_path") from error
 
 
-def _made(path: Path) -> Claim:
+def _create(path: Path) -> Claim:
     path.parent.mkdir(mode=0o700)
     try:
-        return _opened(path)
+        return _open(path)
     except BaseException:
         shutil.rmtree(path.parent, ignore_errors=True)
         raise
 
 
-def _opened(path: Path) -> Claim:
+def _open(path: Path) -> Claim:
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
     descriptor = -1
     try:
@@ -84,22 +84,22 @@ def _opened(path: Path) -> Claim:
         warn_once(f"{path.parent.parent} has no direct I/O ({error.strerror}): its files go through the system's cache, "
                   f"which takes memory and processor time. Give a folder of a local disk (ext4, xfs) in nvme_path")
         descriptor, direct = os.open(path, flags, 0o600), False
-    with suppress(OSError):  # a file system without locks, where nobody sweeps
+    with suppress(OSError):  # a file system without locks, where stale files are kept
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return Claim(path=path, descriptor=descriptor, direct=direct)
 
 
 def _try_direct(descriptor: int) -> None:
-    """Write one block: some file systems refuse only then."""
+    """Write one block: some file systems refuse direct I/O only then."""
     with mmap.mmap(-1, ALIGNMENT) as block:
         os.pwrite(descriptor, block, 0)
     os.ftruncate(descriptor, 0)
 
 
 @contextmanager
-def _alone(place: Path) -> Generator[bool]:
-    """Keep others from looking for dead files in `place`; yields False where the file system has no locks."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+def _locked(folder: Path) -> Generator[bool]:
+    """Lock `folder` against other processes; yields False where the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -111,29 +111,29 @@ def _alone(place: Path) -> Generator[bool]:
         os.close(descriptor)
 
 
-def _sweep(place: Path) -> None:
-    """Remove the folders in `place` whose files nobody has locked; of other hosts only on a disk of this one.
+def _remove_stale(parent: Path) -> None:
+    """Remove the folders in `parent` whose files no process has locked; those of other host names only on a local disk.
 
-    A container may have another host's name each time. On a network file system a lock may be its own host's alone.
+    Every container may have another host name. On a network file system a lock may be visible on its own host only.
     """
-    local = not is_network(place)
+    local = not is_network(parent)
     pattern = re.compile((r"shoal-swap-.+-" if local else re.escape(_prefix())) + r"\d+-[0-9a-f]{8}")
-    for folder in place.iterdir():
-        if pattern.fullmatch(folder.name) and not any(map(_is_locked, _inside(folder))):
+    for folder in parent.iterdir():
+        if pattern.fullmatch(folder.name) and not any(map(_is_locked, _files_in(folder))):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _inside(folder: Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     with suppress(OSError):
         return list(folder.iterdir())
     return []
 
 
 def _is_locked(file: Path) -> bool:
-    """Whether somebody has `file` locked; true as well where that cannot be known."""
+    """Whether a process has `file` locked; also true if that cannot be determined."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
-    except FileNotFoundError:  # its owner was faster
+    except FileNotFoundError:  # its owner removed it
         return False
     except OSError:
         return True

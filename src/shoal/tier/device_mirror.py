@@ -1,6 +1,6 @@
-"""A span of a compute device above one of its host: the device's memory is there while it is used, and its bytes travel.
+"""A span on a compute device, mirrored by a span of the host: fetch copies up, commit copies down and frees device memory.
 
-On their way down they are not waited for: whoever reads them on the host waits.
+A commit does not wait for its copy: readers on the host do.
 """
 
 from __future__ import annotations
@@ -10,125 +10,126 @@ import threading
 import torch
 from torch import Tensor
 
-from shoal.tier.span import DONE, Names, PlacedSpan, ResidentSpan, Span, Transfer, unnamed
+from shoal.tier.span import DONE, Names, PlacedSpan, ResidentSpan, Span, Transfer, no_names
 from shoal.tier.store import Store
-from shoal.tier.streams import CopyStream, Mark, down, up
+from shoal.tier.streams import CopyEvent, CopyStream, d2h_stream, h2d_stream
 
-__all__ = ["Arrival", "DeviceMirror", "above"]
+__all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
 
 
-class Arrival:
-    """The bytes of a span on their way into `target` on a compute device, in `stream`.
+class CopyTransfer:
+    """A copy of the span `source` into `target` on a compute device, in `stream`.
 
-    They follow what the device was given so far if `after_compute`, as they must where that reads or writes `target`.
+    With `after_compute` the copy follows everything the compute stream was given so far, as it must where that reads or
+    writes `target`.
     """
 
-    def __init__(self, rest: Span, target: Tensor, stream: CopyStream, *, after_compute: bool):
-        self._rest = rest
+    def __init__(self, source: Span, target: Tensor, stream: CopyStream, *, after_compute: bool):
+        self._source = source
         self._target = target
         self._stream = stream
         self._after_compute = after_compute
-        self._arriving = rest.fetch()
-        self._mark: Mark | None = None
-        self._over = False
+        self._arriving = source.fetch()
+        self._event: CopyEvent | None = None
+        self._done = False
         if self._arriving is DONE:
             self._start()
 
     @property
     def done(self) -> bool:
-        return self._over
+        return self._done
 
     def wait(self) -> None:
-        if self._mark is None:
+        if self._event is None:
             self._arriving.wait()
             self._start()
-        assert self._mark is not None
-        self._mark.join()  # every time: another stream may be the current one
-        if self._over:
+        assert self._event is not None
+        self._event.stream_wait()  # at every call: another stream may be the current one
+        if self._done:
             return
-        if not isinstance(self._rest, ResidentSpan):  # its memory goes now
-            self._mark.wait()
-        self._rest.commit(changed=False)
-        self._over = True
+        if not isinstance(self._source, ResidentSpan):  # the commit releases the memory that the copy reads
+            self._event.synchronize()
+        self._source.commit(changed=False)
+        self._done = True
 
     def _start(self) -> None:
-        with self._stream.open(after_compute=self._after_compute):
-            self._target.copy_(self._rest.tensor, non_blocking=True)
-        self._mark = self._stream.mark()
+        with self._stream.use(after_compute=self._after_compute):
+            self._target.copy_(self._source.tensor, non_blocking=True)
+        self._event = self._stream.record_event()
 
 
 class DeviceMirror:
-    """Memory of `device` above the span `below`, which comes and goes as a whole. It is there at first."""
+    """Memory of `device` that mirrors the span `below`, as a whole. At first it is in memory."""
 
     def __init__(self, below: PlacedSpan, device: torch.device):
         self.tensor: Tensor = torch.empty_like(below.tensor, device=device)
         self._below = below
         self._device = device
         self._bytes = self.tensor.numel() * self.tensor.element_size()
-        self._landing: Mark | None = None
-        self._one = threading.Lock()
+        self._copied_down: CopyEvent | None = None
+        self._lock = threading.Lock()
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self.land()
-        stream, storage = up(self._device), self.tensor.untyped_storage()
-        there = storage.nbytes() > 0  # at first: memory that the device's computing was given
-        if not there:
-            with stream.open():
+        self.finish_commit()
+        stream, storage = h2d_stream(self._device), self.tensor.untyped_storage()
+        allocated = storage.nbytes() > 0  # at first: memory that belongs to the compute stream
+        if not allocated:
+            with stream.use():
                 storage.resize_(self._bytes)
-        return DONE if fresh else Arrival(self._below, self.tensor, stream, after_compute=there)
+        return DONE if fresh else CopyTransfer(self._below, self.tensor, stream, after_compute=allocated)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
-        stream = down(self._device)
+        stream = d2h_stream(self._device)
         if changed:
             self._below.fetch(fresh=True).wait()
-            with stream.open(after_compute=True):
+            with stream.use(after_compute=True):
                 self._below.tensor.copy_(self.tensor, non_blocking=True)
-            self._landing = stream.mark()
-            stream.land(self.land)
+            self._copied_down = stream.record_event()
+            stream.defer(self.finish_commit)
         stream.free(self.tensor, computed=not changed)
         return DONE
 
-    def land(self) -> None:
-        """Wait for bytes on their way down, and let them rest; a step in a thread of its own may ask for them too."""
-        with self._one:
-            landing, self._landing = self._landing, None
-            if landing is not None:
-                landing.wait()
+    def finish_commit(self) -> None:
+        """Wait for a copy down to end, and commit the span below; the thread of the optimizer step may call it too."""
+        with self._lock:
+            event, self._copied_down = self._copied_down, None
+            if event is not None:
+                event.synchronize()
                 self._below.commit()
 
     def discard(self) -> None:
-        self.land()
+        self.finish_commit()
         self._below.discard()
 
     def close(self) -> None:
-        self.land()
+        self.finish_commit()
         self._below.close()
 
 
-class _AtRest:
-    """The host's side of a copied span."""
+class _MirroredSpan:
+    """The host's side of a mirror: a fetch first waits for a commit of the device's side."""
 
-    def __init__(self, above: DeviceMirror, below: Span):
+    def __init__(self, mirror: DeviceMirror, below: Span):
         self.tensor = below.tensor
-        self._above = above
+        self._mirror = mirror
         self._below = below
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._above.land()
+        self._mirror.finish_commit()
         return self._below.fetch(start, stop, fresh=fresh)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
         return self._below.commit(start, stop, changed=changed)
 
     def close(self) -> None:
-        self._above.close()
+        self._mirror.close()
 
 
-def above(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str,
-          names: Names = unnamed) -> tuple[PlacedSpan, Span]:
-    """Return a span of `store` as it is used on `device`, and as it rests. They are one where the device is the store's."""
+def mirrored(device: torch.device, store: Store, size: int, dtype: torch.dtype, name: str,
+             names: Names = no_names) -> tuple[PlacedSpan, Span]:
+    """Return a span of `store` as `device` uses it, and as it rests; both are one where `device` is the store's device."""
     rest = store.place(size, dtype, name, names=names)
     if device == store.device:
         return rest, rest
-    copied = DeviceMirror(rest, device)
-    return copied, _AtRest(copied, rest)
+    mirror = DeviceMirror(rest, device)
+    return mirror, _MirroredSpan(mirror, rest)

@@ -1,4 +1,4 @@
-"""The map of a file: extents that somebody holds, and free ones between them, which join where they touch."""
+"""The allocation map of a file: a first-fit allocator of extents that merges adjacent free ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["ALIGNMENT", "Extent", "Extents"]
 
 ALIGNMENT = 4096
-"""What offsets and sizes are multiples of: direct I/O asks for it."""
+"""Offsets and sizes are multiples of this many bytes, as direct I/O requires."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,24 +20,24 @@ class Extent:
 
     @property
     def stop(self) -> int:
-        """The first byte behind it."""
+        """The first byte after the extent."""
         return self.offset + self.bytes
 
 
 class Extents:
-    """The extents of a file of `size` bytes."""
+    """The allocated and free extents of a file of `size` bytes."""
 
     def __init__(self) -> None:
         self.size = 0
         self._free: list[Extent] = []
 
     @property
-    def held(self) -> int:
-        """Bytes that somebody holds."""
+    def allocated(self) -> int:
+        """Allocated bytes."""
         return self.size - sum(hole.bytes for hole in self._free)
 
     def shortage(self, bytes: int) -> int:
-        """Return how many bytes the file lacks to give `bytes` in one piece."""
+        """Return by how many bytes the file must grow to have a free extent of `bytes`."""
         wanted = aligned(bytes)
         if any(hole.bytes >= wanted for hole in self._free):
             return 0
@@ -45,12 +45,12 @@ class Extents:
         return wanted - last.bytes
 
     def grow(self, bytes: int) -> None:
-        """Let the file be `bytes` longer."""
+        """Extend the file by `bytes`."""
         old, self.size = self.size, self.size + bytes
         self.free(Extent(old, bytes))
 
     def allocate(self, bytes: int) -> Extent:
-        """Return the first free extent of `bytes`, rounded up to the alignment; there is one where `shortage` is 0."""
+        """Return the first free extent of `bytes`, rounded up to the alignment; `shortage` must be 0."""
         wanted = aligned(bytes)
         if not wanted:
             return Extent(0, 0)
@@ -61,7 +61,7 @@ class Extents:
         return Extent(hole.offset, wanted)
 
     def free(self, extent: Extent) -> None:
-        """Take `extent` back."""
+        """Free `extent`."""
         if not extent.bytes:
             return
         insort(self._free, extent)

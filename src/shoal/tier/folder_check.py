@@ -1,4 +1,4 @@
-"""What is wrong with a folder, before anything rests in it."""
+"""Checks of a folder for swap files: access, free space, and whether it is on a fast local disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIX = "give a folder of a fast local disk in nvme_path"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mount:
-    """A mounted file system: where, of which type, on which device."""
+    """A mounted file system: its mount point, type and device."""
 
     point: str
     type: str
@@ -30,7 +30,7 @@ class _Mount:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise TierError unless `path` is a folder in which this process can make files."""
+    """Raise TierError unless `path` is a folder in which this process can create files."""
     if sys.platform != "linux":
         raise TierError(f"{path}: state can rest on a disk only under Linux; this is {sys.platform}")
     folder = Path(path)
@@ -43,9 +43,9 @@ def check_folder(path: str | Path) -> None:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Return the bytes that this user can still write on the file system of `path`."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    """Return the bytes available to this user on the file system of `path`."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def is_network(path: str | Path) -> bool:
@@ -55,7 +55,7 @@ def is_network(path: str | Path) -> bool:
 
 
 def slow_reason(path: str | Path) -> str | None:
-    """Return what makes `path` a bad place for state, as "is ..."; None if nothing does."""
+    """Return why `path` is a slow place for state, as "is ..."; None if it is not."""
     mount = _mount_of(Path(path).resolve(), MOUNTS)
     if mount is None:
         return None
@@ -69,7 +69,7 @@ def slow_reason(path: str | Path) -> str | None:
 
 
 def _mount_of(path: Path, table: Path) -> _Mount | None:
-    """Return the mount that holds `path`: the deepest, and of those mounted on each other the last."""
+    """Return the mount that contains `path`: the deepest one, and of several on one mount point the last."""
     found: _Mount | None = None
     try:
         lines = table.read_text().splitlines()
@@ -85,19 +85,19 @@ def _mount_of(path: Path, table: Path) -> _Mount | None:
 
 
 def _unescaped(text: str) -> str:
-    """Undo the octal escapes of blanks and backslashes in mountinfo."""
+    """Decode the octal escapes of blanks and backslashes in mountinfo."""
     return re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def _is_rotational(device: str, devices: Path) -> bool:
-    """Whether the disk of a device rotates; a partition has no queue, the disk around it has.
+    """Whether the disk of a device is rotational. A partition has no queue folder; its disk, the parent folder, has one.
 
-    A virtual disk does not know what it lies on, and says that it rotates.
+    Virtual disks report themselves as rotational whatever they are stored on; they count as not rotational.
     """
-    place = (devices / device).resolve()
-    if any(part.startswith(_VIRTUAL) for part in place.parts):
+    sysfs = (devices / device).resolve()
+    if any(part.startswith(_VIRTUAL) for part in sysfs.parts):
         return False
-    for folder in (place, place.parent):
+    for folder in (sysfs, sysfs.parent):
         try:
             return (folder / "queue" / "rotational").read_text().strip() == "1"
         except OSError:

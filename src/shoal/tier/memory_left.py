@@ -1,10 +1,10 @@
-"""How much memory a process may still take: what the machine has left, and every control group that the process is in.
+"""The memory that a process can still allocate: the minimum over the machine and all control groups of the process.
 
-    /proc/meminfo       MemAvailable: what can be taken without swapping
-    version 2           <folder>/memory.max less memory.current, for the group of `/proc/self/cgroup` and those around it
-    version 1           the same of <folder>/memory.limit_in_bytes and memory.usage_in_bytes
+    /proc/meminfo    MemAvailable: memory that can be allocated without swapping
+    cgroup v2        <folder>/memory.max less memory.current, for the group in `/proc/self/cgroup` and all its parents
+    cgroup v1        the same with <folder>/memory.limit_in_bytes and memory.usage_in_bytes
 
-A group's cache of files counts as taken, and goes when memory is needed: it is left.
+The file cache of a group is added: it counts as used, but the kernel reclaims it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pathlib import Path, PurePosixPath
 
 __all__ = ["memory_left"]
 
-_ENDLESS = 1 << 60  # version 1 has no word for it, but a number near 2^63
+_UNLIMITED = 1 << 60  # cgroup v1 reports a number near 2^63 for no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
+class _FileNames:
     limit: str
     current: str
     cache: str
 
 
-_V1 = _Names(limit="memory.limit_in_bytes", current="memory.usage_in_bytes", cache="total_inactive_file")
-_V2 = _Names(limit="memory.max", current="memory.current", cache="inactive_file")
+_V1 = _FileNames(limit="memory.limit_in_bytes", current="memory.usage_in_bytes", cache="total_inactive_file")
+_V2 = _FileNames(limit="memory.max", current="memory.current", cache="inactive_file")
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still take, as the file system under `root` says; None where it does not."""
-    found = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
-    return max(0, min(found)) if found else None
+    """Return the bytes that this process can still allocate; None if the file system under `root` does not tell."""
+    limits = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
+    return max(0, min(limits)) if limits else None
 
 
 def _of_machine(file: Path) -> Iterator[int]:
@@ -60,15 +60,15 @@ def _of_groups(root: Path) -> Iterator[int]:
                 yield from _of_group(folder, names)
 
 
-def _of_group(folder: Path, names: _Names) -> Iterator[int]:
+def _of_group(folder: Path, names: _FileNames) -> Iterator[int]:
     limit = int((folder / names.limit).read_text())
-    if limit < _ENDLESS:
+    if limit < _UNLIMITED:
         cache = _field(folder / "memory.stat", names.cache)
         yield limit - int((folder / names.current).read_text()) + cache
 
 
 def _field(file: Path, name: str) -> int:
-    """Return the number behind `name` in a file of such lines; raises ValueError if there is none."""
+    """Return the number after `name` in a file of such lines; raises ValueError if there is none."""
     for line in file.read_text().splitlines():
         words = line.split()
         if words and words[0] == name:

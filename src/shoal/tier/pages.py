@@ -1,7 +1,9 @@
-"""Host memory in pages of its own: a tensor of zeros whose pages go back to the system, and come back as zeros.
+"""Host memory in pages of its own: tensors of zeros whose pages are returned to the system, moved, and reused.
 
-The memory is private and anonymous, so that a page costs nothing until it is written, and its address never changes. Large
-pages hold it where the system has them: they come and go many at a time.
+    Pages       private, anonymous memory: a page costs nothing until it is written, its address never changes, and a dropped
+                page reads as zeros again. It uses huge pages where the system has them: they come and go in larger units.
+    PagePool    dropped pages that wait for their next use. Moving a page (mremap) is cheaper than clearing a new one, which
+                takes more processor time than reading the same bytes from a disk.
 """
 
 from __future__ import annotations
@@ -9,70 +11,76 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
-__all__ = ["LARGE", "PAGE", "Pages", "whole_pages"]
+__all__ = ["HUGE", "PAGE", "PAGED_FROM", "PagePool", "Pages", "pageable", "storage_use_count", "trim", "whole_pages",
+           "zeros"]
 
 PAGE = mmap.PAGESIZE
-LARGE = 2 << 20
-"""Bytes of a large page, and of memory from which large pages are asked for."""
+HUGE = 2 << 20
+"""Bytes of a huge page, and of memory from which huge pages are requested."""
+PAGED_FROM = 1 << 20
+"""Bytes from which host memory gets pages of its own; smaller buffers are better on the heap."""
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which mmap names from Python 3.13 on
-_DONT_NEED, _HUGE, _NOT_HUGE = 4, 14, 15
-_MOVED = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, and _DONTUNMAP: where the pages were, memory stays
+_DONT_NEED, _HUGE_PAGE, _NO_HUGE_PAGE = 4, 14, 15
+_REMAP = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, and _DONTUNMAP: the source range stays mapped
 _KIND = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 _FIXED = 0x10
 
 
 class Pages:
-    """Memory of `size` elements of `dtype`; byte `aligned`, where a page begins, also begins a large page."""
+    """Memory of `size` elements of `dtype`; a huge page begins at byte `aligned`, a multiple of PAGE."""
 
     def __init__(self, size: int, dtype: torch.dtype, *, aligned: int = 0):
         assert aligned % PAGE == 0, aligned
         self.bytes = whole_pages(size * dtype.itemsize)
-        large = self.bytes >= LARGE
-        self._large = large
-        self._map = mmap.mmap(-1, max(PAGE, self.bytes) + large * LARGE, flags=_KIND)
+        huge = self.bytes >= HUGE
+        self._huge = huge
+        self._map = mmap.mmap(-1, max(PAGE, self.bytes) + huge * HUGE, flags=_KIND)
         base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-        self._lead = -(base + aligned) % LARGE if large else 0
+        self._lead = -(base + aligned) % HUGE if huge else 0
         self.address = base + self._lead
         self.tensor = torch.frombuffer(self._map, dtype=dtype, count=size, offset=self._lead) if size else torch.empty(
             0, dtype=dtype)
-        if large:
-            self._ask_for_large_pages()
+        if huge:
+            self._request_huge_pages()
 
-    def _ask_for_large_pages(self) -> None:
-        """Ask for large pages up to the end: one that reached beyond would never go back to the system as a whole."""
-        with suppress(OSError):  # a kernel without large pages
-            _advise(self.address, self.bytes, _HUGE)
-            _advise(self.address + self.bytes, LARGE - self._lead, _NOT_HUGE)
+    def _request_huge_pages(self) -> None:
+        """Request huge pages up to the end; one that reached beyond it could never be dropped as a whole."""
+        with suppress(OSError):  # a kernel without huge pages
+            _advise(self.address, self.bytes, _HUGE_PAGE)
+            _advise(self.address + self.bytes, HUGE - self._lead, _NO_HUGE_PAGE)
 
     def view(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop)."""
         return memoryview(self._map)[self._lead + start:self._lead + stop]
 
-    def give(self, start: int, size: int, other: Pages, at: int) -> bool:
-        """Let the pages of bytes [start, start + size) become those of `other` from byte `at` on, whose own go.
+    def move(self, start: int, size: int, target: Pages, at: int) -> bool:
+        """Move the pages of bytes [start, start + size) to byte `at` of `target`, whose own pages there are dropped.
 
-        All are multiples of `PAGE`. What was here are zeros then. Returns False, with nothing moved, where the system
-        cannot.
+        All arguments are multiples of `PAGE`. The source reads as zeros afterwards. Returns False, with nothing moved, if
+        the system cannot.
         """
-        source, target = self.address + start, other.address + at
-        library = _library(held=True)
-        if library.mremap(source, size, size, _MOVED, target) != target:
+        source, destination = self.address + start, target.address + at
+        library = _library(keep_gil=True)
+        if library.mremap(source, size, size, _REMAP, destination) != destination:
             return False
-        # The memory left behind still counts from where it once was; new memory joins what is around it, and a process
-        # may have only so many parts.
+        # The kernel accounts the source range as a mapping of its own. A fresh mapping merges with its neighbours, and the
+        # number of mappings of a process is limited.
         library.mmap(source, size, mmap.PROT_READ | mmap.PROT_WRITE, _KIND | _FIXED, -1, 0)
-        if self._large:
-            library.madvise(source, size, _HUGE)  # fails where a kernel has none
+        if self._huge:
+            library.madvise(source, size, _HUGE_PAGE)  # fails on a kernel without huge pages
         return True
 
     def drop(self, start: int, stop: int) -> None:
-        """Give the whole pages within bytes [start, stop) back to the system."""
+        """Return the whole pages within bytes [start, stop) to the system."""
         start, stop = whole_pages(start), stop // PAGE * PAGE
         if start < stop:
             _advise(self.address + start, stop - start, _DONT_NEED)
@@ -84,19 +92,122 @@ def whole_pages(size: int) -> int:
 
 
 def _advise(address: int, size: int, advice: int) -> None:
-    """Call madvise without holding the interpreter, which mmap's own method does."""
+    """Call madvise without the GIL, which the method of `mmap` holds."""
     if _library().madvise(address, size, advice):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 @cache
-def _library(*, held: bool = False) -> ctypes.CDLL:
-    """Return the system's library, whose calls let the interpreter go on; or are over sooner than that, if it is `held`."""
-    library = (ctypes.PyDLL if held else ctypes.CDLL)(None, use_errno=True)
+def _library(*, keep_gil: bool = False) -> ctypes.CDLL:
+    """Return the C library; its calls release the GIL, unless `keep_gil`, which suits calls that end sooner than that."""
+    library = (ctypes.PyDLL if keep_gil else ctypes.CDLL)(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mremap.argtypes = (address, size, size, number, address)
     library.mmap.argtypes = (address, size, number, number, number, size)
     library.mremap.restype = library.mmap.restype = address
     library.madvise.argtypes = (address, size, number)
     return library
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a 1-D tensor of zeros; on the host in pages of its own if it is large enough."""
+    if pageable(size, dtype, device):
+        return Pages(size, dtype).tensor
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def pageable(size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a buffer of `size` elements on `device` gets pages of its own."""
+    return device.type == "cpu" and size * dtype.itemsize >= PAGED_FROM and hasattr(mmap, "MADV_HUGEPAGE")  # Linux
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """Return the use count of the storage of `tensor`: tensors and numpy arrays that share it; compare it with another."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
+
+
+def trim() -> None:
+    """Return freed heap memory to the system: glibc keeps freed tensors of up to 32 MiB, with holes between them."""
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
+        malloc_trim(0)
+
+
+_Kind = tuple[int, int]
+"""The size of a range in bytes, and its offset within a huge page if it holds one: moves within a kind keep them whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PageRange:
+    """Bytes [start, stop) of `pages`."""
+
+    pages: Pages
+    start: int
+    stop: int
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def address(self) -> int:
+        return self.pages.address + self.start
+
+    @property
+    def kind(self) -> _Kind:
+        return self.bytes, self.address % HUGE if self.bytes >= HUGE else 0
+
+    def drop(self) -> None:
+        self.pages.drop(self.start, self.stop)
+
+
+class PagePool:
+    """At most `limit` bytes of unused pages, which stay where they were, contents included, until they are taken."""
+
+    def __init__(self, limit: int):
+        self.bytes = 0
+        self._limit = limit
+        self._ranges: dict[int, _PageRange] = {}
+        """By address, the oldest first."""
+        self._by_kind: dict[_Kind, dict[int, _PageRange]] = {}
+        """The same ranges by kind."""
+        self._lock = threading.Lock()
+
+    def give(self, pages: Pages, start: int, stop: int) -> None:
+        """Add the unused bytes [start, stop); the oldest ranges are dropped to make room."""
+        given = _PageRange(pages=pages, start=start, stop=stop)
+        with self._lock:
+            while self._ranges and self.bytes + given.bytes > self._limit:
+                self._remove(next(iter(self._ranges.values()))).drop()
+            if given.bytes > self._limit:
+                given.drop()
+                return
+            self._ranges[given.address] = self._by_kind.setdefault(given.kind, {})[given.address] = given
+            self.bytes += given.bytes
+
+    def take(self, pages: Pages, start: int, stop: int) -> None:
+        """Move pooled pages to bytes [start, stop), if there are any; their contents are undefined."""
+        wanted = _PageRange(pages=pages, start=start, stop=stop)
+        with self._lock:
+            candidates = self._by_kind.get(wanted.kind)
+            if not candidates:
+                return
+            source = self._remove(candidates.get(wanted.address) or next(iter(candidates.values())))
+            if source.address != wanted.address and not source.pages.move(source.start, source.bytes, pages, start):
+                source.drop()
+
+    def drop(self, pages: Pages, start: int, stop: int) -> None:
+        """Return bytes [start, stop) to the system if they are in the pool; they read as zeros then."""
+        with self._lock:
+            if (pooled := self._ranges.get(pages.address + start)) is not None:
+                self._remove(pooled).drop()
+
+    def _remove(self, pooled: _PageRange) -> _PageRange:
+        """Remove a range from the pool."""
+        del self._ranges[pooled.address]
+        alike = self._by_kind[pooled.kind]
+        del alike[pooled.address]
+        if not alike:
+            del self._by_kind[pooled.kind]
+        self.bytes -= pooled.bytes
+        return pooled

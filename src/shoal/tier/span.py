@@ -1,76 +1,50 @@
-"""A span is flat memory that may rest elsewhere: `fetch` brings it, `commit` lets it go, and its address never changes.
+"""A span is flat memory whose contents a tier may hold elsewhere: `fetch` brings them, `commit` returns them.
 
-Between a fetch that has been waited for and the commit that ends it the memory holds what was committed last; at other
-times it is undefined. `ResidentSpan` rests where it is, so that who fetches and commits need not ask where a tensor rests.
+The tensor of a span keeps its address. Between a completed fetch and the commit that ends it, the memory holds what was
+committed last; at other times it is undefined. `ResidentSpan` always stays in memory, so that callers fetch and commit
+without asking for the tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["DONE", "Names", "PlacedSpan", "ResidentSpan", "Span", "Transfer", "behind", "unnamed"]
+__all__ = ["DONE", "FetchOnce", "JoinedTransfers", "Names", "PlacedSpan", "ResidencyPin", "ResidentSpan", "Span", "SubSpan",
+           "Transfer", "fetched", "no_names", "offset_names"]
 
 Names = Callable[[range], Sequence[str]]
-"""Gives the names of the parameters that lie among some elements of a span, for errors."""
+"""Returns the names of the parameters that a range of elements of a span belongs to; used in errors."""
 
 
-def unnamed(elements: range) -> Sequence[str]:
-    """Name no parameter."""
+def no_names(elements: range) -> Sequence[str]:
+    """Return no names: the span has no parameters."""
     return ()
 
 
-def behind(names: Names, first: int) -> Names:
-    """Return the names of a span that begins at element `first` of the one that `names` is of."""
+def offset_names(names: Names, first: int) -> Names:
+    """Return the names of a span that begins at element `first` of the span of `names`."""
     return lambda elements: names(range(first + elements.start, first + elements.stop))
 
 
 class Transfer(Protocol):
-    """Bytes on their way."""
+    """The handle of an asynchronous fetch or commit."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing is under way any more; `wait` tells whether it went well."""
+        """Whether the transfer has ended; `wait` raises if it failed."""
         ...
 
     def wait(self) -> None:
-        """Block until all bytes have arrived; raises the TierError of the first part that failed, every time."""
-        ...
-
-
-class Span(Protocol):
-    """A flat tensor that is there between `fetch` and `commit`."""
-
-    tensor: Tensor
-
-    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        """Bring elements [start, stop), to be kept until they are committed as often as they were fetched.
-
-        With `fresh` the caller overwrites all of them: what they held need not come.
-        """
-        ...
-
-    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
-        """Let elements [start, stop) go; without `changed` they are as they were fetched."""
-        ...
-
-    def close(self) -> None:
-        """Give back the place on disk."""
-        ...
-
-
-class PlacedSpan(Span, Protocol):
-    """A span that is all of what somebody placed, and no part or other side of it."""
-
-    def discard(self) -> None:
-        """Forget the contents, of which nothing may be fetched now: they are zeros from here on."""
+        """Block until the transfer has ended; raises the TierError of the first part that failed, at every call."""
         ...
 
 
 class _CompletedTransfer:
-    """Nothing is under way."""
+    """A transfer of no bytes."""
 
     done = True
 
@@ -79,7 +53,51 @@ class _CompletedTransfer:
 
 
 DONE: Final[Transfer] = _CompletedTransfer()
-"""The transfer of nothing."""
+"""The transfer of no bytes."""
+
+
+class JoinedTransfers:
+    """Several transfers as one."""
+
+    def __init__(self, transfers: Iterable[Transfer]):
+        self._transfers = [transfer for transfer in transfers if transfer is not DONE]
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done for transfer in self._transfers)
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+
+
+class Span(Protocol):
+    """A flat tensor whose contents are in memory between `fetch` and `commit`."""
+
+    tensor: Tensor
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        """Bring elements [start, stop) into memory, and keep them until they are committed as often as they were fetched.
+
+        With `fresh` the caller overwrites all of them: their contents need not be read.
+        """
+        ...
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        """End one fetch of elements [start, stop); without `changed` they are as they were fetched, and are not written."""
+        ...
+
+    def close(self) -> None:
+        """Free the extent on disk."""
+        ...
+
+
+class PlacedSpan(Span, Protocol):
+    """A span that a store allocated: neither a part nor a mirror of another span."""
+
+    def discard(self) -> None:
+        """Reset the contents to zeros; no element may be fetched at the time."""
+        ...
 
 
 class ResidentSpan:
@@ -99,3 +117,80 @@ class ResidentSpan:
 
     def close(self) -> None:
         pass
+
+
+class SubSpan:
+    """The elements `part` of a span, counted from 0."""
+
+    def __init__(self, span: Span, part: range):
+        self._span = span
+        self._start = part.start
+        self.tensor = span.tensor[part.start:part.stop]
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        return self._span.fetch(*self._shifted(start, stop), fresh=fresh)
+
+    def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        return self._span.commit(*self._shifted(start, stop), changed=changed)
+
+    def close(self) -> None:
+        self._span.close()
+
+    def _shifted(self, start: int, stop: int | None) -> tuple[int, int]:
+        stop = self.tensor.numel() if stop is None else stop
+        return self._start + start, self._start + stop
+
+
+class FetchOnce:
+    """Counts any number of fetches of a span as one, which one commit ends."""
+
+    def __init__(self, span: Span):
+        self.fetched = False
+        """Whether the span is fetched."""
+        self._span = span
+
+    def fetch(self, *, fresh: bool = False) -> None:
+        """Fetch the span unless it is fetched already, and wait; `fresh`: the caller overwrites all of it."""
+        if not self.fetched:
+            self.fetched = True
+            self._span.fetch(fresh=fresh).wait()
+
+    def commit(self, *, changed: bool = True) -> None:
+        """Commit the span if it is fetched, without waiting."""
+        if self.fetched:
+            self.fetched = False
+            self._span.commit(changed=changed)
+
+
+class ResidencyPin:
+    """Keeps parts of `span` in memory for their next use, beyond the commit of their present one; true while any part is."""
+
+    def __init__(self, span: Span):
+        self._span = span
+        self._parts: list[range] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def pin(self, part: range) -> None:
+        """Keep the elements `part`, which must be in memory, when their user commits them."""
+        self._parts.append(part)
+        self._span.fetch(part.start, part.stop)
+
+    def unpin(self) -> None:
+        """Release all parts: the next user has fetched them, or there is none."""
+        while self._parts:
+            part = self._parts.pop()
+            self._span.commit(part.start, part.stop, changed=False)
+
+
+@contextmanager
+def fetched(span: Span, start: int = 0, stop: int | None = None, *, changed: bool) -> Generator[Tensor]:
+    """Yield elements [start, stop) of a span, fetched within the context; `changed`: the caller writes to them."""
+    arriving, written = span.fetch(start, stop), False
+    try:
+        arriving.wait()
+        written = changed
+        yield span.tensor[start:stop]
+    finally:
+        span.commit(start, stop, changed=written)

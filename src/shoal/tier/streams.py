@@ -1,6 +1,6 @@
-"""Copies between a compute device and its host, beside what the device computes: one stream for each way.
+"""Copies between a compute device and its host, concurrent with compute: one CUDA stream for each direction.
 
-Where the device is the host there are no streams, and a copy is over when it was made.
+Where the device is the host there are no streams, and copies are synchronous.
 """
 
 from __future__ import annotations
@@ -14,53 +14,54 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CopyStream", "Mark", "down", "side", "up", "upload"]
+__all__ = ["CopyEvent", "CopyStream", "StagingBuffers", "d2h_stream", "h2d_stream", "side_stream", "staging_buffers"]
 
-_LANDING = 2  # copies to the host that may be under way before the oldest is seen to its end
+_DEFERRED = 2
+"""Copies to the host in flight before the oldest one is waited for."""
 
 
-class Mark(Protocol):
-    """A place in what a stream was given to do."""
+class CopyEvent(Protocol):
+    """An event recorded in a stream."""
 
-    def wait(self) -> None:
-        """Block this thread until the stream has come here."""
+    def synchronize(self) -> None:
+        """Block this thread until the stream has reached the event."""
         ...
 
-    def join(self) -> None:
-        """Let what the device computes from now on come after."""
+    def stream_wait(self) -> None:
+        """Make the compute stream wait for the event before any later work."""
         ...
 
 
 class CopyStream:
-    """What is copied where there is no stream of its own for it: at once, or among what the device computes."""
+    """Copies without a stream of their own: synchronous on the host, in the compute stream on a device."""
 
     def __init__(self) -> None:
-        self._landing: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
 
-    def open(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
-        """Return a context whose copies belong to this stream; they follow what the device was given so far if asked."""
+    def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
+        """Return a context whose copies run in this stream; with `after_compute`, after all work of the compute stream."""
         return nullcontext()
 
-    def mark(self) -> Mark:
-        """Return a mark behind what the stream was given so far."""
-        return _HERE
+    def record_event(self) -> CopyEvent:
+        """Return an event behind everything the stream was given so far."""
+        return _REACHED
 
     def free(self, tensor: Tensor, *, computed: bool) -> None:
-        """Empty the storage of `tensor` once this stream, or if `computed` the device's computing, is done with it.
+        """Free the storage of `tensor` once its last user, the compute stream if `computed`, else this stream, is done.
 
-        One that somebody had as an array of numpy stays as it is: torch resizes it no more.
+        A storage that was exported to numpy stays allocated: torch does not resize it.
         """
         if (storage := tensor.untyped_storage()).resizable():
             storage.resize_(0)
 
-    def hand_over(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, if it was made in this stream, until what the device computes now is done with it."""
+    def keep_for_compute(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor`, if allocated in this stream, until the compute stream's present work is done."""
 
-    def land(self, landing: Callable[[], None]) -> None:
-        """Have `landing` called when a few later ones were asked for: it waits for a copy, and goes on from there."""
-        self._landing.append(landing)
-        while len(self._landing) > _LANDING:
-            self._landing.popleft()()
+    def defer(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred."""
+        self._deferred.append(callback)
+        while len(self._deferred) > _DEFERRED:
+            self._deferred.popleft()()
 
 
 class _CudaStream(CopyStream):
@@ -68,95 +69,95 @@ class _CudaStream(CopyStream):
         super().__init__()
         self._stream = torch.cuda.Stream(device)
 
-    def open(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
+    def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
         if after_compute:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Mark:
-        event = torch.cuda.Event(blocking=True)  # who waits sleeps: the others would keep a core busy
+    def record_event(self) -> CopyEvent:
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning on a core
         event.record(self._stream)
-        return _CudaMark(event, self._stream.device)
+        return _CudaEvent(event, self._stream.device)
 
     def free(self, tensor: Tensor, *, computed: bool) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device) if computed else self._stream)
         tensor.untyped_storage().resize_(0)
 
-    def hand_over(self, tensor: Tensor) -> None:
-        if tensor.is_cuda:  # what rests on the host belongs to no stream
+    def keep_for_compute(self, tensor: Tensor) -> None:
+        if tensor.is_cuda:  # host memory belongs to no stream
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class _CudaMark:
+class _CudaEvent:
     def __init__(self, event: torch.cuda.Event, device: torch.device):
         self._event = event
         self._device = device
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._event.synchronize()
 
-    def join(self) -> None:
+    def stream_wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _InlineStream:
-    def wait(self) -> None:
+class _ReachedEvent:
+    def synchronize(self) -> None:
         pass
 
-    def join(self) -> None:
+    def stream_wait(self) -> None:
         pass
 
 
-_HERE: Mark = _InlineStream()
+_REACHED: CopyEvent = _ReachedEvent()
 
 
 @cache
-def up(device: torch.device) -> CopyStream:
+def h2d_stream(device: torch.device) -> CopyStream:
     """Return the stream of copies from the host to `device`."""
-    return _CudaStream(device) if device.type == "cuda" else CopyStream()
+    return side_stream(device)
 
 
 @cache
-def down(device: torch.device) -> CopyStream:
+def d2h_stream(device: torch.device) -> CopyStream:
     """Return the stream of copies from `device` to its host."""
+    return side_stream(device)
+
+
+def side_stream(device: torch.device) -> CopyStream:
+    """Return a new stream of `device`, beside its compute stream."""
     return _CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
-def side(device: torch.device) -> CopyStream:
-    """Return a stream of one's own, for what `device` does beside its computing."""
-    return _CudaStream(device) if device.type == "cuda" else CopyStream()
-
-
-class Upload:
-    """Two page-locked buffers through which what the host computes goes to a device."""
+class StagingBuffers:
+    """Two page-locked buffers through which results of the host are copied to a device."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._buffers: list[tuple[Tensor, Mark]] = []
+        self._buffers: list[tuple[Tensor, CopyEvent]] = []
 
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory (elements,) to write; its contents are undefined."""
+        """Return host memory (elements,) to write to; its contents are undefined."""
         size = elements * dtype.itemsize
         buffer = torch.empty(0, dtype=torch.uint8)
         if len(self._buffers) > 1:
-            buffer, mark = self._buffers.pop(0)
-            mark.wait()
+            buffer, event = self._buffers.pop(0)
+            event.synchronize()
         if buffer.numel() < size:
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        self._lent = buffer
+        self._borrowed = buffer
         return buffer[:size].view(dtype)
 
     def send(self, written: Tensor, target: Tensor) -> None:
-        """Copy what was written into the memory borrowed last to `target`, ahead of what is computed from now on."""
-        stream = up(self._device)
-        with stream.open(after_compute=True):
+        """Copy `written`, the memory borrowed last, to `target`, before any later work of the compute stream."""
+        stream = h2d_stream(self._device)
+        with stream.use(after_compute=True):
             target.copy_(written, non_blocking=True)
-        mark = stream.mark()
-        mark.join()
-        self._buffers.append((self._lent, mark))
+        event = stream.record_event()
+        event.stream_wait()
+        self._buffers.append((self._borrowed, event))
 
 
 @cache
-def upload(device: torch.device) -> Upload:
-    """Return the way of small copies to `device`."""
-    return Upload(device)
+def staging_buffers(device: torch.device) -> StagingBuffers:
+    """Return the staging buffers of `device`."""
+    return StagingBuffers(device)

@@ -1,7 +1,7 @@
-"""A file for state that does not fit in memory: spans hold extents of it, and its threads carry bytes to and from it.
+"""A swap file: spans own extents of it, and its threads read and write their chunks.
 
-The file belongs to one process, and goes when that process does: when it is closed, when the interpreter ends, or, after a
-kill, when the next run begins in the same folder. A forked child does not own it.
+The file belongs to one process. It is removed when that process closes it, when the interpreter ends, or, after a kill, when
+the next run starts in the same folder. A forked child does not own it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from weakref import finalize
 from shoal.errors import TierError
 from shoal.tier.claim import Claim, claim
 from shoal.tier.extents import ALIGNMENT, Extent, Extents
-from shoal.tier.page_pool import PagePool
+from shoal.tier.pages import PagePool
 from shoal.tier.trace import Trace
-from shoal.tier.transfer import Job, SwapFile, Threads, refusal
+from shoal.tier.transfer import IoThreads, Job, SwapFile, describe
 
 __all__ = ["Swap"]
 
@@ -26,15 +26,15 @@ _MOST_THREADS = 64
 
 
 class Swap:
-    """A swap file in `folder`, read and written in requests of `block_bytes`, of which `requests` are under way at once.
+    """A swap file in `folder`, read and written in requests of `block_bytes`, `requests` of which run concurrently.
 
-    At most `write_ahead` bytes wait to be written, more block the writer; at most `spare` bytes of memory that nobody uses
-    are kept for the next use; with `checksums` every block is compared after reading. Raises `TierError` when the file
-    cannot be made.
+    At most `write_ahead` bytes wait to be written; a commit of more blocks. At most `page_pool` bytes of released pages are
+    kept for the next fetch. With `checksums` every block is verified after reading. Raises `TierError` if the file cannot
+    be created.
     """
 
     def __init__(self, folder: str | Path, *, rank: int = 0, block_bytes: int = 1 << 20, requests: int = 8,
-                 write_ahead: int = 256 << 20, spare: int = 0, checksums: bool = True):
+                 write_ahead: int = 256 << 20, page_pool: int = 0, checksums: bool = True):
         assert block_bytes > 0 and requests > 0, (block_bytes, requests)
         made = claim(folder, rank)
         self.path = made.path
@@ -43,26 +43,26 @@ class Swap:
         self.read_bytes = 0
         self.written_bytes = 0
         self.lock = threading.RLock()
-        """Guards the state of all chunks, which threads change when a job ends. No condition: an interrupt that fell into
-        the entrance of one would leave it locked."""
-        self.changed = threading.Condition(self.lock)
+        """Guards the state of all chunks, which threads change when a job ends. Not a Condition: an interrupt on entering
+        one would leave it locked."""
+        self.write_ended = threading.Condition(self.lock)
         """Notified when a write has ended."""
         self.writing_bytes = 0
-        """Bytes on their way to the disk, or about to be."""
-        self.spare = PagePool(spare)
-        """Pages that nobody uses."""
+        """Bytes of writes that are queued or in flight."""
+        self.page_pool = PagePool(page_pool)
+        """Released pages of all spans."""
         self._write_ahead = write_ahead
         self._extents = Extents()
         self._allocating = threading.Lock()
         self._file = SwapFile(path=made.path, descriptor=made.descriptor, rank=rank, direct=made.direct, checksums=checksums)
-        self._threads = Threads(self._file, min(requests, _MOST_THREADS))
+        self._threads = IoThreads(self._file, min(requests, _MOST_THREADS))
         self._owner = os.getpid()
         self._closing = False
         self._end = finalize(self, _end, made, self._threads, self._owner)
 
     @property
     def trace(self) -> Trace | None:
-        """Where requests are recorded; None: nowhere."""
+        """The trace that records requests, if any."""
         return self._file.trace
 
     @trace.setter
@@ -71,25 +71,25 @@ class Swap:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file that spans hold."""
-        return self._extents.held
+        """Bytes of the file that spans own."""
+        return self._extents.allocated
 
     @property
     def closed(self) -> bool:
-        """Whether the file is gone."""
+        """Whether the file is closed."""
         return self._closing or not self._end.alive
 
     def allocate(self, bytes: int, name: str) -> Extent:
-        """Return an extent of `bytes` for the span `name`, reserved on the disk; raises TierError when that is full, or
-        the file closed."""
+        """Return an extent of `bytes`, reserved on disk, for the span `name`; raises TierError if the disk is full or the
+        file closed."""
         with self._allocating:
-            if self.closed:  # another file may have its number by now
+            if self.closed:  # another file may have its descriptor by now
                 raise self._file.error("write", name, self._extents.size, "the file is closed")
             self._grow(bytes, name)
             return self._extents.allocate(bytes)
 
     def _grow(self, bytes: int, name: str) -> None:
-        """Let the file have a free extent of `bytes`."""
+        """Extend the file until it has a free extent of `bytes`."""
         shortage = self._extents.shortage(bytes)
         if shortage > 0:
             self._reserve(shortage, name)
@@ -101,65 +101,65 @@ class Swap:
             os.posix_fallocate(self._file.descriptor, size, bytes)
         except OSError as error:
             os.ftruncate(self._file.descriptor, size)
-            raise self._file.error("write", name, size, refusal(error, bytes, self.path.parent)) from error
+            raise self._file.error("write", name, size, describe(error, bytes, self.path.parent)) from error
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Take extents back."""
+        """Free extents."""
         with self._allocating:
             for extent in extents:
                 self._extents.free(extent)
 
     def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Return what lets `job` travel, and what then tells the threads; the caller has the lock until it has called both.
+        """Return two functions, which enqueue `job` and wake the threads; the caller holds the lock until it called both.
 
-        One of a file that is closed, or that somebody deleted, fails at once.
+        If the file is closed or was deleted, the first one fails the job.
         """
-        refused = self._refused(job)
-        return self._threads.prepare(job) if refused is None else (partial(job.fail, refused), _nothing)
+        failure = self._failure(job)
+        return self._threads.prepare(job) if failure is None else (partial(job.fail, failure), _nothing)
 
-    def _refused(self, job: Job) -> TierError | None:
-        """Return why nothing travels any more."""
-        said = None
+    def _failure(self, job: Job) -> TierError | None:
+        """Return the error of every job once the file is closed or deleted."""
+        reason = None
         if self.closed:
-            said = "the file is closed"
+            reason = "the file is closed"
         elif os.fstat(self._file.descriptor).st_nlink == 0:
-            said = "the file was deleted. Let nothing else touch the folder while training runs"
-        return None if said is None else job.refused(self._file, job.stretch.offset, said)
+            reason = "the file was deleted. Let nothing else touch the folder while training runs"
+        return None if reason is None else job.failure(self._file, job.extent.offset, reason)
 
     def check_owner(self, name: str) -> None:
-        """Raise TierError in a process that was forked from the owner: it has none of the threads."""
+        """Raise TierError in a process forked from the owner: it has none of the threads."""
         if os.getpid() != self._owner:
             raise TierError(f"{name} rests in {self.path}, which belongs to process {self._owner}; this is process "
                             f"{os.getpid()}, forked from it. Read the state where it is trained")
 
     def has_room(self, bytes: int) -> bool:
-        """Whether `bytes` more may be on their way to the disk; the caller holds the lock."""
+        """Whether the write-ahead limit admits `bytes` more; the caller holds the lock."""
         return not self.writing_bytes or self.writing_bytes + bytes <= self._write_ahead
 
-    def count(self, job: Job) -> None:
-        """Count a job that has ended; the caller holds the lock."""
+    def record_completion(self, job: Job) -> None:
+        """Count the bytes of a job that has ended; the caller holds the lock."""
         if job.lane == "write":
             self.writing_bytes -= job.bytes
-            self.changed.notify_all()
+            self.write_ended.notify_all()
         if job.error is None and job.lane == "read":
             self.read_bytes += job.bytes
         elif job.error is None:
             self.written_bytes += job.bytes
 
     def close(self) -> None:
-        """Remove the file; what is under way ends, what is queued fails."""
-        with self.lock:  # nobody is about to put anything into the queue
+        """Remove the file; requests in flight end, queued ones fail."""
+        with self.lock:  # no thread is between `prepare` and enqueueing
             self._closing = True
         self._end()
 
 
 def _nothing() -> None:
-    """Wake nobody."""
+    """Wake no thread."""
 
 
-def _end(made: Claim, threads: Threads, owner: int) -> None:
+def _end(made: Claim, threads: IoThreads, owner: int) -> None:
     if os.getpid() == owner:
         ended = threads.stop()
         made.remove()
-        if ended:  # else a thread would go on with whatever file gets the number next
+        if ended:  # else a thread might use the descriptor for another file
             os.close(made.descriptor)

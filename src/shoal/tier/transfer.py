@@ -1,10 +1,10 @@
-"""Bytes travel between pages and a file in blocks, each carried by whichever thread is free; no byte is copied on the way.
+"""I/O threads transfer pages to and from a file in blocks, without copies.
 
-    submit    a job's blocks join the queue of their lane, read or write
-    carry     a thread takes a block: read, then compare its checksum; or note its checksum, then write
-    settle    the thread that carried the last block of a job says so to the job's owner
+    submit           a job's blocks join the queue of their lane, read or write
+    transfer_block   a thread reads a block and verifies its checksum, or computes its checksum and writes it
+    on_done          the thread that transferred the last block of a job calls back the job's owner
 
-Half of the threads look for reads first and half for writes, so that neither lane waits for the other's queue.
+Half of the threads prefer reads and half writes, so that neither lane waits for the other's queue.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from queue import SimpleQueue
 from typing import Literal
 
 from shoal.errors import TierError
-from shoal.tier.checksum import checksum
+from shoal.native.checksum import checksum
 from shoal.tier.extents import ALIGNMENT
 from shoal.tier.folder_check import free_bytes
 from shoal.tier.pages import Pages
-from shoal.tier.span import Names, unnamed
+from shoal.tier.span import Names, no_names
 from shoal.tier.trace import Trace
 
-__all__ = ["Job", "Lane", "PendingJobs", "Stretch", "SwapFile", "Threads", "refusal"]
+__all__ = ["IoThreads", "Job", "Lane", "MappedExtent", "PendingJobs", "SwapFile", "describe"]
 
 Lane = Literal["read", "write"]
 SHOWN = 3
-"""Parameters that an error names before it counts the rest."""
+"""Parameters named by an error; it counts the others."""
 
-_PATIENCE = 30.0  # seconds that the blocks under way have when their owner closes
+_CLOSE_TIMEOUT = 30.0  # seconds that blocks in flight have when the file is closed
 
 
 @dataclass(slots=True, kw_only=True)
 class SwapFile:
-    """A file that blocks travel to and from, and how."""
+    """An open swap file, and how it is read and written."""
 
     path: Path
     descriptor: int
@@ -50,15 +50,15 @@ class SwapFile:
     checksums: bool
     trace: Trace | None = None
 
-    def error(self, lane: Lane, name: str, offset: int, said: str) -> TierError:
-        """Return what to raise when bytes of the span `name` did not travel, and what the system `said`."""
+    def error(self, lane: Lane, name: str, offset: int, reason: str) -> TierError:
+        """Return the error of a failed transfer of the span `name`."""
         verb = "read from" if lane == "read" else "written to"
-        return TierError(f"rank {self.rank}: {name} could not be {verb} {self.path} at byte {offset:,}: {said}")
+        return TierError(f"rank {self.rank}: {name} could not be {verb} {self.path} at byte {offset:,}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Bytes [start, stop) of `pages` and their place in a file."""
+class MappedExtent:
+    """Bytes [start, stop) of `pages`, stored at `offset` of a file."""
 
     pages: Pages
     start: int
@@ -67,112 +67,112 @@ class Stretch:
 
 
 class Job:
-    """A stretch on its way to or from the disk, for the span `name`; `settle` is called in the thread that ends it.
+    """One read or write of an extent, for the span `name`; the thread that ends it calls `on_done`.
 
-    Errors add the parameters that `names` finds among elements of the stretch's pages.
+    Errors contain the parameters that `names` returns for elements of the extent's pages.
     """
 
-    def __init__(self, lane: Lane, name: str, stretch: Stretch, sums: list[int], settle: Callable[[Job], None], *,
-                 block_bytes: int, names: Names = unnamed):
+    def __init__(self, lane: Lane, name: str, extent: MappedExtent, checksums: list[int], on_done: Callable[[Job], None], *,
+                 block_bytes: int, names: Names = no_names):
         self.lane: Lane = lane
         self.name = name
-        self.stretch = stretch
+        self.extent = extent
         self.block_bytes = block_bytes
-        self.blocks = range(-(-(stretch.stop - stretch.start) // block_bytes))
+        self.blocks = range(-(-(extent.stop - extent.start) // block_bytes))
         self.error: TierError | None = None
-        self._sums = sums
-        self._settle = settle
+        self._checksums = checksums
+        self._on_done = on_done
         self._names = names
-        self._left = len(self.blocks)
+        self._remaining = len(self.blocks)
         self._counting = threading.Lock()
         self.done = False
         """Whether it has ended."""
-        self._under_way = threading.Lock()  # no event: an interrupt of one that waits could leave that locked
-        self._under_way.acquire()
+        self._in_flight = threading.Lock()  # not an Event: an interrupted wait could leave that locked
+        self._in_flight.acquire()
 
     @property
     def bytes(self) -> int:
-        return self.stretch.stop - self.stretch.start
+        return self.extent.stop - self.extent.start
 
     def wait(self) -> None:
-        """Block until the job has ended, well or not."""
-        with self._under_way:
+        """Block until the job has ended; its `error` tells whether it failed."""
+        with self._in_flight:
             pass
 
-    def carry(self, index: int, file: SwapFile) -> None:
-        """Let one block travel; what goes wrong is the job's `error`."""
+    def transfer_block(self, index: int, file: SwapFile) -> None:
+        """Transfer one block; a failure becomes the job's `error`."""
         if self.error is None:
             begin = time.perf_counter()
             first = index * self.block_bytes
-            offset = self.stretch.offset + first
-            view = self.stretch.pages.view(self.stretch.start + first,
-                                           min(self.stretch.start + first + self.block_bytes, self.stretch.stop))
+            offset = self.extent.offset + first
+            view = self.extent.pages.view(self.extent.start + first,
+                                           min(self.extent.start + first + self.block_bytes, self.extent.stop))
             try:
                 self._read(index, view, offset, file) if self.lane == "read" else self._write(index, view, offset, file)
             except TierError as error:
                 self.error = error
-            except Exception as error:  # whatever it is, somebody waits for the job
-                self.error = self.refused(file, offset, f"{type(error).__name__}: {error}")
+            except Exception as error:  # the job must end: callers wait for it
+                self.error = self.failure(file, offset, f"{type(error).__name__}: {error}")
             if file.trace is not None:
                 file.trace.record(self.lane, self.name, begin, time.perf_counter(), bytes=len(view))
         self._count(1)
 
-    def refused(self, file: SwapFile, offset: int, said: str) -> TierError:
-        """Return what to raise when the block at `offset` did not travel, and what the system `said`."""
-        first, width = self.stretch.start + offset - self.stretch.offset, self.stretch.pages.tensor.element_size()
-        last = min(first + self.block_bytes, self.stretch.stop)
+    def failure(self, file: SwapFile, offset: int, reason: str) -> TierError:
+        """Return the error of the block at `offset` of the file."""
+        first, width = self.extent.start + offset - self.extent.offset, self.extent.pages.tensor.element_size()
+        last = min(first + self.block_bytes, self.extent.stop)
         names = self._names(range(first // width, -(-last // width)))
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        held = f" (of {', '.join(map(repr, names[:SHOWN]))}{more})" if names else ""
-        return file.error(self.lane, self.name + held, offset, said)
+        parameters = f" (of {', '.join(map(repr, names[:SHOWN]))}{more})" if names else ""
+        return file.error(self.lane, self.name + parameters, offset, reason)
 
     def fail(self, error: TierError, blocks: int | None = None) -> None:
-        """End `blocks` blocks (default: all) that nobody will carry."""
+        """Fail `blocks` blocks (default: all) that are in no queue any more."""
         self.error = self.error or error
         self._count(len(self.blocks) if blocks is None else blocks)
 
     def _count(self, ended: int) -> None:
         with self._counting:
-            self._left -= ended
-            last = self._left == 0
+            self._remaining -= ended
+            last = self._remaining == 0
         if last:
             try:
-                self._settle(self)
+                self._on_done(self)
             finally:
                 self.done = True
-                self._under_way.release()
+                self._in_flight.release()
 
     def _read(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
         try:
-            count = _travelled(os.preadv, file, view, offset)
+            count = _transfer(os.preadv, file, view, offset)
         except OSError as error:
-            raise self.refused(file, offset, f"{error.strerror}; look at the disk (dmesg)") from error
+            raise self.failure(file, offset, f"{error.strerror}; look at the disk (dmesg)") from error
         if count < len(view):
-            raise self.refused(file, offset + count, "the file ends there: it was truncated. Let nothing else "
+            raise self.failure(file, offset + count, "the file ends there: it was truncated. Let nothing else "
                              "touch the folder while training runs")
-        if file.checksums and checksum(view) != self._sums[index]:
-            raise self.refused(file, offset, f"these {len(view):,} bytes are not what was written: the file was "
+        if file.checksums and checksum(view) != self._checksums[index]:
+            raise self.failure(file, offset, f"these {len(view):,} bytes are not what was written: the file was "
                              f"changed on disk. Let nothing else touch the folder; check the disk")
 
     def _write(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
         if file.checksums:
-            self._sums[index] = checksum(view)
+            self._checksums[index] = checksum(view)
         try:
-            count = _travelled(os.pwritev, file, view, offset)
-            if not file.direct:  # the bytes are in memory already: the system's cache need not keep them too
+            count = _transfer(os.pwritev, file, view, offset)
+            if not file.direct:  # the bytes are in memory already: free the page cache
                 os.posix_fadvise(file.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise self.refused(file, offset, refusal(error, len(view), file.path.parent)) from error
+            raise self.failure(file, offset, describe(error, len(view), file.path.parent)) from error
         if count < len(view):
-            raise self.refused(file, offset + count, "the system takes no more; make room on the disk")
+            raise self.failure(file, offset + count, "the system takes no more; make room on the disk")
 
 
-def _travelled(call: Callable[[int, Sequence[memoryview], int], int], file: SwapFile, view: memoryview, offset: int) -> int:
-    """Call preadv or pwritev until all of `view` has travelled or nothing more does; return the bytes that did."""
+def _transfer(call: Callable[[int, Sequence[memoryview], int], int], file: SwapFile, view: memoryview, offset: int) -> int:
+    """Call preadv or pwritev until all of `view` is transferred, or a call moves nothing; return the bytes transferred."""
     count = 0
     while count < len(view):
         moved = call(file.descriptor, [view[count:]], offset + count)
-        if file.direct and count + moved < len(view):  # direct I/O goes on only where a block begins
+        if file.direct and count + moved < len(view):  # direct I/O continues only at an aligned offset
             moved = moved // ALIGNMENT * ALIGNMENT
         if moved == 0:
             break
@@ -180,8 +180,8 @@ def _travelled(call: Callable[[int, Sequence[memoryview], int], int], file: Swap
     return count
 
 
-def refusal(error: OSError, needed: int, folder: Path) -> str:
-    """Return what the system said when it took no bytes, and what helps."""
+def describe(error: OSError, needed: int, folder: Path) -> str:
+    """Return the reason of a failed write, and the fix."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (f"{error.strerror}: needed {needed:,} bytes, {free_bytes(folder):,} are free; make room, or give another "
                 f"folder in nvme_path")
@@ -189,7 +189,7 @@ def refusal(error: OSError, needed: int, folder: Path) -> str:
 
 
 class PendingJobs:
-    """The transfer of several jobs, some of which may have failed before."""
+    """The transfer of several jobs, and of errors of earlier ones."""
 
     def __init__(self, jobs: Iterable[Job], failed: Iterable[TierError] = ()):
         self._jobs = list(jobs)
@@ -207,18 +207,18 @@ class PendingJobs:
                 raise error
 
 
-class Threads:
-    """Daemon threads that carry the blocks of one file."""
+class IoThreads:
+    """Daemon threads that transfer the blocks of one file."""
 
     def __init__(self, file: SwapFile, count: int):
         self._file = file
         self._count = count
         self._queues: dict[Lane, deque[tuple[Job, int]]] = {"read": deque(), "write": deque()}
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one for each block in a queue, or False: the end
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # True for each queued block; False ends a thread
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Job) -> None:
-        """Let `job` travel."""
+        """Start `job`."""
         enqueue, wake = self.prepare(job)
         try:
             enqueue()
@@ -226,9 +226,9 @@ class Threads:
             wake()
 
     def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Return what puts the blocks of `job` into the queue, and what then wakes the threads; no `stop` may fall between.
+        """Return two functions, which enqueue the blocks of `job` and wake the threads; no `stop` may run in between.
 
-        Neither runs Python code: no interrupt falls into the one, or between what stands before it and its call.
+        Both are implemented in C, so that no KeyboardInterrupt can be raised within them.
         """
         if not self._threads:
             self._start()
@@ -237,19 +237,19 @@ class Threads:
         return partial(self._queues[job.lane].extend, blocks), partial(deque, tokens, 0)
 
     def stop(self) -> bool:
-        """Take no more: fail what is queued and let what is under way end, the threads too; returns whether they did."""
+        """Fail queued blocks, wait for blocks in flight, and end the threads; return whether all ended in time."""
         self._fail_queued()
         for _ in self._threads:
             self._tokens.put(False)
-        until = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in others)
 
     def _start(self) -> None:
         if self._file.checksums:
-            checksum(memoryview(bytearray()))  # native code is built now, and not by all threads at once
+            checksum(memoryview(bytearray()))  # build native code here, not in all threads at once
         lanes: tuple[Lane, Lane] = ("read", "write")
         for number in range(self._count):
             order = lanes if number % 2 == 0 else lanes[::-1]
@@ -261,11 +261,11 @@ class Threads:
         while self._tokens.get():
             block = self._next(order)
             if block is not None:
-                block[0].carry(block[1], self._file)
-            del block  # a thread that waits keeps no job, and so no memory, alive
+                block[0].transfer_block(block[1], self._file)
+            del block  # a waiting thread must not keep a job and its memory alive
 
     def _next(self, order: Sequence[Lane]) -> tuple[Job, int] | None:
-        """Take a block from the first queue that has one; None when they were emptied by the end."""
+        """Take a block from the first queue that has one; None if `stop` emptied them."""
         while any(self._queues.values()):
             for lane in order:
                 try:
@@ -277,4 +277,4 @@ class Threads:
     def _fail_queued(self) -> None:
         while (block := self._next(("read", "write"))) is not None:
             job, _ = block
-            job.fail(job.refused(self._file, job.stretch.offset, "the file was closed meanwhile"), 1)
+            job.fail(job.failure(self._file, job.extent.offset, "the file was closed meanwhile"), 1)

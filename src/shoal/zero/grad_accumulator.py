@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.sparse.row_exchange import RowExchange, to_dense
-from shoal.tier import InUse
+from shoal.tier import FetchOnce
 from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
 
@@ -32,7 +32,7 @@ class GradAccumulator:
     _collected = False  # a gradient has come since the last step
 
     def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, rows: RowExchange | None,
-                 signed: bool, resting: Tensor | None, place: InUse, kept: bool):
+                 signed: bool, resting: Tensor | None, place: FetchOnce, kept: bool):
         self.resting = resting
         self.touched = 0
         """Bit i: slot i received a gradient on this rank since the last step."""
@@ -183,7 +183,7 @@ class GradAccumulator:
 
     def _opened(self) -> list[Tensor]:
         if self._open is not None and self._open is self.resting:
-            self._place.bring(fresh=not self._filled)
+            self._place.fetch(fresh=not self._filled)
         if self._open is None:
             self._open = self._pool.borrow(self._layout.size, self._dtype)
             self._views = self._layout.views(self._open)

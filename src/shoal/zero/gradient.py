@@ -20,7 +20,7 @@ from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.precision.policy import Averaging
 from shoal.recording.call import Handle
 from shoal.sparse.row_exchange import RowExchange
-from shoal.tier import InUse, ResidentSpan, Store, Transfer, above, behind
+from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, mirrored, offset_names
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.reduction import CopyOut
 from shoal.zero.buffer import Pool
@@ -77,10 +77,10 @@ class Gradient:
         self._flight: _Flight | None = None
         self._norm: Tensor | None = None
         partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
-        self._span, self.rest = above(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,
-                                      f"gradient of unit '{unit}'", behind(layout.names, 0 if partial else own.start))
-        self._place = InUse(self._span)
-        self._place.bring(fresh=True)
+        self._span, self.rest = mirrored(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,
+                                      f"gradient of unit '{unit}'", offset_names(layout.names, 0 if partial else own.start))
+        self._place = FetchOnce(self._span)
+        self._place.fetch(fresh=True)
         self._at = own.start if partial and stage.master is SHARD else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
         """This rank's span of the reduced gradient."""
@@ -111,10 +111,10 @@ class Gradient:
     def norm(self) -> Tensor:
         """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
         if (norm := self._norm) is None:
-            here = self._place.here
-            self._place.bring()
+            fetched = self._place.fetched
+            self._place.fetch()
             norm = self._norm = _norm(self.own)
-            if not here:
+            if not fetched:
                 self.leave()
         return norm
 
@@ -155,7 +155,7 @@ class Gradient:
     def _launch_whole(self) -> _Flight:
         resting = self.addend.resting
         self.addend.spill()
-        self._place.bring(fresh=not (self._valid or (self.addend.dense and resting is not None)))
+        self._place.fetch(fresh=not (self._valid or (self.addend.dense and resting is not None)))
         source = self.addend.close() if self._communicator.ranks == 1 else self._closed_on_wire()
         staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
@@ -163,7 +163,7 @@ class Gradient:
         return _Flight(handle=handle, borrowed=[staging] if source is resting else [staging, source])
 
     def _launch_rows(self, rows: RowExchange) -> _Flight:
-        self._place.bring(fresh=not self._valid)
+        self._place.fetch(fresh=not self._valid)
         if not self._valid:
             self.reduced.zero_()
         return _Flight(handle=rows.reduce(self.own, scale=self._after, accumulate=self._valid), borrowed=[], rows=rows)
@@ -217,7 +217,7 @@ class Gradient:
         if self._replicas is None or not self._valid:
             return
         self.fold()
-        self._place.bring()
+        self._place.fetch()
         self._norm = None
         size = self.own.numel() // self._replicas.ranks
         part = self.own[self._replicas.rank * size:][:size]
@@ -233,11 +233,11 @@ class Gradient:
     def leave(self) -> None:
         """Let what was collected or reduced rest in its tier."""
         kept = isinstance(self._span, ResidentSpan) or (self.stays and self._span is self.rest)
-        if kept or not self._place.here or self._flight is not None:
+        if kept or not self._place.fetched or self._flight is not None:
             return
         if self.measured and self._valid and self._norm is None:
             self._norm = _norm(self.own)
-        self._place.leave()
+        self._place.commit()
 
     def reset(self) -> None:
         """Forget the gradient: the step has consumed it."""
@@ -250,7 +250,7 @@ class Gradient:
 
     def spend(self) -> None:
         """Give up the sum, which a step has consumed, but not who received a gradient: the ranks may not have agreed yet."""
-        self._place.leave(changed=False)
+        self._place.commit(changed=False)
         self._span.discard()
 
     def _closed_on_wire(self) -> Tensor:

@@ -276,7 +276,7 @@ class Hooks:
         """Of what passes have kept, of all roots, keep what the pass `name` of this one begins with: the room is one."""
         for unit in self._every:
             if unit.stay and unit.owed is None and not self._window.begins(name, unit):
-                unit.stay.let_go()
+                unit.stay.unpin()
 
     def _release_all(self) -> None:
         self._entered = []

@@ -23,8 +23,8 @@ from shoal.config.section import Section
 from shoal.errors import ConfigError, UsageError
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.tier import Store, Tiers, trim
-from shoal.tier.open_stores import open_store
 from shoal.tier.settings import AioSettings, OffloadParam
+from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.zero.buffer import Pool

@@ -29,10 +29,10 @@ from shoal.tier import (
     SubSpan,
     Tiers,
     Transfer,
-    behind,
     elastic,
-    held,
-    users,
+    fetched,
+    offset_names,
+    storage_use_count,
     zeros,
 )
 from shoal.tier.span import DONE
@@ -208,18 +208,18 @@ class Unit:
             assert self._memory is not None
             with torch.no_grad():
                 self._arriving = self._memory.grow()
-                self.stay.let_go()
+                self.stay.unpin()
             self.phase = Phase.ARRIVING
 
     @property
     def can_stay(self) -> bool:
         """Whether what rests is in memory as long as it is used, and may stay there: nothing copies it then."""
-        return self._memory is not None and self._memory.within and not isinstance(self.rest, ResidentSpan)
+        return self._memory is not None and self._memory.shard_in_full and not isinstance(self.rest, ResidentSpan)
 
     def keep(self, stepped: range | None = None) -> None:
         """Have what rests, and is in memory, stay there for its next use: all, or `stepped`, counted as the master's."""
         start = self.master_span.start - self.resting.start
-        self.stay.keep(range(len(self.resting)) if stepped is None else range(start + stepped.start, start + stepped.stop))
+        self.stay.pin(range(len(self.resting)) if stepped is None else range(start + stepped.start, start + stepped.stop))
 
     def prefetch(self) -> None:
         """Start gathering, if the weights are released."""
@@ -282,22 +282,22 @@ class Unit:
         # Others may not have begun to bring what arrives here, as they still owe its step: they would not gather it
         self._arriving.wait() if self.phase is Phase.ARRIVING else self.gather()
         if self.written or (self.stage.weight is not SHARD and any(self.writes.since)):
-            self._memory.keep()
+            self._memory.save_shard()
             self.written = False
         self._shrink()
 
     def lend(self) -> None:
         """Let somebody outside of a pass have the gathered weights: what then shares their memory will find it."""
         if self.lent is None and self.travels:
-            self.lent = users(self.full)
+            self.lent = storage_use_count(self.full)
 
     def _shrink(self) -> None:
         assert self._memory is not None
         for parameter in self._parameters:
             guard(parameter)
-        if self.lent is not None and users(self.full) <= self.lent:
+        if self.lent is not None and storage_use_count(self.full) <= self.lent:
             self.lent = None
-        self._memory.shrink(lent=self.lent is not None)
+        self._memory.shrink(retain=self.lent is not None)
         self.phase = Phase.RELEASED
 
     @torch.no_grad()
@@ -315,7 +315,7 @@ class Unit:
         assert self.state is not None
         span, master = self.master_span, self.state.master
         values = torch.zeros(self.layout.size, dtype=master.tensor.dtype, device=self.full.device)
-        with held(master, changed=False) as own:
+        with fetched(master, changed=False) as own:
             values[span.start:span.stop] = own
         if self.stage.master is SHARD:
             self.communicator.all_gather(values, self._gather_label).wait()
@@ -339,7 +339,7 @@ class Unit:
         if self._memory is not None:
             self.gather()
             self._travel().wait()
-            self._memory.keep()
+            self._memory.save_shard()
             self.release()
         else:
             for parameter in self._parameters:
@@ -352,7 +352,7 @@ class Unit:
         """Have what is gathered, and pinned, be what rests."""
         if self._memory is not None and self.phase is not Phase.RELEASED:
             self.gather()
-            self._memory.renew()
+            self._memory.load_shard()
             if self.stage.weight is SHARD:
                 self.communicator.all_gather(self.full, self._publish_label).wait()
             self._copy()
@@ -380,7 +380,7 @@ class Unit:
     @property
     def rest_within(self) -> Tensor | None:
         """The sharded weights that rest, where they rest within the whole buffer: what is written there, stays."""
-        return self.weight if self._memory is not None and self._memory.within else None
+        return self.weight if self._memory is not None and self._memory.shard_in_full else None
 
     def _copy(self) -> None:
         """Have what is put back later be what stands now."""
@@ -427,11 +427,11 @@ class Unit:
     def _keep(self, values: Tensor) -> None:
         """Let the gathered weights rest, and the master be `values` (size,), of any precision."""
         if self._memory is not None:
-            self._memory.keep()
+            self._memory.save_shard()
         self._copy()
         if self.state is not None and self.state.weights is not None:
             span = self.master_span
-            with held(self.state.master, changed=True) as master:
+            with fetched(self.state.master, changed=True) as master:
                 master.copy_(values[span.start:span.stop])
 
     def _new_gradient(self, dtypes: GradientDtypes, pool: Pool, store: Store, columns: int | None) -> Gradient:
@@ -447,7 +447,7 @@ class Unit:
         assert self.gradient is not None
         span, wide = self.master_span, master_dtype(self.full.dtype)
         part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
-                       behind(self.layout.names, span.start))
+                       offset_names(self.layout.names, span.start))
         stepped = (ResidentSpan(self.weight[part.start:part.stop]) if isinstance(self.rest, ResidentSpan)
                    else SubSpan(self.rest, part))
         if wide == self.full.dtype and self.weight.device == store.device and self._signs is None:
@@ -462,6 +462,6 @@ def _memory(layout: Layout, stage: Stage, rank: int, dtype: torch.dtype, device:
     part = layout.span(rank) if stage.weight is SHARD else range(layout.size)
     if stage.weight is SHARD or store.granule is not None or store.device != device:
         memory = elastic(layout.size, dtype, part, device, store, name, layout.names)
-        return memory, memory.full, memory.rest
+        return memory, memory.full, memory.shard
     full = zeros(layout.size, dtype, device)
     return None, full, ResidentSpan(full)

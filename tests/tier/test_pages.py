@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from shoal.tier.disk_span import DiskSpan
-from shoal.tier.page_pool import PagePool
-from shoal.tier.pages import LARGE, PAGE, Pages
+from shoal.tier.pages import HUGE, PAGE, PagePool, Pages
 from shoal.tier.swap import Swap
 
 from .test_disk_span import CHUNK, filled, numbers, resident
 
-MOST = 8 * PAGE
+LIMIT = 8 * PAGE
 
 
 @pytest.fixture
 def swap(tmp_path: Path) -> Iterator[Swap]:
     """A swap file that keeps up to 8 pages."""
-    made = Swap(tmp_path, block_bytes=8192, requests=4, spare=MOST)
+    made = Swap(tmp_path, block_bytes=8192, requests=4, page_pool=LIMIT)
     yield made
     made.close()
 
@@ -45,11 +44,11 @@ def left(swap: Swap, count: int) -> list[DiskSpan]:
 
 def test_memory_of_what_left_serves_what_comes(swap: Swap) -> None:
     one, two = left(swap, 2)
-    assert all(resident(one)) and all(resident(two)) and swap.spare.bytes == MOST
+    assert all(resident(one)) and all(resident(two)) and swap.page_pool.bytes == LIMIT
     three = DiskSpan(swap, 4 * CHUNK, torch.float32, "w", chunk=CHUNK)
     three.fetch(fresh=True).wait()
     assert all(resident(three)) and not any(resident(one)), "the oldest pages moved, and nothing was written yet"
-    assert swap.spare.bytes == 4 * PAGE
+    assert swap.page_pool.bytes == 4 * PAGE
     three.commit(changed=False)
     one.fetch().wait()
     assert torch.equal(one.tensor, numbers(one))
@@ -65,14 +64,14 @@ def test_pages_that_stayed_are_used_again_where_they_are(swap: Swap) -> None:
 
 def test_no_more_is_kept_than_may_be(swap: Swap) -> None:
     spans = left(swap, 5)
-    assert swap.spare.bytes == MOST
+    assert swap.page_pool.bytes == LIMIT
     assert [any(resident(span)) for span in spans] == [False, False, False, True, True], "the oldest went"
 
 
 def test_memory_larger_than_all_that_may_be_kept_goes_back() -> None:
-    spare, pages = PagePool(PAGE), ones(Pages(2 * PAGE, torch.uint8))
-    spare.keep(pages, 0, 2 * PAGE)
-    assert spare.bytes == 0 and not pages.tensor.any()
+    pool, pages = PagePool(PAGE), ones(Pages(2 * PAGE, torch.uint8))
+    pool.give(pages, 0, 2 * PAGE)
+    assert pool.bytes == 0 and not pages.tensor.any()
 
 
 def test_a_new_use_of_kept_memory_begins_with_zeros(swap: Swap) -> None:
@@ -85,30 +84,30 @@ def test_a_new_use_of_kept_memory_begins_with_zeros(swap: Swap) -> None:
 
 def test_a_closed_span_keeps_nothing(swap: Swap) -> None:
     filled(swap).close()
-    assert swap.spare.bytes == 0
+    assert swap.page_pool.bytes == 0
 
 
 def test_pages_move_with_what_is_in_them_and_leave_zeros() -> None:
-    source, target = ones(Pages(2 * LARGE, torch.uint8)), Pages(4 * LARGE, torch.uint8)
-    assert source.give(LARGE, LARGE, target, 2 * LARGE)
-    assert source.tensor[:LARGE].all() and not source.tensor[LARGE:].any()
-    assert target.tensor[2 * LARGE:3 * LARGE].all() and target.tensor.sum() == LARGE
+    source, target = ones(Pages(2 * HUGE, torch.uint8)), Pages(4 * HUGE, torch.uint8)
+    assert source.move(HUGE, HUGE, target, 2 * HUGE)
+    assert source.tensor[:HUGE].all() and not source.tensor[HUGE:].any()
+    assert target.tensor[2 * HUGE:3 * HUGE].all() and target.tensor.sum() == HUGE
 
 
 def test_a_process_does_not_fall_into_ever_more_parts() -> None:
-    pages = Pages(64 * LARGE, torch.uint8)
-    pages.tensor[:LARGE].fill_(1)
+    pages = Pages(64 * HUGE, torch.uint8)
+    pages.tensor[:HUGE].fill_(1)
     before = parts()
     for place in range(63):
-        assert pages.give(place * LARGE, LARGE, pages, (place + 1) * LARGE)
-    assert pages.tensor[63 * LARGE:].all() and parts() - before < 8
+        assert pages.move(place * HUGE, HUGE, pages, (place + 1) * HUGE)
+    assert pages.tensor[63 * HUGE:].all() and parts() - before < 8
 
 
 def test_a_system_that_cannot_move_pages_gives_new_ones(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pages: Pages, start: int, size: int, other: Pages, at: int) -> bool:
         return False
 
-    monkeypatch.setattr(Pages, "give", refuse)
+    monkeypatch.setattr(Pages, "move", refuse)
     for span in [*left(swap, 2), filled(swap)]:
         span.fetch().wait()
         assert torch.equal(span.tensor, numbers(span))
