@@ -1,4 +1,4 @@
-"""A swap file in a folder of the test, on a real disk; a gate that real requests wait at."""
+"""Fixtures: a swap file on a real disk, and gates that block or fail real requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shoal.tier.swap import Swap
 
 @pytest.fixture
 def swap(tmp_path: Path) -> Iterator[Swap]:
-    """A swap file that is read and written in requests of 8 KiB; nothing of it is left behind."""
-    made = Swap(tmp_path, block_bytes=8192, requests=4)
-    yield made
-    made.close()
+    """A swap file with requests of 8 KiB; it must leave no file behind."""
+    created = Swap(tmp_path, block_bytes=8192, requests=4)
+    yield created
+    created.close()
     assert list(tmp_path.iterdir()) == []
 
 
 class Gate:
-    """Stands before a function of `os`: calls wait while it is shut, and fail with `error` if there is one."""
+    """Replaces a function of `os`: calls block while the gate is closed, and raise `error` if it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str):
         self.open = threading.Event()

@@ -1,4 +1,4 @@
-"""`shoal disk bench` measures with the engine of training, recommends what is fast and small, and leaves nothing behind."""
+"""`shoal disk bench` measures with the I/O threads of training, recommends settings, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SETTINGS", (SMALL, LARGE))
 
 
-def test_every_setting_has_its_turn_in_every_round_and_nothing_is_left(tmp_path: Path) -> None:
+def test_every_round_measures_every_setting_and_leaves_no_file(tmp_path: Path) -> None:
     rows: list[BenchRow] = []
-    for found in measure(tmp_path, (SMALL, LARGE), bytes=SMALLEST, seconds=0.1):
-        assert list(tmp_path.iterdir()) == [], "its file has no name, so that it cannot outlive the process"
-        rows.append(found)
-    assert [found.setting for found in rows] == [SMALL, LARGE] * ROUNDS
-    assert all(found.read > 0 and found.write > 0 for found in rows)
+    for measured in measure(tmp_path, (SMALL, LARGE), bytes=SMALLEST, seconds=0.1):
+        assert list(tmp_path.iterdir()) == [], "its file is unlinked, so that it cannot outlive the process"
+        rows.append(measured)
+    assert [measured.setting for measured in rows] == [SMALL, LARGE] * ROUNDS
+    assert all(measured.read > 0 and measured.write > 0 for measured in rows)
 
 
 def test_rounds_are_merged_into_medians() -> None:
@@ -41,13 +41,13 @@ def test_rounds_are_merged_into_medians() -> None:
     assert merged(rows) == [row(SMALL, 2, 8), row(LARGE, 5, 5)]
 
 
-def test_the_best_is_the_smallest_of_those_that_are_as_fast_as_any() -> None:
+def test_the_best_setting_is_the_smallest_within_5_percent() -> None:
     assert best([row(SMALL, 96, 96), row(LARGE, 100, 100)]).setting == SMALL
     assert best([row(SMALL, 94, 94), row(LARGE, 100, 100)]).setting == LARGE
     assert best([row(SMALL, 1000, 10), row(LARGE, 100, 100)]).setting == LARGE
 
 
-def test_a_failing_disk_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -60,7 +60,7 @@ def test_a_failing_disk_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # The command
 
 
-def test_the_command_ends_with_settings_that_a_configuration_takes(
+def test_the_command_prints_settings_for_the_configuration(
         tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", "bench", str(tmp_path), "--size", "64M", "--seconds", "0.1"]) == 0
     shown = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_the_command_ends_with_settings_that_a_configuration_takes(
                    for setting in (SMALL, LARGE)]
 
 
-def test_the_command_prints_one_json_object_when_asked(
+def test_the_command_prints_one_json_object_with_json(
         tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", "bench", str(tmp_path), "--size", "64MiB", "--seconds", "0.1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -79,12 +79,12 @@ def test_the_command_prints_one_json_object_when_asked(
     assert set(found["aio"]) == {"block_size", "queue_depth", "intra_op_parallelism"}
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what `shoal disk bench` says when it refuses."""
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the error message of `shoal disk bench`, which must fail."""
     try:
         code = main(["disk", "bench", *words])
-    except SystemExit as ended:  # argparse
-        code = ended.code
+    except SystemExit as exit:  # argparse
+        code = exit.code
     shown = capsys.readouterr()
     assert code == 2 and shown.out == ""
     return shown.err
@@ -100,9 +100,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 ])  # fmt: skip
 def test_bad_numbers_are_refused(words: tuple[str, ...], message: str, tmp_path: Path,
                                  capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in refused(capsys, str(tmp_path), *words)
+    assert message in error_of(capsys, str(tmp_path), *words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"shoal disk: {tmp_path}/none does not exist" in refused(capsys, f"{tmp_path}/none")
+def test_a_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"shoal disk: {tmp_path}/none does not exist" in error_of(capsys, f"{tmp_path}/none")

@@ -1,4 +1,4 @@
-"""A swap file is one process's own: others leave it alone while it lives, and remove it once it is dead."""
+"""A swap file belongs to one process: others keep it while its owner lives, and remove it afterwards."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ span = DiskSpan(swap, 4 << 20, torch.float32, "w")
 span.fetch(fresh=True).wait()
 span.tensor.fill_(7)
 """
-DIES = PROLOGUE + "span.commit().wait(); os.kill(os.getpid(), signal.SIGKILL)"
-ENDS = PROLOGUE + "span.commit(); span.fetch(); span.commit(); sys.exit(3)"
-READS_AND_ENDS = PROLOGUE + "span.commit().wait(); span.fetch(); raise SystemExit(3)"
+KILLED = PROLOGUE + "span.commit().wait(); os.kill(os.getpid(), signal.SIGKILL)"
+EXITS_WRITING = PROLOGUE + "span.commit(); span.fetch(); span.commit(); sys.exit(3)"
+EXITS_READING = PROLOGUE + "span.commit().wait(); span.fetch(); raise SystemExit(3)"
 FORKS = PROLOGUE + """
 span.commit().wait()
 if os.fork() == 0:
@@ -55,15 +55,15 @@ def started(code: str, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def unwarned() -> Iterator[None]:
+def no_warnings_yet() -> Iterator[None]:
     before = set(_warned)
     _warned.clear()
     yield
     _warned.update(before)
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    process = started(DIES, tmp_path)
+def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
+    process = started(KILLED, tmp_path)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     [left] = tmp_path.iterdir()
@@ -72,36 +72,36 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     swap.close()
 
 
-def test_two_runs_in_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
+def test_two_runs_share_a_folder_without_interference(tmp_path: Path) -> None:
     other = started(LIVES, tmp_path)
     assert other.stdout is not None and other.stdout.readline() == "ready\n"
-    with_other = Swap(tmp_path)
+    second = Swap(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-    span = filled(with_other)
+    span = filled(second)
     span.fetch().wait()
     assert torch.equal(span.tensor, numbers(span))
-    with_other.close()
-    said, errors = other.communicate("\n")
-    assert said == f"tensor({7 * (4 << 20)}.)\n", errors
+    second.close()
+    output, errors = other.communicate("\n")
+    assert output == f"tensor({7 * (4 << 20)}.)\n", errors
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("code", [ENDS, READS_AND_ENDS], ids=["writes", "reads"])
-def test_an_interpreter_ends_with_bytes_under_way_and_leaves_nothing(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [EXITS_WRITING, EXITS_READING], ids=["writes", "reads"])
+def test_an_interpreter_exits_during_transfers_and_leaves_no_file(code: str, tmp_path: Path) -> None:
     process = started(code, tmp_path)
     assert process.communicate() == ("", "") and process.returncode == 3
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_neither_reads_nor_removes_it(tmp_path: Path) -> None:
+def test_a_forked_child_neither_reads_nor_removes_the_file(tmp_path: Path) -> None:
     process = started(FORKS, tmp_path)
-    said, errors = process.communicate()
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert said.startswith("TierError w rests in ") and "forked from it. Read the state where it is trained" in said
+    assert output.startswith("TierError w rests in ") and "forked from it. Read the state where it is trained" in output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_span_nobody_holds_any_more_takes_the_file_with_it(tmp_path: Path) -> None:
+def test_the_file_is_removed_with_its_last_span(tmp_path: Path) -> None:
     span = filled(Swap(tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
     del span
@@ -109,25 +109,25 @@ def test_a_span_nobody_holds_any_more_takes_the_file_with_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_only_dead_folders_are_swept_and_of_other_hosts_only_on_a_local_disk(
+def test_stale_folders_are_removed_of_other_hosts_only_on_local_disks(
         network: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim_module, "is_network", lambda path: network)
     host = os.uname().nodename
-    dead = [f"shoal-swap-{host}-12-0123abcd", f"shoal-swap-{host}-13-0123abcd"]
+    stale = [f"shoal-swap-{host}-12-0123abcd", f"shoal-swap-{host}-13-0123abcd"]
     elsewhere = [f"shoal-swap-{host}-more-12-0123abcd", "shoal-swap-elsewhere.-12-0123abcd"]
     others = [f"shoal-swap-{host}-12", "mine"]
-    for name in (*dead, *elsewhere, *others):
+    for name in (*stale, *elsewhere, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank0.swap").touch()
-    (tmp_path / dead[1] / "rank0.swap").unlink()
+    (tmp_path / stale[1] / "rank0.swap").unlink()
     _remove_stale(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, *(elsewhere if network else [])}
 
 
 @pytest.mark.parametrize("refused_at", ["open", "write"])
-def test_where_direct_io_is_refused_the_cache_is_used_and_one_warning_said(
+def test_without_direct_io_the_page_cache_is_used_with_one_warning(
         refused_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-        unwarned: None) -> None:
+        no_warnings_yet: None) -> None:
     opened, written = os.open, os.pwrite
 
     def refusing_open(path: os.PathLike[str] | str, flags: int, *rest: int) -> int:
@@ -156,7 +156,7 @@ def test_where_direct_io_is_refused_the_cache_is_used_and_one_warning_said(
         swap.close()
 
 
-def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -166,12 +166,12 @@ def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TierError, match=f"{tmp_path}/none does not exist; make it, or give a folder of a fast local disk"):
         Swap(tmp_path / "none")
 
 
-def test_where_folders_cannot_be_locked_nothing_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_no_stale_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / f"shoal-swap-{os.uname().nodename}-12-0123abcd"
     left.mkdir()
 

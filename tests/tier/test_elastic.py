@@ -1,4 +1,4 @@
-"""A buffer that somebody still has stays in memory as it is, until it shrinks again."""
+"""A retained buffer stays in memory until it shrinks without `retain`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from shoal.tier.swap import Swap
 from .test_disk_span import resident
 
 CPU = torch.device("cpu")
-SIZES = {"resized": PAGE, "paged": PAGED_FROM, "beneath": PAGED_FROM}
-"""Elements, of four bytes."""
+SIZES = {"resized": PAGE, "paged": PAGED_FROM, "disk": PAGED_FROM}
+"""Elements of four bytes."""
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_what_is_lent_stays_and_is_given_back_later(kind: str, swap: Swap) -> None:
+def test_a_retained_buffer_is_released_by_a_later_shrink(kind: str, swap: Swap) -> None:
     size = SIZES[kind]
-    store: Store = Disk(swap=swap) if kind == "beneath" else Memory(device=CPU)
+    store: Store = Disk(swap=swap) if kind == "disk" else Memory(device=CPU)
     part = range(size // 2, size)
     buffer = elastic(size, torch.float32, part, CPU, store, "a buffer")
 
-    def there() -> int:
-        """Return how many bytes of the buffer are in memory."""
-        kept = buffer.full.untyped_storage().nbytes()  # where it is emptied, its pages are the heap's
-        return kept if kind == "resized" else sum(resident(ResidentSpan(buffer.full))) * PAGE
+    def resident_bytes() -> int:
+        """Return the bytes of the buffer that are in memory."""
+        allocated = buffer.full.untyped_storage().nbytes()  # its pages belong to the heap
+        return allocated if kind == "resized" else sum(resident(ResidentSpan(buffer.full))) * PAGE
 
     buffer.full.fill_(1)
     buffer.save_shard()
-    for _ in range(2):  # lent twice in a row is lent once
+    for _ in range(2):  # retaining twice in a row is retaining once
         buffer.shrink(retain=True)
         assert (buffer.full == 1).all()
         buffer.grow().wait()
@@ -38,10 +38,10 @@ def test_what_is_lent_stays_and_is_given_back_later(kind: str, swap: Swap) -> No
     buffer.save_shard()
     buffer.shrink(retain=True)
     assert (buffer.full[:part.start] == 1).all() and (buffer.full[part.start:] == 2).all()
-    assert there() >= size * 4
+    assert resident_bytes() >= size * 4
     buffer.grow().wait()
     buffer.shrink()
-    if kind == "beneath":  # and is written first
+    if kind == "disk":  # the write must end first
         buffer.shard.fetch().wait()
         buffer.shard.commit().wait()
-    assert there() == (size * 2 if kind == "paged" else 0), "half of it rests there"
+    assert resident_bytes() == (size * 2 if kind == "paged" else 0), "the shard is half of the buffer"

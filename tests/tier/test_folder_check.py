@@ -1,4 +1,4 @@
-"""A folder is looked at before anything rests in it."""
+"""The checks of a folder for swap files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOUNTS = """\
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with some mounts, a fast disk 254 with a partition, and a rotating disk 8:16 with a partition."""
+    """A machine with several mounts, a partition of a fast disk (254:1) and one of a rotational disk (8:17)."""
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
     for disk, rotates in (("vda", "0"), ("sdb", "1")):
@@ -50,11 +50,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("/over/it", None),
     ("/guest", None),
 ])  # fmt: skip
-def test_a_slow_place_is_known_by_its_mount(path: str, reason: str | None, machine: Path) -> None:
+def test_a_slow_folder_is_detected_by_its_mount(path: str, reason: str | None, machine: Path) -> None:
     assert slow_reason(path) == reason
 
 
-def test_a_system_without_a_table_of_mounts_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mount_table_no_folder_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_check, "MOUNTS", tmp_path / "none")
     assert slow_reason(tmp_path) is None
 
@@ -63,7 +63,7 @@ def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) > 0
 
 
-def test_a_good_folder_is_no_problem(tmp_path: Path) -> None:
+def test_a_writable_folder_passes(tmp_path: Path) -> None:
     check_folder(tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", _refused)  # root may write everywhere
+    monkeypatch.setattr("os.access", _refused)  # root may write to any folder
     with pytest.raises(TierError, match=r"is not writable for this user; change its mode, or give a folder"):
         check_folder(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The memory that a process may still take is what its machine has left, or the tightest of its control groups."""
+"""A process can allocate the minimum of what its machine and its control groups have left."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def old_group(folder: str, limit: int, current: int, cache: int) -> dict[str, st
 
 
 CASES: dict[str, tuple[dict[str, str], int | None]] = {
-    "nothing is known": ({}, None),
+    "no information": ({}, None),
     "no group": (machine(900), 900 * MEBI),
     "no memory in the file": ({"proc/meminfo": "MemTotal: 5 kB"}, None),
-    "a group of version 2": (
+    "a cgroup v2": (
         {**machine(900), "proc/self/cgroup": "0::/user/job",
          **group("sys/fs/cgroup/user/job", str(512 * MEBI), 300 * MEBI, 40 * MEBI)}, 252 * MEBI),
-    "one around it": (
+    "its parent": (
         {**machine(900), "proc/self/cgroup": "0::/user/job", **group("sys/fs/cgroup/user/job", "max", 300 * MEBI, 0),
          **group("sys/fs/cgroup/user", str(400 * MEBI), 390 * MEBI, 0)}, 10 * MEBI),
     "the root of a container": (
         {**machine(900), "proc/self/cgroup": "0::/", **group("sys/fs/cgroup", str(100 * MEBI), 90 * MEBI, 0)}, 10 * MEBI),
     "the machine has less": (
         {**machine(5), "proc/self/cgroup": "0::/", **group("sys/fs/cgroup", str(100 * MEBI), 90 * MEBI, 0)}, 5 * MEBI),
-    "more is taken than allowed": (
+    "over the limit": (
         {**machine(900), "proc/self/cgroup": "0::/", **group("sys/fs/cgroup", str(100 * MEBI), 101 * MEBI, 0)}, 0),
-    "a group of version 1": (
+    "a cgroup v1": (
         {**machine(900), "proc/self/cgroup": "9:cpu:/elsewhere\n4:memory:/job\n0::/",
          **old_group("sys/fs/cgroup/memory/job", 512 * MEBI, 300 * MEBI, 40 * MEBI),
          **old_group("sys/fs/cgroup/memory", 9223372036854771712, 800 * MEBI, 0)}, 252 * MEBI),
@@ -57,12 +57,12 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_least_that_anybody_allows(case: str, tmp_path: Path) -> None:
+def test_memory_left_is_the_minimum_over_machine_and_groups(case: str, tmp_path: Path) -> None:
     files, left = CASES[case]
     assert memory_left(write(tmp_path, files)) == left
 
 
-def test_this_machine_says_something_where_it_is_linux() -> None:
+def test_memory_left_is_known_on_linux() -> None:
     left = memory_left()
     assert left is None or left > 0
     assert left is not None or not Path("/proc/meminfo").exists()

@@ -1,7 +1,8 @@
-"""Memory that nobody uses serves the next use, holds nothing that a span relies on, and stays below its limit."""
+"""Pages are zeros that are dropped and moved; the pool reuses released pages up to its limit."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,20 +20,20 @@ LIMIT = 8 * PAGE
 
 @pytest.fixture
 def swap(tmp_path: Path) -> Iterator[Swap]:
-    """A swap file that keeps up to 8 pages."""
-    made = Swap(tmp_path, block_bytes=8192, requests=4, page_pool=LIMIT)
-    yield made
-    made.close()
+    """A swap file whose pool keeps up to 8 pages."""
+    created = Swap(tmp_path, block_bytes=8192, requests=4, page_pool=LIMIT)
+    yield created
+    created.close()
 
 
 def ones(pages: Pages) -> Pages:
-    """Return `pages`, filled."""
+    """Return `pages`, filled with ones."""
     pages.tensor.fill_(1)
     return pages
 
 
-def left(swap: Swap, count: int) -> list[DiskSpan]:
-    """Return spans of 4 pages that were in memory together, and left it one after the other."""
+def released(swap: Swap, count: int) -> list[DiskSpan]:
+    """Return spans of 4 pages that were in memory together, and released in order."""
     spans = [DiskSpan(swap, 4 * CHUNK, torch.float32, "w", chunk=CHUNK) for _ in range(count)]
     for span in spans:
         span.fetch(fresh=True).wait()
@@ -42,12 +43,12 @@ def left(swap: Swap, count: int) -> list[DiskSpan]:
     return spans
 
 
-def test_memory_of_what_left_serves_what_comes(swap: Swap) -> None:
-    one, two = left(swap, 2)
+def test_released_pages_move_to_the_next_fetch(swap: Swap) -> None:
+    one, two = released(swap, 2)
     assert all(resident(one)) and all(resident(two)) and swap.page_pool.bytes == LIMIT
     three = DiskSpan(swap, 4 * CHUNK, torch.float32, "w", chunk=CHUNK)
     three.fetch(fresh=True).wait()
-    assert all(resident(three)) and not any(resident(one)), "the oldest pages moved, and nothing was written yet"
+    assert all(resident(three)) and not any(resident(one)), "the oldest pages moved before any write"
     assert swap.page_pool.bytes == 4 * PAGE
     three.commit(changed=False)
     one.fetch().wait()
@@ -55,26 +56,26 @@ def test_memory_of_what_left_serves_what_comes(swap: Swap) -> None:
     one.commit(changed=False)
 
 
-def test_pages_that_stayed_are_used_again_where_they_are(swap: Swap) -> None:
-    one, two = left(swap, 2)
+def test_pooled_pages_of_a_span_are_reused_in_place(swap: Swap) -> None:
+    one, two = released(swap, 2)
     two.fetch().wait()
-    assert all(resident(one)), "its own were there"
+    assert all(resident(one)), "its own pages were in the pool"
     two.commit(changed=False)
 
 
-def test_no_more_is_kept_than_may_be(swap: Swap) -> None:
-    spans = left(swap, 5)
+def test_the_pool_drops_the_oldest_pages_beyond_its_limit(swap: Swap) -> None:
+    spans = released(swap, 5)
     assert swap.page_pool.bytes == LIMIT
-    assert [any(resident(span)) for span in spans] == [False, False, False, True, True], "the oldest went"
+    assert [any(resident(span)) for span in spans] == [False, False, False, True, True], "the oldest were dropped"
 
 
-def test_memory_larger_than_all_that_may_be_kept_goes_back() -> None:
+def test_a_range_larger_than_the_limit_is_dropped() -> None:
     pool, pages = PagePool(PAGE), ones(Pages(2 * PAGE, torch.uint8))
     pool.give(pages, 0, 2 * PAGE)
     assert pool.bytes == 0 and not pages.tensor.any()
 
 
-def test_a_new_use_of_kept_memory_begins_with_zeros(swap: Swap) -> None:
+def test_a_discarded_span_reads_zeros_from_pooled_pages(swap: Swap) -> None:
     span = filled(swap)
     span.discard()
     span.fetch().wait()
@@ -82,38 +83,86 @@ def test_a_new_use_of_kept_memory_begins_with_zeros(swap: Swap) -> None:
     span.commit(changed=False)
 
 
-def test_a_closed_span_keeps_nothing(swap: Swap) -> None:
+def test_a_closed_span_leaves_no_pages_in_the_pool(swap: Swap) -> None:
     filled(swap).close()
     assert swap.page_pool.bytes == 0
 
 
-def test_pages_move_with_what_is_in_them_and_leave_zeros() -> None:
+def test_pages_move_with_their_contents_and_leave_zeros() -> None:
     source, target = ones(Pages(2 * HUGE, torch.uint8)), Pages(4 * HUGE, torch.uint8)
     assert source.move(HUGE, HUGE, target, 2 * HUGE)
     assert source.tensor[:HUGE].all() and not source.tensor[HUGE:].any()
     assert target.tensor[2 * HUGE:3 * HUGE].all() and target.tensor.sum() == HUGE
 
 
-def test_a_process_does_not_fall_into_ever_more_parts() -> None:
+def test_moves_do_not_increase_the_number_of_mappings() -> None:
     pages = Pages(64 * HUGE, torch.uint8)
     pages.tensor[:HUGE].fill_(1)
-    before = parts()
-    for place in range(63):
-        assert pages.move(place * HUGE, HUGE, pages, (place + 1) * HUGE)
-    assert pages.tensor[63 * HUGE:].all() and parts() - before < 8
+    before = mappings()
+    for index in range(63):
+        assert pages.move(index * HUGE, HUGE, pages, (index + 1) * HUGE)
+    assert pages.tensor[63 * HUGE:].all() and mappings() - before < 8
 
 
-def test_a_system_that_cannot_move_pages_gives_new_ones(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_cannot_move_pages_provides_new_ones(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pages: Pages, start: int, size: int, other: Pages, at: int) -> bool:
         return False
 
     monkeypatch.setattr(Pages, "move", refuse)
-    for span in [*left(swap, 2), filled(swap)]:
+    for span in [*released(swap, 2), filled(swap)]:
         span.fetch().wait()
         assert torch.equal(span.tensor, numbers(span))
         span.commit(changed=False)
 
 
-def parts() -> int:
-    """Return how many parts the memory of this process has."""
+def mappings() -> int:
+    """Return the number of memory mappings of this process."""
     return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE, HUGE - PAGE, HUGE, 3 * HUGE + 5])
+def test_dropped_pages_read_as_zeros(size: int) -> None:
+    pages = Pages(size, torch.uint8)
+    assert pages.tensor.shape == (size,) and pages.address % PAGE == 0
+    pages.tensor.fill_(1)
+    pages.drop(0, pages.bytes)
+    assert int(pages.tensor.sum()) == 0
+
+
+def test_only_whole_pages_within_are_dropped() -> None:
+    pages = Pages(4 * PAGE, torch.uint8)
+    pages.tensor.fill_(1)
+    pages.drop(1, 3 * PAGE - 1)
+    assert pages.tensor.view(4, PAGE).sum(1).tolist() == [PAGE, 0, PAGE, PAGE]
+    pages.drop(3 * PAGE + 1, 4 * PAGE)
+    assert int(pages.tensor[-1]) == 1
+
+
+def test_a_huge_page_begins_at_the_aligned_byte() -> None:
+    pages = Pages(3 * HUGE, torch.uint8, aligned=5 * PAGE)
+    assert (pages.address + 5 * PAGE) % HUGE == 0 and pages.tensor.data_ptr() == pages.address
+
+
+def test_no_huge_page_extends_beyond_the_end() -> None:
+    pages = Pages(HUGE + PAGE, torch.uint8)
+    before = _resident_bytes()
+    pages.tensor.fill_(1)
+    assert _resident_bytes() - before < HUGE + 64 * PAGE
+    pages.drop(0, pages.bytes)
+
+
+def test_a_view_shares_the_memory() -> None:
+    pages = Pages(HUGE, torch.uint8, aligned=PAGE)
+    pages.view(10, 13)[:] = b"abc"
+    assert bytes(pages.tensor[9:14].tolist()) == b"\0abc\0"
+
+
+def test_unwritten_pages_take_no_memory() -> None:
+    size = 64 * HUGE
+    before = _resident_bytes()
+    pages = Pages(size, torch.uint8)
+    assert pages.bytes == size and _resident_bytes() - before < HUGE
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

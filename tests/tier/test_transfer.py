@@ -1,22 +1,20 @@
-"""Checksums depend on every byte and its place; threads record what they do; memory gives its pages back."""
+"""Checksums depend on every byte and its position; I/O threads record their requests."""
 
 from __future__ import annotations
 
-import mmap
 import threading
 import zlib
 from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.native import build
 from shoal.native import checksum as checksums
 from shoal.native.checksum import checksum
-from shoal.tier.pages import HUGE, PAGE, Pages
+from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
 from shoal.tier.trace import Event, Trace
 
@@ -28,26 +26,26 @@ from .test_disk_span import filled, resident
 
 @given(st.binary(min_size=1, max_size=700), st.data())
 def test_a_changed_byte_changes_the_checksum(content: bytes, data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(content) - 1))
+    index = data.draw(st.integers(0, len(content) - 1))
     change = data.draw(st.integers(1, 255))
     other = bytearray(content)
-    other[place] ^= change
+    other[index] ^= change
     assert checksum(memoryview(bytearray(content))) != checksum(memoryview(other))
 
 
 @pytest.mark.parametrize("step", [1, 8, 128, 4096])
-def test_disk_span_bytes_change_the_checksum(step: int) -> None:
+def test_swapped_bytes_change_the_checksum(step: int) -> None:
     block = bytearray(Random(1).randbytes(4 * step))
     other = bytearray(block)
     other[:step], other[step:2 * step] = block[step:2 * step], block[:step]
     assert checksum(memoryview(block)) != checksum(memoryview(other))
 
 
-def test_zeros_of_other_lengths_have_other_checksums() -> None:
+def test_zeros_of_different_lengths_have_different_checksums() -> None:
     assert len({checksum(memoryview(bytearray(size))) for size in (0, 1, 8, 127, 128, 129, 4096, 8192)}) == 8
 
 
-def test_without_native_code_it_is_a_crc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_code_the_checksum_is_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "load", dict[str, None]().get)
     checksums._library.cache_clear()  # pyright: ignore[reportPrivateUsage]
     try:
@@ -65,19 +63,19 @@ def test_native_code_is_used_where_it_can_be_built() -> None:
 # Traces
 
 
-def test_every_request_is_recorded_when_somebody_asks(swap: Swap) -> None:
+def test_every_request_is_recorded_while_a_trace_is_set(swap: Swap) -> None:
     span = filled(swap)
     swap.trace = trace = Trace()
     span.fetch().wait()
     span.commit().wait()
     swap.trace = None
     span.fetch().wait()
-    found = [(event.lane, event.name, event.bytes) for event in trace.events]
-    assert sorted(found) == [("read", "w", PAGE)] * 4 + [("write", "w", PAGE)] * 4
+    recorded = [(event.lane, event.name, event.bytes) for event in trace.events]
+    assert sorted(recorded) == [("read", "w", PAGE)] * 4 + [("write", "w", PAGE)] * 4
     assert all(event.start <= event.stop for event in trace.events)
 
 
-def test_threads_record_into_one_trace() -> None:
+def test_several_threads_record_into_one_trace() -> None:
     trace = Trace()
     threads = [threading.Thread(target=lambda: [trace.record("read", "w", 0, 1, bytes=2) for _ in range(100)])
                for _ in range(4)]
@@ -91,7 +89,7 @@ def test_threads_record_into_one_trace() -> None:
 # Threads
 
 
-def test_as_many_requests_are_under_way_as_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_threads_serve_a_file_as_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, "preadv")
     swap = Swap(tmp_path, block_bytes=4096, requests=3)
     span = filled(swap, chunks=8)
@@ -116,57 +114,6 @@ def test_requests_are_whole_blocks(tmp_path: Path) -> None:
     swap = Swap(tmp_path, block_bytes=5000)
     assert swap.block_bytes == 8192
     swap.close()
-
-
-# Pages
-
-
-@pytest.mark.parametrize("size", [0, 1, PAGE, HUGE - PAGE, HUGE, 3 * HUGE + 5])
-def test_pages_are_zeros_that_come_and_go(size: int) -> None:
-    pages = Pages(size, torch.uint8)
-    assert pages.tensor.shape == (size,) and pages.address % PAGE == 0
-    pages.tensor.fill_(1)
-    pages.drop(0, pages.bytes)
-    assert int(pages.tensor.sum()) == 0
-
-
-def test_only_whole_pages_within_are_dropped() -> None:
-    pages = Pages(4 * PAGE, torch.uint8)
-    pages.tensor.fill_(1)
-    pages.drop(1, 3 * PAGE - 1)
-    assert pages.tensor.view(4, PAGE).sum(1).tolist() == [PAGE, 0, PAGE, PAGE]
-    pages.drop(3 * PAGE + 1, 4 * PAGE)
-    assert int(pages.tensor[-1]) == 1
-
-
-def test_a_large_page_begins_where_it_is_asked_to() -> None:
-    pages = Pages(3 * HUGE, torch.uint8, aligned=5 * PAGE)
-    assert (pages.address + 5 * PAGE) % HUGE == 0 and pages.tensor.data_ptr() == pages.address
-
-
-def test_no_large_page_reaches_beyond_the_end() -> None:
-    pages = Pages(HUGE + PAGE, torch.uint8)
-    before = _resident_bytes()
-    pages.tensor.fill_(1)
-    assert _resident_bytes() - before < HUGE + 64 * PAGE
-    pages.drop(0, pages.bytes)
-
-
-def test_a_view_is_the_memory_itself() -> None:
-    pages = Pages(HUGE, torch.uint8, aligned=PAGE)
-    pages.view(10, 13)[:] = b"abc"
-    assert bytes(pages.tensor[9:14].tolist()) == b"\0abc\0"
-
-
-def test_memory_that_nobody_wrote_costs_nothing() -> None:
-    size = 64 * HUGE
-    before = _resident_bytes()
-    pages = Pages(size, torch.uint8)
-    assert pages.bytes == size and _resident_bytes() - before < HUGE
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_dropped_chunks_are_not_resident(swap: Swap) -> None:
