@@ -1,4 +1,4 @@
-"""Tensors of a GPU go through a channel in the order in which the GPU computes them: of gloo by way of the host."""
+"""A pipeline channel sends tensors of a GPU in compute order; with gloo it stages them on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.testing import run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
 
 
-def passed(backends: str | None) -> list[float]:
+def send_and_receive(backends: str | None) -> list[float]:
     device, group = torch.device("cuda", 0), dist.group.WORLD
     if backends is not None:
         device, group = torch.device("cuda", dist.get_rank()), dist.new_group(backend=backends)
@@ -31,21 +31,21 @@ def passed(backends: str | None) -> list[float]:
         return sums
     end = Receiver(group, 0, 0, device=device, timeout=30, what="activations of stage 1 from stage 0")
     end.expect(10)
-    found: list[float] = []
+    received: list[float] = []
     for _ in range(10):
         value = end.receive()
         assert (value["x"].device, value["x"].requires_grad, value["length"].device.type) == (device, True, "cpu")
-        found.append(value["x"].detach().double().sum().item())
+        received.append(value["x"].detach().double().sum().item())
     end.close()
-    return found
+    return received
 
 
-def test_tensors_of_a_gpu_arrive_on_the_other_ranks_gpu() -> None:
-    sent, received = run_ranks(2, passed, None)
+def test_tensors_of_a_gpu_arrive_on_the_gpu_of_the_peer() -> None:
+    sent, received = run_ranks(2, send_and_receive, None)
     assert sent == received
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses ranks that share one")
-def test_tensors_go_by_nccl_and_their_words_by_gloo() -> None:
-    sent, received = run_ranks(2, passed, "cpu:gloo,cuda:nccl")
+def test_tensors_are_sent_by_nccl_and_metadata_by_gloo() -> None:
+    sent, received = run_ranks(2, send_and_receive, "cpu:gloo,cuda:nccl")
     assert sent == received

@@ -1,4 +1,4 @@
-"""What comes into memory of a GPU is what was written last, however late the GPU wrote it."""
+"""Copies to a GPU read the values written last, however late the compute stream writes them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ SIZE, PART, ROUNDS = 1 << 22, range(1 << 20, 3 << 20), 20
 HOST = torch.device("cpu")
 
 
-def busy(matrix: Tensor) -> None:
-    """Give the GPU work for some milliseconds, so that what follows is late."""
+def delay_compute(matrix: Tensor) -> None:
+    """Keep the compute stream busy for some milliseconds, so that later work is late."""
     for _ in range(8):
         matrix = matrix @ matrix
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
-def test_a_buffer_grows_with_what_was_written_last(store: str) -> None:
+def test_a_buffer_grows_with_the_values_written_last(store: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    rests = Memory(device=device) if store == "device" else Memory(device=HOST, pinned=True)
-    buffer, matrix = elastic(SIZE, torch.float32, PART, device, rests, "weights"), torch.randn(4096, 4096, device=device)
-    found: list[Tensor] = []
+    memory = Memory(device=device) if store == "device" else Memory(device=HOST, pinned=True)
+    buffer, matrix = elastic(SIZE, torch.float32, PART, device, memory, "weights"), torch.randn(4096, 4096, device=device)
+    equal: list[Tensor] = []
     for number in range(ROUNDS):
-        busy(matrix)
-        buffer.shard.tensor.fill_(number)  # as a step does
+        delay_compute(matrix)
+        buffer.shard.tensor.fill_(number)  # like a step
         buffer.load_shard()
-        found.append((buffer.full[PART.start:PART.stop] == number).all())
+        equal.append((buffer.full[PART.start:PART.stop] == number).all())
         buffer.shrink()
-        busy(matrix)
+        delay_compute(matrix)
         if store == "device":
             buffer.shard.tensor.fill_(number + 0.5)
         buffer.grow().wait()
-        wanted = number + 0.5 if store == "device" else number
-        found.append((buffer.full[PART.start:PART.stop] == wanted).all())
+        expected = number + 0.5 if store == "device" else number
+        equal.append((buffer.full[PART.start:PART.stop] == expected).all())
         buffer.full.fill_(-1)
-        torch.cuda.synchronize()  # the host writes into what the last copy read
-    assert torch.stack(found).all()
+        torch.cuda.synchronize()  # before the host overwrites the source of the last copy
+    assert torch.stack(equal).all()
 
 
-def test_who_waits_for_a_mark_sees_what_was_copied() -> None:
+def test_synchronizing_an_event_makes_the_copy_visible() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source, target = torch.ones(SIZE, device=device), torch.zeros(SIZE, pin_memory=True)
     stream = h2d_stream(device)
-    busy(torch.randn(4096, 4096, device=device))
+    delay_compute(torch.randn(4096, 4096, device=device))
     with stream.use(after_compute=True):
         target.copy_(source, non_blocking=True)
     stream.record_event().synchronize()
@@ -59,10 +59,10 @@ def test_who_waits_for_a_mark_sees_what_was_copied() -> None:
     stream.keep_for_compute(source)
 
 
-def placed() -> str:
+def device_of_rank() -> str:
     process_group.init_distributed()
     return str(process_group.device())
 
 
-def test_ranks_of_gloo_train_on_the_cpu() -> None:
-    assert run_ranks(2, placed) == ["cpu", "cpu"]
+def test_gloo_ranks_train_on_the_cpu() -> None:
+    assert run_ranks(2, device_of_rank) == ["cpu", "cpu"]

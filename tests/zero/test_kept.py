@@ -84,7 +84,7 @@ def on_disk(engine: shoal.Engine) -> None:
     engine.optimizer._stepping._join()
     swap = engine.sharded.residence.swaps[0]
     with swap.lock:
-        assert swap.changed.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
+        assert swap.write_ended.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
 
 
 def rest(engine: shoal.Engine) -> None:
