@@ -1,11 +1,11 @@
-"""A cap on memory: a process is started under it, and another one keeps it, says when it was exceeded, and cleans up.
+"""A cap on memory: a parent process starts the training under it, reports when it was exceeded, and cleans up.
 
-    cgroup v2, v1   the kernel ends what exceeds the limit of a control group
-    systemd         the same, asked of systemd-run where this user may not make a group
-    watch           the keeper looks at the process's own memory every few milliseconds and ends what exceeds the cap
+    cgroup v2, v1   the kernel kills a process that exceeds the limit of its control group
+    systemd         the same through systemd-run, where this user may not create a control group
+    watch           the parent polls the process's private memory every few milliseconds, and kills it above the cap
 
-All of a process counts from its first byte, torch included. A limit of address space (RLIMIT_AS, RLIMIT_DATA) would not do:
-memory whose pages come and go stays mapped.
+All memory of the process counts, torch included. A limit of address space (RLIMIT_AS, RLIMIT_DATA) does not work: a span's
+memory stays mapped while its pages are released.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from group import Group, make
+from cgroup import ControlGroup, create_groups
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 WATCH, SYSTEMD = "watch", "systemd"
-EVERY = 0.005
-"""Seconds between two looks of the watch."""
+POLL_SECONDS = 0.005
+"""Seconds between two polls of the watch."""
 
 JOIN = 'echo $$ > "$0" && exec "$@"'
-"""Move into a group, then become the command."""
+"""Join a control group, then exec the command."""
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
-"""glibc: tensors from 128 KiB on leave the process as soon as they are freed, instead of waiting in its heap."""
+"""glibc: return freed tensors of 128 KiB and more to the system at once, instead of keeping them in the heap."""
 
 
 def parse(text: str) -> int:
-    """Return the bytes that `text` says: 512M, 1.5G, 800MB (decimal), 512MiB (binary). Raises `ValueError`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if found is None or found[2] not in UNITS or (size := int(float(found[1]) * UNITS[found[2]])) == 0:
+    """Return the bytes of a size such as 512M, 1.5G, 800MB (decimal) or 512MiB (binary). Raises `ValueError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in UNITS or (size := int(float(match[1]) * UNITS[match[2]])) == 0:
         raise ValueError(f"got {text!r}; give a size above 0, such as 512M, 1.5G or 512MiB")
     return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A way to put a command under a cap: how it is called, what stands before the command, the group that it is in then."""
+class CapMethod:
+    """A method to run a command under a cap: its name, a prefix of the command, and the control group, if any."""
 
     name: str
     prefix: tuple[str, ...] = ()
-    group: Group | None = None
+    group: ControlGroup | None = None
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start `command` under the cap."""
         return subprocess.Popen([*self.prefix, *command], env=os.environ | ENVIRONMENT)
 
     def works(self) -> bool:
-        """Try it on a command that does nothing."""
+        """Whether the method works for a command that does nothing."""
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run([*self.prefix, "true"], timeout=10, check=False, capture_output=True).returncode == 0
         return False
 
     def exceeded(self, code: int) -> bool:
-        """Whether the kernel ended a process, which left the exit code `code`, because of the cap."""
+        """Whether the kernel killed a process, which has the exit code `code`, because of the cap."""
         return self.group.killed > 0 if self.group is not None else self.name == SYSTEMD and code == -signal.SIGKILL
 
     def close(self) -> None:
@@ -72,71 +72,71 @@ class Way:
             self.group.remove()
 
 
-def best_way(limit: int) -> Way:
-    """Return the first way in the order above that works here."""
-    for group in make(f"shoal-cap-{os.getpid()}"):
-        way = Way(name=group.names.version, group=group, prefix=("sh", "-c", JOIN, str(group.processes)))
+def best_method(limit: int) -> CapMethod:
+    """Return the first method, in the order above, that works here."""
+    for group in create_groups(f"shoal-cap-{os.getpid()}"):
+        method = CapMethod(name=group.names.version, group=group, prefix=("sh", "-c", JOIN, str(group.processes)))
         with suppress(OSError):
             group.limit(limit)
-            if way.works():
-                return way
-        way.close()
+            if method.works():
+                return method
+        method.close()
     if shutil.which("systemd-run"):
         scope = ("systemd-run", "--user", "--scope", "--quiet", "-p", f"MemoryMax={limit}", "-p", "MemorySwapMax=0")
-        if (way := Way(name=SYSTEMD, prefix=scope)).works():
-            return way
-    return Way(name=WATCH)
+        if (method := CapMethod(name=SYSTEMD, prefix=scope)).works():
+            return method
+    return CapMethod(name=WATCH)
 
 
-def keep(limit: int, command: Sequence[str], way: Way | None = None) -> int:
-    """Run `command`, with the name of the way appended, under a cap of `limit` bytes, and return its exit code.
+def run_capped(limit: int, command: Sequence[str], method: CapMethod | None = None) -> int:
+    """Run `command`, with the name of the method appended, under a cap of `limit` bytes; return its exit code.
 
-    Returns 1, and says so, when it was ended because it exceeded the cap.
+    If the command was killed because it exceeded the cap, prints that and returns 1.
     """
-    way = best_way(limit) if way is None else way
+    method = best_method(limit) if method is None else method
     try:
-        process = way.start([*command, way.name])
-        handlers = {number: signal.signal(number, _passed_on(process)) for number in (signal.SIGINT, signal.SIGTERM)}
+        process = method.start([*command, method.name])
+        handlers = {number: signal.signal(number, _forward_to(process)) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            watched = way.name == WATCH and _watch(process, limit)
+            watched = method.name == WATCH and _watch(process, limit)
             code = process.wait()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if watched or way.exceeded(code):
-            print(f"the cap of {limit / 1e6:,.0f} MB was exceeded, and the {'watch' if watched else 'kernel'} ended the "
+        if watched or method.exceeded(code):
+            print(f"the cap of {limit / 1e6:,.0f} MB was exceeded, and the {'watch' if watched else 'kernel'} killed the "
                   f"training; give a larger --cap, or a smaller --block", file=sys.stderr)
             return 1
         return code if code >= 0 else 128 - code
     finally:
-        way.close()
+        method.close()
 
 
-def end_with_keeper() -> None:
-    """Have this process ended when the one that started it is."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent exits."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def _watch(process: subprocess.Popen[bytes], limit: int) -> bool:
-    """Look at the process until it ends; end it when its own memory exceeds the limit, and say whether it did."""
+    """Poll the process until it ends; kill it if its private memory exceeds the limit. Returns whether it was killed."""
     while process.poll() is None:
-        if _own(process.pid) > limit:
+        if _private_bytes(process.pid) > limit:
             process.kill()
             return True
-        time.sleep(EVERY)
+        time.sleep(POLL_SECONDS)
     return False
 
 
-def _own(process: int) -> int:
-    """Return the bytes of a process that are in memory, without the files that it maps: the system can drop those."""
-    with suppress(OSError, ValueError):  # it has ended
+def _private_bytes(process: int) -> int:
+    """Return the resident bytes of a process, without mapped files, whose pages the kernel can drop."""
+    with suppress(OSError, ValueError):  # the process has ended
         resident, shared = map(int, Path(f"/proc/{process}/statm").read_text().split()[1:3])
         return (resident - shared) * os.sysconf("SC_PAGESIZE")
     return 0
 
 
-def _passed_on(process: subprocess.Popen[bytes]) -> Callable[[int, object], None]:
-    """Return a handler that passes a signal on; Ctrl-C in a terminal has reached the process already."""
+def _forward_to(process: subprocess.Popen[bytes]) -> Callable[[int, object], None]:
+    """Return a handler that forwards a signal; Ctrl-C in a terminal reaches the process by itself."""
     def handler(number: int, frame: object) -> None:
         if number != signal.SIGINT:
             process.send_signal(number)

@@ -1,6 +1,6 @@
-"""The proof: a small model is trained twice, with its state on the disk and with it in memory, and nothing differs.
+"""The proof: a small model trained with its state on disk and in memory has bit-identical losses and weights.
 
-Losses and final weights are compared to the last bit, in fp32 and in bf16.
+It compares all losses and the final weights, in fp32 and in bf16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from training import Case, batches, build, step
 
 TINY = Shape(layers=2, dim=128, heads=2)
 SMALL = Shape(layers=4, dim=384, heads=6)
-"""Its blocks have more than 2^20 elements: what is read and written comes in several chunks."""
+"""Its blocks have more than 2^20 elements, so that a span has several chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training led to: the loss of every step, and a hash of the weights."""
+    """The result of a training: the loss of every step, and a hash of the weights."""
 
     losses: tuple[float, ...]
     weights: str
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The same training in one dtype, with and without tiers."""
+    """The same training in one dtype, with and without the disk."""
 
     dtype: str
     with_tiers: Run
@@ -62,14 +62,14 @@ def prove(path: Path, shape: Shape, steps: int) -> Iterator[Comparison]:
 
 
 def run(case: Case) -> Run:
-    """Take the steps of a case, and give back what it took."""
+    """Train a case, and free its memory."""
     engine = build(case)
     pairs = batches(case.block, engine.global_rank, case.seed)
     losses = tuple(step(engine, *next(pairs)) for _ in range(case.steps))
     engine.destroy()
     weights = _hash(engine.module)
     del engine
-    gc.collect()  # its modules and hooks know each other
+    gc.collect()  # modules and hooks reference each other
     return Run(losses=losses, weights=weights)
 
 

@@ -1,4 +1,4 @@
-"""One run under its cap, from the proof to the report; the exit code says how it went."""
+"""One run under its cap: proof, training and report; returns the exit code."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch.distributed as dist
 from rich.console import Console
 
 import shoal
-from facts import Facts
-from group import own_group
+from cgroup import capping_group
 from model import PRESETS
-from picture import picture
-from places import Look
+from plot import plot
 from proof import SMALL, TINY, prove
+from report import Report
 from shoal.errors import ConfigError, TierError
 from training import Case, build, shape_of, train
+from usage import UsageProbe
 from view import View, chart
 
-GOOD, BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def session(args: argparse.Namespace) -> int:
-    """Show that the disk changes nothing, train, and report; returns the exit code."""
+    """Run the proof, train, and report; returns the exit code."""
     console = Console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the files on the disk are removed
     try:
         shoal.init_distributed()
         console.quiet = dist.get_rank() != 0
         if not args.no_proof and not proof(console, args):
-            return BAD
-        return GOOD if args.proof or training(console, args) else BAD
+            return FAILED
+        return OK if args.proof or training(console, args) else FAILED
     except (ConfigError, TierError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
-        return USAGE
+        return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def proof(console: Console, args: argparse.Namespace) -> bool:
-    """Say of each dtype whether training with and without the disk is the same; return whether it always is."""
+    """Print for each dtype whether training with and without the disk is bit-identical; return whether all are."""
     shape, steps = (SMALL, 6) if args.proof else (TINY, 3)
     equal = True
-    for found in prove(args.path, shape, steps):
-        equal &= found.equal
-        console.print(str(found), style="green" if found.equal else "bold red", highlight=False, soft_wrap=True)
+    for comparison in prove(args.path, shape, steps):
+        equal &= comparison.equal
+        console.print(str(comparison), style="green" if comparison.equal else "bold red", highlight=False, soft_wrap=True)
     return equal
 
 
@@ -57,18 +57,18 @@ def training(console: Console, args: argparse.Namespace) -> bool:
     case = Case(shape=shape, dtype=args.dtype, steps=args.steps, block=args.block, path=args.path)
     with console.status(f"building a GPT of {shape.layers} blocks of {shape.dim} on the disk"):
         engine = build(case)
-    look = Look(engine, own_group(args.under))
-    with View(console, args.cap, look.now) as view:
-        readings, events = train(engine, case, view, look)
-    facts = Facts.of(engine, readings, cap=args.cap, way=args.under, peak=look.peak())
+    probe = UsageProbe(engine, capping_group(args.under))
+    with View(console, args.cap, probe.now) as view:
+        records, events = train(engine, case, view, probe)
+    report = Report.of(engine, records, cap=args.cap, method=args.under, peak=probe.peak())
     if engine.global_rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         for kind in ("png", "svg"):
-            picture(args.out / f"step.{kind}", readings[-1].timeline, events, facts.title)
+            plot(args.out / f"step.{kind}", records[-1].timeline, events, report.title)
     if not console.is_terminal:
-        console.print(chart(readings[-1].timeline, 80), soft_wrap=True)
+        console.print(chart(records[-1].timeline, 80), soft_wrap=True)
     console.print()
-    console.print(facts.title, style="bold", highlight=False, soft_wrap=True)
-    console.print(facts.table())
-    console.print(f"The last step as a picture: {args.out / 'step.png'}, and .svg", highlight=False, soft_wrap=True)
-    return facts.peak <= args.cap
+    console.print(report.title, style="bold", highlight=False, soft_wrap=True)
+    console.print(report.table())
+    console.print(f"A plot of the last step: {args.out / 'step.png'}, and .svg", highlight=False, soft_wrap=True)
+    return report.peak <= args.cap

@@ -1,9 +1,9 @@
-"""What happened when, as sets of time: their union, intersection and difference, their length, and a row of characters.
+"""The lanes of one step as sets of intervals, with union, intersection, difference, length, and a text rendering.
 
-    forward, backward    computing, without the time in which they waited
-    wait                 what they waited for
-    step                 the optimizer, which works beside the next forward
-    read, write          the disk at work
+    forward, backward    compute, without waits
+    wait                 forward or backward blocked
+    step                 the optimizer, concurrent with the next forward
+    read, write          disk I/O
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 
 from shoal.tier import Event
 
-Time = tuple[float, float]
-"""From when to when."""
+Interval = tuple[float, float]
+"""Start and stop in seconds."""
 
-COMPUTING = ("forward", "backward", "step")
+COMPUTE = ("forward", "backward", "step")
 WAITING = ("forward", "backward")
-"""Lanes whose events hold those of `wait`."""
+"""Lanes whose events include those of `wait`."""
 
-MOVING = ("read", "write")
-LANES = ("read", *COMPUTING, "wait", "write")
+DISK = ("read", "write")
+LANES = ("read", *COMPUTE, "wait", "write")
 LEVELS = " ▁▂▃▄▅▆▇█"
 
 
-def union(times: Iterable[Time], *, gap: float = 0.0) -> list[Time]:
-    """Return the same time as stretches in order, none of which touch; what is at most `gap` apart becomes one."""
-    joined: list[Time] = []
+def union(times: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:
+    """Return the intervals sorted and merged where they touch, or are at most `gap` apart."""
+    joined: list[Interval] = []
     for start, stop in sorted(times):
         if joined and start <= joined[-1][1] + gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
@@ -38,9 +38,9 @@ def union(times: Iterable[Time], *, gap: float = 0.0) -> list[Time]:
     return joined
 
 
-def intersection(some: Sequence[Time], others: Sequence[Time]) -> list[Time]:
-    """Return the time that is in both of two unions."""
-    shared: list[Time] = []
+def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the intersection of two unions."""
+    shared: list[Interval] = []
     i = j = 0
     while i < len(some) and j < len(others):
         start, stop = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
@@ -53,8 +53,8 @@ def intersection(some: Sequence[Time], others: Sequence[Time]) -> list[Time]:
     return shared
 
 
-def difference(some: Sequence[Time], others: Sequence[Time]) -> list[Time]:
-    """Return the time of one union that is not in another."""
+def difference(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the part of one union that is not in another."""
     if not some:
         return []
     first, last = some[0][0], some[-1][1]
@@ -63,33 +63,33 @@ def difference(some: Sequence[Time], others: Sequence[Time]) -> list[Time]:
     return intersection(some, holes)
 
 
-def length(times: Iterable[Time]) -> float:
-    """Return how long a union is."""
+def length(times: Iterable[Interval]) -> float:
+    """Return the total length of a union."""
     return sum(stop - start for start, stop in times)
 
 
-def row(times: Sequence[Time], start: float, stop: float, width: int) -> str:
-    """Draw a union between `start` and `stop` in `width` characters, each as high as the share of its time that is taken."""
+def row(times: Sequence[Interval], start: float, stop: float, width: int) -> str:
+    """Render a union between `start` and `stop` as `width` characters, each as high as the fraction that is covered."""
     pitch = (stop - start) / width
-    taken = [0.0] * width
+    covered = [0.0] * width
     for begin, end in intersection(times, [(start, stop)]):
         first, last = (min(width - 1, int((moment - start) / pitch)) for moment in (begin, end))
         for cell in range(first, last + 1):
-            taken[cell] += max(0.0, min(end, start + (cell + 1) * pitch) - max(begin, start + cell * pitch))
-    return "".join(LEVELS[min(len(LEVELS) - 1, math.ceil(time / pitch * (len(LEVELS) - 1) - 1e-9))] for time in taken)
+            covered[cell] += max(0.0, min(end, start + (cell + 1) * pitch) - max(begin, start + cell * pitch))
+    return "".join(LEVELS[min(len(LEVELS) - 1, math.ceil(time / pitch * (len(LEVELS) - 1) - 1e-9))] for time in covered)
 
 
 def short(name: str) -> str:
-    """Return the unit that an event's name speaks of."""
-    found = re.search(r"unit '([^']*)'", name)
-    return found[1] if found else name
+    """Return the name of the unit in an event's name."""
+    match = re.search(r"unit '([^']*)'", name)
+    return match[1] if match else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """The lanes of one step; times are those of `time.perf_counter`."""
 
-    lanes: dict[str, list[Time]]
+    lanes: dict[str, list[Interval]]
     start: float
     stop: float
     read: int
@@ -97,12 +97,12 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Sequence[Event], start: float, stop: float) -> Timeline:
-        """Sort the events into lanes; of time, what is between `start` and `stop` counts."""
+        """Sort the events into lanes, clipped to the time between `start` and `stop`."""
         whole = [(start, stop)]
         lanes = {lane: intersection(union((event.start, event.stop) for event in events if event.lane == lane), whole)
                  for lane in LANES}
         lanes |= {lane: difference(lanes[lane], lanes["wait"]) for lane in WAITING}
-        moved = {lane: sum(event.bytes for event in events if event.lane == lane) for lane in MOVING}
+        moved = {lane: sum(event.bytes for event in events if event.lane == lane) for lane in DISK}
         return cls(lanes=lanes, start=start, stop=stop, read=moved["read"], written=moved["write"])
 
     @property
@@ -110,25 +110,25 @@ class Timeline:
         return self.stop - self.start
 
     @property
-    def computing(self) -> list[Time]:
-        """When something computed."""
-        return union(time for lane in COMPUTING for time in self.lanes[lane])
+    def compute(self) -> list[Interval]:
+        """The intervals of compute."""
+        return union(time for lane in COMPUTE for time in self.lanes[lane])
 
     @property
-    def moving(self) -> list[Time]:
-        """When something was read or written."""
-        return union(time for lane in MOVING for time in self.lanes[lane])
+    def disk(self) -> list[Interval]:
+        """The intervals of disk I/O."""
+        return union(time for lane in DISK for time in self.lanes[lane])
 
     @property
     def overlap(self) -> float:
-        """The share of the step in which the disk worked while something computed."""
-        return length(intersection(self.moving, self.computing)) / self.seconds
+        """The fraction of the step in which disk I/O and compute overlap."""
+        return length(intersection(self.disk, self.compute)) / self.seconds
 
     @property
     def hidden(self) -> float:
-        """The share of the disk's work during which something computed; 1 where it did nothing."""
-        return length(intersection(self.moving, self.computing)) / length(self.moving) if self.moving else 1.0
+        """The fraction of disk I/O that overlaps with compute; 1 without disk I/O."""
+        return length(intersection(self.disk, self.compute)) / length(self.disk) if self.disk else 1.0
 
     def share(self, *lanes: str) -> float:
-        """Return the share of the step that any of `lanes` takes."""
+        """Return the fraction of the step in which any of `lanes` is busy."""
         return length(union(time for lane in lanes for time in self.lanes[lane])) / self.seconds

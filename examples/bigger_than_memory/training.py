@@ -1,6 +1,6 @@
-"""The training itself: a model whose state does not fit in the memory that there is, built and stepped as any other.
+"""The training: a model whose state does not fit in memory, built and stepped like any other.
 
-What makes that possible is in `configuration` and `build`; the rest looks on.
+`configuration` and `build` make that possible; the rest is data, the loop and measurements.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 import shoal
 from corpus import documents
 from model import VOCABULARY, Shape
-from places import Look
 from shoal.tier import Event
 from timeline import Timeline
-from view import Reading, View
+from usage import UsageProbe
+from view import StepRecord, View
 
 LAYERS = 32
-"""About how many blocks a model has: they are as wide as that allows, from 128 elements to 1024."""
+"""The approximate number of blocks of a model, whose width follows from it: 128 to 1024."""
 
 STATE = 16
 """Bytes of state per parameter: in fp32 4 of weight, 4 of gradient, 8 of moments; in bf16 2, 2, 4 of master and 8."""
 
 DOCUMENTS = 64
-"""How many files of the standard library are read: enough text for a few steps."""
+"""Files of the standard library used as text: enough for a few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Case:
     seed: int = 0
 
     def configuration(self) -> dict[str, Any]:
-        """Return the configuration, in which the two blocks of offload are what is different."""
+        """Return the configuration; the two offload blocks are the only difference between disk and memory."""
         zero: dict[str, Any] = {"stage": 3, "stage3_prefetch_bucket_size": 1}  # one unit ahead
         if self.path is not None:
             disk = {"device": "nvme", "nvme_path": str(self.path)}
-            state = disk | {"buffer_count": 4, "step_in_backward": False}  # which is faster, and takes another 100 MB
+            state = disk | {"buffer_count": 4, "step_in_backward": False}  # true is faster, and takes another 100 MB
             zero |= {"offload_param": disk | {"buffer_count": 3}, "offload_optimizer": state}
         return {
             "train_micro_batch_size_per_gpu": 1,
@@ -73,7 +73,7 @@ def shape_of(state: int) -> Shape:
 
 
 def build(case: Case) -> shoal.Engine:
-    """Build the model and its engine; on a disk no more than a few blocks of it are in memory at any time."""
+    """Build the model and its engine; with a disk only a few blocks are in memory at any time."""
     torch.manual_seed(case.seed)
     config = case.configuration()
     with shoal.zero.Init(config=config, enabled=case.path is not None):
@@ -82,7 +82,7 @@ def build(case: Case) -> shoal.Engine:
 
 
 def batches(block: int, rank: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs (1, block) of text and of the text one byte on, from random places of the corpus of `examples/gpt`."""
+    """Yield pairs (1, block) of text and its shift by one byte, at random offsets of the corpus of `examples/gpt`."""
     values = text()
     source = torch.Generator().manual_seed(seed * 1_000_003 + rank)
     while True:
@@ -107,10 +107,10 @@ def step(engine: shoal.Engine, x: Tensor, y: Tensor) -> float:
     return total.item() / engine.world_size
 
 
-def train(engine: shoal.Engine, case: Case, view: View, look: Look) -> tuple[list[Reading], list[Event]]:
-    """Take the steps of a case; return them, and what happened during the last."""
+def train(engine: shoal.Engine, case: Case, view: View, probe: UsageProbe) -> tuple[list[StepRecord], list[Event]]:
+    """Train a case; return its steps, and the events of the last one."""
     pairs = batches(case.block, engine.global_rank, case.seed)
-    readings: list[Reading] = []
+    records: list[StepRecord] = []
     events: list[Event] = []
     for number in range(1, case.steps + 1):
         with engine.trace() as trace:
@@ -118,7 +118,7 @@ def train(engine: shoal.Engine, case: Case, view: View, look: Look) -> tuple[lis
             loss = step(engine, *next(pairs))
             stop = time.perf_counter()
         events = trace.events
-        readings.append(Reading(step=number, steps=case.steps, loss=loss, places=look.now(),
+        records.append(StepRecord(step=number, steps=case.steps, loss=loss, usage=probe.now(),
                                 timeline=Timeline.of(events, start, stop)))
-        view.show(readings[-1])
-    return readings, events
+        view.show(records[-1])
+    return records, events

@@ -1,4 +1,4 @@
-"""Where the bytes are and what overlaps: bars and lanes that follow the training in a terminal, a line a step elsewhere."""
+"""The live view: bars of usage and lanes of the last step in a terminal; one line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from rich.live import Live
 from rich.text import Text
 
 from display import size
-from places import Places
 from timeline import LANES, Timeline, row
+from usage import Usage
 
 COLOURS = {"read": "blue", "forward": "cyan", "backward": "yellow", "step": "magenta", "wait": "red", "write": "green"}
 BAR, NAME = 48, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One finished step, with where the bytes were at its end."""
+class StepRecord:
+    """A finished step, with the usage at its end."""
 
     step: int
     steps: int
     loss: float
-    places: Places
+    usage: Usage
     timeline: Timeline
 
 
 class View:
-    """Shows each step on `console`. In a terminal the bars move on between them, as `look` says where the bytes are."""
+    """Shows each step on `console`. In a terminal the bars are updated between steps from `probe`."""
 
-    def __init__(self, console: Console, cap: int, look: Callable[[], Places]) -> None:
+    def __init__(self, console: Console, cap: int, probe: Callable[[], Usage]) -> None:
         self.console = console
         self.cap = cap
-        self.look = look
+        self.probe = probe
         self.last: list[Text] = []
         self.live: Live | None = None
 
     def __enter__(self) -> View:
         if self.console.is_terminal and not self.console.quiet:
-            self.live = Live(console=self.console, refresh_per_second=4, get_renderable=self._picture)
+            self.live = Live(console=self.console, refresh_per_second=4, get_renderable=self._render)
             self.live.start()
         return self
 
@@ -50,37 +50,37 @@ class View:
         if self.live is not None:
             self.live.stop()
 
-    def show(self, reading: Reading) -> None:
+    def show(self, record: StepRecord) -> None:
         if self.live is None:
-            self.console.print(line(reading, self.cap), highlight=False, soft_wrap=True)
+            self.console.print(line(record, self.cap), highlight=False, soft_wrap=True)
         else:
             width = max(20, min(100, self.console.width - NAME - 8))
-            self.last = [Text(), Text(line(reading, self.cap)), Text(), chart(reading.timeline, width)]
+            self.last = [Text(), Text(line(record, self.cap)), Text(), chart(record.timeline, width)]
 
-    def _picture(self) -> Group:
-        return Group(bars(self.look(), self.cap), *self.last)
+    def _render(self) -> Group:
+        return Group(bars(self.probe(), self.cap), *self.last)
 
 
-def line(reading: Reading, cap: int) -> str:
-    """Say a step in one line."""
-    found, seconds = reading.timeline, reading.timeline.seconds
+def line(record: StepRecord, cap: int) -> str:
+    """Format a step as one line."""
+    timeline, seconds = record.timeline, record.timeline.seconds
     return "  ".join((
-        f"step {reading.step:>{len(str(reading.steps))}}/{reading.steps}",
-        f"loss {reading.loss:.3f}",
+        f"step {record.step:>{len(str(record.steps))}}/{record.steps}",
+        f"loss {record.loss:.3f}",
         f"{seconds:.2f} s",
-        f"read {size(found.read)} ({size(found.read / seconds)}/s)",
-        f"wrote {size(found.written)} ({size(found.written / seconds)}/s)",
-        f"overlap {found.overlap:.0%}",
-        f"host {size(reading.places.host)} of {size(cap)}",
-        f"disk {size(reading.places.disk)}",
+        f"read {size(timeline.read)} ({size(timeline.read / seconds)}/s)",
+        f"wrote {size(timeline.written)} ({size(timeline.written / seconds)}/s)",
+        f"overlap {timeline.overlap:.0%}",
+        f"host {size(record.usage.host)} of {size(cap)}",
+        f"disk {size(record.usage.disk)}",
     ))
 
 
-def bars(places: Places, cap: int) -> Text:
-    """Draw the bytes of each place to one scale, up to which the cap is marked in the host's."""
-    longest = max(places.disk, places.device or 0, places.host, cap)
+def bars(usage: Usage, cap: int) -> Text:
+    """Draw bars of the usage on one scale, with the cap in the bar of the host."""
+    longest = max(usage.disk, usage.device or 0, usage.host, cap)
     text = Text()
-    for name, count, limit in (("device", places.device, 0), ("host", places.host, cap), ("disk", places.disk, 0)):
+    for name, count, limit in (("device", usage.device, 0), ("host", usage.host, cap), ("disk", usage.disk, 0)):
         if count is None:
             continue
         cells, room = round(BAR * count / longest), round(BAR * limit / longest)
@@ -93,7 +93,7 @@ def bars(places: Places, cap: int) -> Text:
 
 
 def chart(timeline: Timeline, width: int) -> Text:
-    """Draw the lanes of a step, one below the other, with the share of the step that each of them takes."""
+    """Draw the lanes of a step, each with the fraction of the step in which it is busy."""
     text = Text()
     for lane in LANES:
         text.append(f"{lane:<{NAME}}")

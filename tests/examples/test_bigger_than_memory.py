@@ -19,14 +19,14 @@ from shoal.tier import Event
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "bigger_than_memory"))
 
-from cap import WATCH, Way, best_way, keep, parse
-from group import V1, V2, Group, Names
-from picture import fitting, picture, pieces
-from places import Places
+from cap import WATCH, CapMethod, best_method, parse, run_capped
+from cgroup import V1, V2, ControlGroup, FileNames
+from plot import fitting_label, plot, unit_intervals
 from proof import Comparison, Run, prove
 from timeline import LANES, Timeline, difference, intersection, length, row, union
 from training import STATE, shape_of
-from view import Reading, bars, chart, line
+from usage import Usage
+from view import StepRecord, bars, chart, line
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "bigger_than_memory"
@@ -39,35 +39,35 @@ HUNGRY = "data = b'x' * 300_000_000; print('it fits')"
 
 @pytest.mark.parametrize(("text", "size"), [("512M", 512_000_000), ("1.5G", 1_500_000_000), ("512MiB", 1 << 29),
                                             ("64kb", 64_000), ("10", 10), (" 2 Gi ", 2 << 30)])
-def test_a_size_is_decimal_unless_it_says_otherwise(text: str, size: int) -> None:
+def test_a_size_is_decimal_unless_its_unit_is_binary(text: str, size: int) -> None:
     assert parse(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "M", "12Q", "-1G", "0", "0.0G", "1e9", "I", "5I", "1,5G"])
-def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
+def test_an_invalid_size_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"got .*; give a size above 0, such as 512M"):
         parse(text)
 
 
-def ways() -> list[Way]:
-    """Return the watch, and the way that this machine prefers to it if there is one."""
-    found = best_way(150_000_000)
-    return [Way(name=WATCH)] if found.name == WATCH else [Way(name=WATCH), found]
+def methods() -> list[CapMethod]:
+    """Return the watch, and the method that this machine prefers, if it is another one."""
+    best = best_method(150_000_000)
+    return [CapMethod(name=WATCH)] if best.name == WATCH else [CapMethod(name=WATCH), best]
 
 
-def test_what_exceeds_the_cap_is_ended_and_named(capfd: pytest.CaptureFixture[str]) -> None:
-    for way in ways():
-        assert keep(150_000_000, [sys.executable, "-c", HUNGRY], way) == 1
+def test_a_process_that_exceeds_the_cap_is_killed_with_a_message(capfd: pytest.CaptureFixture[str]) -> None:
+    for method in methods():
+        assert run_capped(150_000_000, [sys.executable, "-c", HUNGRY], method) == 1
         out, err = capfd.readouterr()
-        assert "it fits" not in out and "the cap of 150 MB was exceeded" in err, way.name
-        assert way.group is None or not way.group.folder.exists()
+        assert "it fits" not in out and "the cap of 150 MB was exceeded" in err, method.name
+        assert method.group is None or not method.group.folder.exists()
 
 
-def test_under_the_cap_the_exit_code_is_the_commands_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_under_the_cap_the_exit_code_is_that_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "import sys; print(sys.argv[-1]); sys.exit(7)"]
-    for way in ways():
-        assert keep(150_000_000, command, way) == 7
-        assert capfd.readouterr().out.strip() == way.name
+    for method in methods():
+        assert run_capped(150_000_000, command, method) == 7
+        assert capfd.readouterr().out.strip() == method.name
 
 
 @pytest.mark.parametrize(("names", "files", "swap"), [
@@ -76,12 +76,11 @@ def test_under_the_cap_the_exit_code_is_the_commands_own(capfd: pytest.CaptureFi
     (V2, {"memory.current": "7", "memory.peak": "9", "memory.stat": "file 2\nanon 5\n",
           "memory.events": "max 3\noom_kill 1\n"}, "0"),
 ], ids=["v1", "v2"])
-def test_both_versions_of_control_groups_say_the_same(names: Names, files: dict[str, str], swap: str,
-                                                      tmp_path: Path) -> None:
+def test_both_cgroup_versions_report_the_same(names: FileNames, files: dict[str, str], swap: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    group = Group(folder=tmp_path, names=names)
-    assert (group.current, group.peak, group.own, group.killed) == (7, 9, 5, 1)
+    group = ControlGroup(folder=tmp_path, names=names)
+    assert (group.current, group.peak, group.anonymous, group.killed) == (7, 9, 5, 1)
     group.limit(100)
     assert ((tmp_path / names.limit).read_text(), (tmp_path / names.swap).read_text()) == ("100", swap)
     (tmp_path / names.peak).unlink()
@@ -99,8 +98,8 @@ def moments(times: list[tuple[float, float]]) -> set[int]:
 
 
 @given(Times, Times)
-def test_unions_intersections_and_differences_are_those_of_sets(some: list[tuple[float, float]],
-                                                                others: list[tuple[float, float]]) -> None:
+def test_interval_operations_are_those_of_sets(some: list[tuple[float, float]],
+                                               others: list[tuple[float, float]]) -> None:
     a, b = union(some), union(others)
     assert moments(a) == moments(some) and length(a) == len(moments(some))
     assert moments(intersection(a, b)) == moments(some) & moments(others)
@@ -108,11 +107,11 @@ def test_unions_intersections_and_differences_are_those_of_sets(some: list[tuple
     assert union(a) == a and union([*intersection(a, b), *difference(a, b)]) == a
 
 
-def test_what_is_closer_than_a_gap_becomes_one() -> None:
+def test_intervals_closer_than_the_gap_are_merged() -> None:
     assert union([(0, 1), (1.5, 2), (4, 5)], gap=0.5) == [(0, 2), (4, 5)]
 
 
-def test_a_row_is_as_high_as_the_share_that_is_taken() -> None:
+def test_a_row_is_as_high_as_the_covered_fraction() -> None:
     assert row([(0, 2), (3, 3.5), (5, 9)], 0, 8, 8) == "██ ▄ ███"
     assert row([(0.999, 1.001)], 0, 2, 2) == "▁▁"
     assert row([], 0, 1, 5) == "     "
@@ -130,60 +129,60 @@ def timeline() -> Timeline:
     return Timeline.of(EVENTS, 0, 10)
 
 
-def test_computing_is_what_did_not_wait() -> None:
+def test_compute_excludes_waits() -> None:
     assert timeline().lanes["forward"] == [(0, 1), (2, 4)]
-    assert length(timeline().computing) == 4 and timeline().share("forward", "backward", "step") == 0.4
+    assert length(timeline().compute) == 4 and timeline().share("forward", "backward", "step") == 0.4
 
 
-def test_a_step_beside_a_forward_takes_nothing_from_it() -> None:
+def test_a_concurrent_step_takes_no_time_from_forward() -> None:
     found = Timeline.of([event("forward", 0, 10), event("wait", 2, 5), event("step", 1, 4), event("fetch", 4, 9)], 0, 10)
     assert (found.lanes["forward"], found.lanes["step"]) == ([(0, 2), (5, 10)], [(1, 4)])
-    assert length(found.computing) == 9
+    assert length(found.compute) == 9
 
 
-def test_overlap_is_the_disk_at_work_while_something_computes() -> None:
+def test_overlap_is_disk_time_during_compute() -> None:
     found = timeline()
-    assert length(found.moving) == 7  # what lies after the step does not count
+    assert length(found.disk) == 7  # time after the step does not count
     assert found.overlap == pytest.approx(0.4) and found.hidden == pytest.approx(4 / 7)
     assert (found.read, found.written) == (200, 100)
 
 
-# What is shown
+# The view
 
 
-def test_a_line_says_what_a_step_moved() -> None:
-    places = Places(device=None, host=400_000_000, disk=2_000_000_000)
-    said = line(Reading(step=3, steps=10, loss=2.5, places=places, timeline=timeline()), 512_000_000)
-    assert said == ("step  3/10  loss 2.500  10.00 s  read 200 B (20 B/s)  wrote 100 B (10 B/s)  overlap 40%  "
+def test_a_line_shows_the_bytes_of_a_step() -> None:
+    usage = Usage(device=None, host=400_000_000, disk=2_000_000_000)
+    shown = line(StepRecord(step=3, steps=10, loss=2.5, usage=usage, timeline=timeline()), 512_000_000)
+    assert shown == ("step  3/10  loss 2.500  10.00 s  read 200 B (20 B/s)  wrote 100 B (10 B/s)  overlap 40%  "
                     "host 400 MB of 512 MB  disk 2 GB")
 
 
 def test_bars_share_one_scale_and_show_the_cap() -> None:
-    said = bars(Places(device=250, host=250, disk=1000), 500).plain.splitlines()
-    assert said == [f"device   {'█' * 12} 250 B", f"host     {'█' * 12}{'░' * 12} 250 B of 500 B",
+    shown = bars(Usage(device=250, host=250, disk=1000), 500).plain.splitlines()
+    assert shown == [f"device   {'█' * 12} 250 B", f"host     {'█' * 12}{'░' * 12} 250 B of 500 B",
                     f"disk     {'█' * 48} 1 kB"]
-    assert len(bars(Places(device=None, host=250, disk=1000), 500).plain.splitlines()) == 2
+    assert len(bars(Usage(device=None, host=250, disk=1000), 500).plain.splitlines()) == 2
 
 
 def test_a_chart_has_a_row_for_every_lane_and_a_scale() -> None:
     rows = chart(timeline(), 20).plain.splitlines()
-    assert [said.split()[0] for said in rows[:-1]] == list(LANES)
-    assert rows[-1].split() == ["0", "10.00", "s"] and {len(said) for said in rows[:-1]} == {34}
+    assert [text.split()[0] for text in rows[:-1]] == list(LANES)
+    assert rows[-1].split() == ["0", "10.00", "s"] and {len(text) for text in rows[:-1]} == {34}
 
 
-def test_the_pieces_of_a_lane_belong_to_units_and_do_not_overlap() -> None:
-    assert list(pieces(timeline(), EVENTS, "read")) == [("blocks.0", [(0, 3)])]
+def test_the_intervals_of_units_do_not_overlap() -> None:
+    assert list(unit_intervals(timeline(), EVENTS, "read")) == [("blocks.0", [(0, 3)])]
     found = [event("read", 0, 2), event("read", 1, 3, unit="1"), event("read", 4, 5)]
-    assert list(pieces(Timeline.of(found, 0, 5), found, "read")) == [
+    assert list(unit_intervals(Timeline.of(found, 0, 5), found, "read")) == [
         ("blocks.0", [(0, 2)]), ("blocks.1", [(2, 3)]), ("blocks.0", [(4, 5)])]
 
 
-def test_a_name_is_shortened_to_the_room_that_there_is() -> None:
-    assert [fitting("blocks.12", share) for share in (0.1, 0.03, 0.001)] == ["blocks.12", "12", ""]
+def test_a_label_is_shortened_to_fit() -> None:
+    assert [fitting_label("blocks.12", share) for share in (0.1, 0.03, 0.001)] == ["blocks.12", "12", ""]
 
 
-def test_the_lanes_become_a_picture(tmp_path: Path) -> None:
-    picture(tmp_path / "step.png", timeline(), EVENTS, "a step")
+def test_the_lanes_are_plotted(tmp_path: Path) -> None:
+    plot(tmp_path / "step.png", timeline(), EVENTS, "a step")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -191,7 +190,7 @@ def test_the_lanes_become_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [10**7, 1_800_000_000, 2_048_000_000, 4 * 10**9, 4 * 10**10])
-def test_the_model_is_as_large_as_was_asked_for(state: int) -> None:
+def test_the_model_has_the_requested_size(state: int) -> None:
     shape = shape_of(state)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in shape.build().parameters())
@@ -222,7 +221,7 @@ def test_a_difference_is_named_with_its_step() -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder in the repository, not in a temporary place: that may be memory."""
+    """A folder in the repository; a temporary folder may be in memory."""
     (ROOT / "out").mkdir(exist_ok=True)
     with TemporaryDirectory(dir=ROOT / "out", prefix="test-bigger-than-memory-") as name:
         yield Path(name)
@@ -235,25 +234,25 @@ def train(*options: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory can be capped, and state can rest on a disk, under Linux only")
 def test_a_model_of_four_times_the_cap_is_trained_under_it(folder: Path) -> None:
-    done = train("--tiny", "--path", folder, "--out", folder / "out")
-    assert done.returncode == 0, done.stdout + done.stderr
+    finished = train("--tiny", "--path", folder, "--out", folder / "out")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     for dtype in ("fp32", "bf16"):
-        assert f"{dtype}: 3 losses and all weights are equal to the last bit with and without the disk" in done.stdout
-    facts = dict(re.findall(r"^  (\S.*?)  +(\S.*?) *$", done.stdout, re.MULTILINE))
-    assert float(facts["state / cap"]) >= 4
-    assert float(facts["peak of memory"].split()[0]) <= 448
-    assert "step 2/2" in done.stdout and "overlap" in done.stdout
+        assert f"{dtype}: 3 losses and all weights are equal to the last bit with and without the disk" in finished.stdout
+    figures = dict(re.findall(r"^  (\S.*?)  +(\S.*?) *$", finished.stdout, re.MULTILINE))
+    assert float(figures["state / cap"]) >= 4
+    assert float(figures["peak of memory"].split()[0]) <= 448
+    assert "step 2/2" in finished.stdout and "overlap" in finished.stdout
     assert [path.name for path in folder.iterdir()] == ["out"], "the state is still on the disk"
     assert (folder / "out/step.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     (["--cap", "12Q"], "argument --cap: got '12Q'; give a size above 0, such as 512M"),
     (["--steps", "0"], "argument --steps: got 0; give a number above 0"),
     (["--tiny", "--path", "/nowhere/at/all"], "/nowhere/at/all does not exist; make it, or give a folder"),
     (["--model", "huge"], f"choose from {', '.join(map(repr, PRESETS))}"),
 ])
-def test_bad_input_is_named_and_exits_with_2(options: list[str], said: str) -> None:
-    done = train(*options)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_is_named_and_exits_with_2(options: list[str], message: str) -> None:
+    finished = train(*options)
+    assert finished.returncode == 2 and message in finished.stderr, finished.stderr
+    assert "Traceback" not in finished.stderr

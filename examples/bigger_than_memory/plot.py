@@ -1,4 +1,4 @@
-"""The lanes of one step as a picture."""
+"""A plot of the lanes of one step."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shoal.tier import Event
-from timeline import LANES, WAITING, Time, Timeline, difference, short, union
+from timeline import LANES, WAITING, Interval, Timeline, difference, short, union
 
 COLOURS = {"read": "#1971c2", "forward": "#0b7285", "backward": "#f08c00", "step": "#862e9c", "wait": "#c92a2a",
            "write": "#2f9e44"}
 INK, MUTED, GRID = "#1f2933", "#868e96", "#e9ecef"
 LETTER = 0.0075
-"""Width of a letter as a share of the axis."""
+"""Width of a letter as a fraction of the axis."""
 
 PIXELS = 1000
-"""Of a gap that is smaller than the time over this, nothing would be seen."""
+"""Gaps shorter than the step divided by this are invisible, and merged."""
 
 
-def picture(path: Path, timeline: Timeline, events: Sequence[Event], title: str) -> None:
-    """Draw `timeline`, made of `events`, into the file `path`: PNG or SVG, as its name ends."""
+def plot(path: Path, timeline: Timeline, events: Sequence[Event], title: str) -> None:
+    """Draw `timeline`, made of `events`, to the PNG or SVG file `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,14 +28,14 @@ def picture(path: Path, timeline: Timeline, events: Sequence[Event], title: str)
     axes = figure.add_subplot()
     for height, lane in enumerate(reversed(LANES)):
         numbers: dict[str, int] = {}
-        for name, found in pieces(timeline, events, lane):
-            times = union(found, gap=timeline.seconds / PIXELS)
+        for name, intervals in unit_intervals(timeline, events, lane):
+            merged = union(intervals, gap=timeline.seconds / PIXELS)
             even = numbers.setdefault(name, len(numbers)) % 2 == 0
-            axes.broken_barh([(start - timeline.start, stop - start) for start, stop in times], (height - 0.36, 0.72),
+            axes.broken_barh([(start - timeline.start, stop - start) for start, stop in merged], (height - 0.36, 0.72),
                              facecolors=COLOURS[lane], alpha=1.0 if even else 0.72, linewidth=0)
-            start, stop = max(times, key=lambda time: time[1] - time[0])
-            if words := fitting(name, (stop - start) / timeline.seconds):
-                axes.text((start + stop) / 2 - timeline.start, height, words, ha="center", va="center", fontsize=7,
+            start, stop = max(merged, key=lambda time: time[1] - time[0])
+            if label := fitting_label(name, (stop - start) / timeline.seconds):
+                axes.text((start + stop) / 2 - timeline.start, height, label, ha="center", va="center", fontsize=7,
                           color="white")
         axes.annotate(f"{timeline.share(lane):.0%}", (1, height), xycoords=("axes fraction", "data"), xytext=(8, 0),
                       textcoords="offset points", va="center", fontsize=9.5, color=COLOURS[lane])
@@ -52,9 +52,9 @@ def picture(path: Path, timeline: Timeline, events: Sequence[Event], title: str)
     figure.savefig(path)
 
 
-def pieces(timeline: Timeline, events: Sequence[Event], lane: str) -> Iterator[tuple[str, list[Time]]]:
-    """Yield what a lane did for one unit after the other; where two overlap, the time belongs to the first."""
-    runs: list[tuple[str, list[Time]]] = []
+def unit_intervals(timeline: Timeline, events: Sequence[Event], lane: str) -> Iterator[tuple[str, list[Interval]]]:
+    """Yield the intervals of a lane unit by unit; where two units overlap, the time belongs to the first."""
+    runs: list[tuple[str, list[Interval]]] = []
     for event in sorted((event for event in events if event.lane == lane), key=lambda event: event.start):
         if not runs or runs[-1][0] != short(event.name):
             runs.append((short(event.name), []))
@@ -66,6 +66,6 @@ def pieces(timeline: Timeline, events: Sequence[Event], lane: str) -> Iterator[t
             taken = union([*taken, *own])
 
 
-def fitting(name: str, share: float) -> str:
-    """Return as much of a unit's name as `share` of the axis has room for: `blocks.12`, `12` or nothing."""
-    return next((words for words in (name, name.rpartition(".")[2]) if len(words) * LETTER < share), "")
+def fitting_label(name: str, share: float) -> str:
+    """Return the longest form of a unit's name that fits `share` of the axis: `blocks.12`, `12` or nothing."""
+    return next((label for label in (name, name.rpartition(".")[2]) if len(label) * LETTER < share), "")
