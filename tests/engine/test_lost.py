@@ -156,7 +156,7 @@ SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 3,
                            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 60}}
 
 
-def failed_alone() -> tuple[list[str], list[str]]:
+def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
     """Fail on rank 1 after the others are through; return what reading each parameter there says, and what was said."""
     model, values = build(), [parameter.detach().clone() for parameter in build().parameters()]
 
@@ -165,14 +165,17 @@ def failed_alone() -> tuple[list[str], list[str]]:
             raise ValueError("no optimizer today")
         return SGD(groups, lr=0.1)
 
+    gave_up = folder / "gave_up"
     if dist.get_rank() == 0:
         engine = shoal.initialize(model=model, config=SHARDED, optimizer=choose)[0]
-        time.sleep(4)  # and be of no help
+        while not gave_up.exists():  # take part in no gather until rank 1 has given up
+            time.sleep(0.05)
         with pytest.raises(PeerFailed, match="rank 1: initialize failed: ValueError: no optimizer today"):
             engine(torch.ones(2, 40))
         return [], []
     with logged() as said, pytest.raises(ValueError, match="no optimizer today"):
         shoal.initialize(model=model, config=SHARDED, optimizer=choose)
+    gave_up.touch()
     found = []
     for parameter, value in zip(model.parameters(), values, strict=True):
         try:
@@ -184,8 +187,8 @@ def failed_alone() -> tuple[list[str], list[str]]:
     return found, said
 
 
-def test_what_a_rank_that_fails_alone_cannot_give_back_is_told_and_refuses_to_be_read() -> None:
-    found, said = run_ranks(2, failed_alone)[1]
+def test_a_rank_that_fails_alone_names_what_it_cannot_give_back(tmp_path: Path) -> None:
+    found, said = run_ranks(2, failed_alone, tmp_path)[1]
     assert found[1::2] == ["equal"] * 6, "biases, which rest whole on each rank"
     assert all("whose engine is gone without giving it back: build the model again" in text for text in found[::2])
     [line] = said

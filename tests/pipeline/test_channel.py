@@ -188,11 +188,17 @@ def warm(end: Sender | Receiver, messages: int, size: int) -> None:
         end.flush()
 
 
+def hurried(end: Sender | Receiver, seconds: float) -> None:
+    """Change the timeout of an end once it is warm: short ones are for waits that nothing ends."""
+    end._timeout = seconds  # pyright: ignore[reportPrivateUsage]
+
+
 def held_back(before: int, size: int) -> str:
     """Let five messages be announced and none be asked for: the sender keeps those for which there is no room."""
-    end = ends(timeout=0.5)
+    end = ends()
     said = ""
     warm(end, before, size)
+    hurried(end, 0.5)
     dist.barrier()
     if isinstance(end, Receiver):
         end.expect(5)
@@ -203,6 +209,7 @@ def held_back(before: int, size: int) -> str:
             end.flush()
         said = str(caught.value)
     dist.barrier()
+    hurried(end, 20)
     if isinstance(end, Receiver):
         assert [end.receive()[0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
     else:
@@ -220,8 +227,9 @@ def test_a_receiver_holds_no_more_than_it_may_and_a_sender_says_who_does_not_tak
 
 
 def silent(before: int) -> str:
-    end = ends(timeout=0.3)
+    end = ends()
     warm(end, before, 3)
+    hurried(end, 0.3)
     if isinstance(end, Sender):
         return ""
     end.expect(1)
@@ -240,6 +248,7 @@ def idle() -> float:
     """Wait longer than the timeout where nothing is expected, and where it is but nobody asks."""
     end = ends(timeout=0.2)
     if isinstance(end, Sender):
+        hurried(end, 20)
         dist.barrier()
         end.send(torch.tensor(3.0))
         end.flush()
@@ -248,6 +257,7 @@ def idle() -> float:
         end.receive()
     end.expect(1)
     end._thread.join(0.5)  # pyright: ignore[reportPrivateUsage]  as long as that
+    hurried(end, 20)
     dist.barrier()
     return end.receive().item()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,9 @@ from shoal.transport.collectives import traffic
 from shoal.zero.reducer import Reducer
 
 from .small import BLOCKS, COUNT, MICRO, STEPS, WIDTH, WORDS, Block, Case, Embed, data, loss_fn, microbatch
+
+LONG = 600
+"""Seconds of a timeout that no test waits for; after 120 `run_ranks` fails the test."""
 
 
 def engine_of(layers: list[Any], *, loss: Callable[..., Any] | None = loss_fn, stages: int = 2, **config: Any) -> Any:
@@ -206,16 +208,14 @@ class Breaks(Block):
         return super().forward(x)
 
 
-def broken(kind: str) -> tuple[str, str, float]:
+def broken(kind: str) -> tuple[str, str]:
     middle = Breaks if kind == "layer" else Block
     layers = [shoal.LayerSpec(Embed), *(shoal.LayerSpec(Block) for _ in range(BLOCKS - 2)), shoal.LayerSpec(middle),
               shoal.LayerSpec(End2)]
-    engine = engine_of(layers, stages=3, loss=(lambda out, labels: out) if kind == "loss" else loss_fn)
-    start = time.monotonic()
+    engine = engine_of(layers, stages=3, loss=(lambda out, labels: out) if kind == "loss" else loss_fn, timeout=LONG)
     first = told(lambda: engine.train_batch(data(0, 0)))
-    seconds = time.monotonic() - start
     again = told(lambda: engine.train_batch(data(0, 0)))
-    return first, again, seconds
+    return first, again
 
 
 class End2(nn.Module):
@@ -231,28 +231,25 @@ class End2(nn.Module):
     ("layer", "failed: ValueError: out of luck"),
     ("loss", "the last stage gave a tensor of shape (2, 5, 17) as loss; loss_fn must return a scalar"),
 ])
-def test_a_failure_anywhere_is_heard_everywhere_at_once(kind: str, words: str) -> None:
-    for rank, (first, again, seconds) in enumerate(run_ranks(3, broken, kind)):
+def test_a_failure_ends_the_step_of_every_rank_before_the_timeout(kind: str, words: str) -> None:
+    for rank, (first, again) in enumerate(run_ranks(3, broken, kind)):
         assert words in first, rank
-        assert seconds < 15  # of 30 that a message may take
         assert "an earlier step failed" in again and words in again
 
 
 def test_the_grid_of_the_schedule_shows_where_it_failed() -> None:
-    found = [first for first, _, _ in run_ranks(3, broken, "layer")]
+    found = [first for first, _ in run_ranks(3, broken, "layer")]
     assert any("^ 1F2" in text or "^ 2F2" in text for text in found)
     assert len({text.partition(" failed")[0] for text in found}) == 1  # each rank names the one where it began
 
 
 def leaves() -> str:
-    engine = shoal.initialize(model=Case(stages=2).module(), config=Case().settings)[0]
+    engine = shoal.initialize(model=Case(stages=2).module(), config={**Case().settings, "timeout": LONG})[0]
     engine.train_batch(data(0, 0))
     if dist.get_rank() == 1:
         os._exit(0)
-    start = time.monotonic()
     with pytest.raises((PipelineError, CollectiveFailed)) as found:
         engine.train_batch(data(1, 0))
-    assert time.monotonic() - start < 15
     raise UsageError(f"heard: {found.value}")
 
 

@@ -1,8 +1,10 @@
-"""A failure on one rank ends the step of all, whatever they wait for, within seconds, and each names where it began."""
+"""A failure on one rank ends the step on every rank, whatever it waits for, and each rank names where it began.
+
+No wait runs into the timeout of the engine: `run_ranks` gives up long before it.
+"""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from shoal.testing import run_ranks
 
 from .test_agreement import WIDTH, batches
 
-LONG = 50
-"""Seconds until a wait would end by itself: the tests end much earlier, or not at all."""
+LONG = 600
+"""Seconds of the engine's timeout; after 120 `run_ranks` fails the test."""
 
 
 class Breaks(nn.Module):
@@ -51,7 +53,7 @@ def engine_of(broken: int, zero: int = 0, **fails: int) -> Any:
         "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})[0]
 
 
-def failing(case: str) -> tuple[str, bool]:
+def failing(case: str) -> str:
     rank = dist.get_rank()
     match case:
         case "tail":  # the other stage has done its row, and waits for the end of the step
@@ -62,16 +64,14 @@ def failing(case: str) -> tuple[str, bool]:
             engine = engine_of(2, forward=2 if rank == 3 else 0)
         case _:
             engine = engine_of(2, 3, forward=2 if rank == 3 else 0)
-    start = time.monotonic()
     with pytest.raises(PipelineError) as found:
         if case == "evaluation's tail":
             engine.eval_batch(batches(), num_micro_batches=3)
         else:
             engine.train_batch(batches())
-    seconds = time.monotonic() - start
     with pytest.raises(ShoalError, match="an earlier step failed"):
         engine.train_batch(batches())
-    return str(found.value), seconds < LONG / 2
+    return str(found.value)
 
 
 @pytest.mark.parametrize(("case", "ranks", "words"), [
@@ -81,8 +81,8 @@ def failing(case: str) -> tuple[str, bool]:
     ("another pipeline, at stage 3", 4, "rank 3 (stage 1): 1F1 failed: ValueError: out of luck"),
 ])
 def test_who_waits_for_a_rank_that_failed_is_told_where_it_began(case: str, ranks: int, words: str) -> None:
-    for said, soon in run_ranks(ranks, failing, case):
-        assert said.startswith(words) and soon
+    for said in run_ranks(ranks, failing, case):
+        assert said.startswith(words)
 
 
 def astray() -> str:
@@ -110,11 +110,11 @@ def interrupted() -> str:
 
     engine = engine_of(9)
     engine.train_batch(batches())
-    start, rank = time.monotonic(), dist.get_rank()
+    rank = dist.get_rank()
     with pytest.raises((KeyboardInterrupt, ShoalError)) as found:
         engine.train_batch(items() if rank == 0 else batches())
     assert isinstance(found.value, KeyboardInterrupt) is (rank == 0)
-    return str(found.value) if time.monotonic() - start < LONG / 2 else "late"
+    return str(found.value)
 
 
 def test_an_interrupt_while_a_rank_draws_is_heard_by_those_who_wait() -> None:
