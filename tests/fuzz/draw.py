@@ -11,9 +11,9 @@ STAGES_PER_RANK = {"gpipe": (1,), "1f1b": (1,), "zb-h1": (1,), "zb-h2": (1,), "z
 """The pipeline schedules, and how many stages a rank may have with each."""
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "AdamW": ({"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1},
-              {"lr": 0.02, "eps": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.0}),
-    "Adam": ({"lr": 0.02, "eps": 1e-3, "weight_decay": 0.01},),
+    "AdamW": ({"lr": 0.02, "eps": 1e-2, "weight_decay": 0.1},
+              {"lr": 0.02, "eps": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.0}),
+    "Adam": ({"lr": 0.02, "eps": 1e-2, "weight_decay": 0.01},),
     "SGD": ({"lr": 0.2, "weight_decay": 0.01}, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "Adagrad": ({"lr": 0.02, "eps": 1e-2},),
     "RMSprop": ({"lr": 0.01, "eps": 1e-2, "momentum": 0.5},),
