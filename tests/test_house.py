@@ -26,7 +26,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: dict[str, tuple[str, ...]] = {
     "ground": ("version", "errors", "interrupts", "log", "tree"),
     "configuration": ("config",),
-    "names": ("fingerprint", "registry"),
+    "names": ("registry",),
     "machine": ("native",),
     "formats": ("onebit",),
     "record": ("recording",),

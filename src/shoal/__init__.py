@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.engine.build import add_config_arguments, initialize
     from shoal.engine.engine import Engine
     from shoal.engine.mesh_setup import configured_mesh
+    from shoal.engine.pipeline_engine import PipelineEngine
     from shoal.errors import ShoalError
     from shoal.mesh.mesh import Mesh
     from shoal.mesh.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -29,6 +30,7 @@ __all__ = [
     "Mesh",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
+    "PipelineEngine",
     "PipelineModule",
     "ProcessTopology",
     "RepeatingLoader",
@@ -55,6 +57,7 @@ _HOMES = {
     "Mesh": "shoal.mesh.mesh",
     "PipeDataParallelTopology": "shoal.mesh.topology",
     "PipeModelDataParallelTopology": "shoal.mesh.topology",
+    "PipelineEngine": "shoal.engine.pipeline_engine",
     "PipelineModule": "shoal.pipeline.module",
     "ProcessTopology": "shoal.mesh.topology",
     "RepeatingLoader": "shoal.data",

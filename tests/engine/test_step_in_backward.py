@@ -290,7 +290,7 @@ def too_soon(folder: str, tier: dict[str, Any], stage: int, within: bool) -> tup
             with pytest.raises(UsageError) as raised:
                 action(engine)
             said[name] = str(raised.value)
-        engine._boundary = None
+        engine.progress.boundary_override = None
         engine.step()
     found = weights(engine)
     engine.destroy()

@@ -1,61 +1,208 @@
-"""The engine's other questions: where training is, on which ranks, with which objects. Nothing here changes anything.
+"""Read-only questions to an engine, under the names that published training scripts use.
 
-What neither the engine nor torch's module has is looked for in the user's module.
+Configuration, batch sizes, counters, learning rates, ranks, objects: each answer is the value in force. A published key that
+the configuration refuses has one answer. Nothing here changes what an engine does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from shoal.data.loader import Loader
-from shoal.engine.configured import Configured
+from shoal.config.batch import BatchSizes
+from shoal.engine.progress import Progress
+from shoal.engine.schema import Config
 from shoal.errors import UsageError
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
+from shoal.precision.policy import Policy
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.zero.placement import StateBytes
 from shoal.zero.sharded import ShardedModel
 
-ROUTES = ("train", "eval", "predict")
 
-
-class Surface(Configured):
-    """Accessors of an engine."""
+class Accessors:
+    """The published accessors, mixed into every engine. The engine provides the attributes that they read."""
 
     module: nn.Module
+    settings: Config
+    batch: BatchSizes
+    policy: Policy
+    progress: Progress
     device: torch.device
     mesh: Mesh
     parameter_groups: ParameterGroups
     communicator: Communicator
     optimizer: ShardedOptimizer | None
+    client_optimizer: object
     sharded: ShardedModel | None
     has_moe_layers: bool = False
     monitor: None = None
     timers: None = None
     flops_profiler: None = None
-    destroyed: bool = False
-    """Whether `destroy` was called: the model is its own again."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the attribute of the module that the engine lacks."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = vars(self).get("_modules", {}).get("module")
-            if module is None:
-                raise
-        try:
-            return getattr(module, name)
-        except AttributeError:
-            raise AttributeError(f"neither {type(self).__name__} nor its module {type(module).__name__} has an attribute "
-                                 f"'{name}'") from None
+    # Configuration
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given, in a dict of its own; `settings` holds it with every default resolved."""
+        return self.settings.given
+
+    @property
+    def _config(self) -> Config:
+        return self.settings
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all data ranks."""
+        return self.batch.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward on one rank."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches per optimizer step."""
+        return self.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the batch of a step, of one forward on one rank, and the microbatches of a step."""
+        return self.batch.total, self.batch.micro, self.batch.accumulation
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.settings.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self.settings.zero_optimization.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded: at stages 2 and 3."""
+        return self.settings.zero_optimization.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are sharded: at stage 3."""
+        return self.settings.zero_optimization.stage >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether `save_16bit_model` may gather the weights at stage 3."""
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return self.settings.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return self.settings.bf16.enabled
+
+    def amp_enabled(self) -> bool:
+        """False: Apex is not used."""
+        return False
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is adjusted during training."""
+        return self.settings.fp16.enabled and self.settings.fp16.dynamic
+
+    def gradient_clipping(self) -> float:
+        """The largest global L2 norm of the gradients; 0 disables clipping."""
+        return self.settings.gradient_clipping
+
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer that `initialize` was given, or the configured name."""
+        if self.client_optimizer is not None and not callable(self.client_optimizer):
+            return type(self.client_optimizer).__name__
+        return self.settings.optimizer.type
+
+    def scheduler_name(self) -> str | None:
+        """The configured name of the learning-rate schedule."""
+        return self.settings.scheduler.type
+
+    def steps_per_print(self) -> int | None:
+        """Steps between two progress lines in the log; None: no lines."""
+        return self.settings.steps_per_print
+
+    def dump_state(self) -> bool:
+        """Whether `initialize` logs the resolved configuration."""
+        return self.settings.dump_state
+
+    def wall_clock_breakdown(self) -> bool:
+        """False: the configuration refuses timers."""
+        return False
+
+    def memory_breakdown(self) -> bool:
+        """False: the configuration refuses memory reports."""
+        return False
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided by the number of ranks, or by a part of it, after they are summed."""
+        return not self.policy.averaging.is_before(accumulate=self.policy.accumulate, wire=self.policy.reduce)
+
+    def gradient_predivide_factor(self) -> float:
+        """The divisor of gradients before they are summed: 1, a part of the number of ranks, or all of it."""
+        factors = self.policy.averaging.factors(self.batch.data_ranks, accumulate=self.policy.accumulate,
+                                                wire=self.policy.reduce)
+        return 1 / factors.before
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are reduced. Setting another one raises `UsageError`."""
+        return self.policy.reduce
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype) -> None:
+        if dtype != self.policy.reduce:
+            raise UsageError(f"communication_data_type: got {dtype}, but the buffers of this engine were made for "
+                             f"{self.policy.reduce}; set communication_data_type in the configuration instead")
+
+    # Progress; scripts may set the counters
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches so far."""
+        return self.progress.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self.progress.micro_steps = count
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.progress.global_steps
+
+    @global_steps.setter
+    def global_steps(self, count: int) -> None:
+        self.progress.global_steps = count
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of these steps, over all data ranks."""
+        return self.progress.global_samples
+
+    @global_samples.setter
+    def global_samples(self, count: int) -> None:
+        self.progress.global_samples = count
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that an overflow of the gradients has skipped."""
+        return self.progress.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.progress.skipped_steps = count
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` changed the weights."""
+        return self.progress.step_applied
+
+    # Optimizer
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group."""
@@ -72,7 +219,7 @@ class Surface(Configured):
         return [] if self.optimizer is None else [type(self.optimizer.optimizer).__name__] * len(self.get_lr())
 
     def get_global_grad_norm(self) -> float | None:
-        """The global norm at the last step, before clipping; None where no clipping or overflow check asked for it."""
+        """The global norm at the last step, before clipping; None if neither clipping nor an overflow check needed it."""
         return None if self.optimizer is None else self.optimizer.norm
 
     def loss_scale(self) -> float:
@@ -88,17 +235,21 @@ class Surface(Configured):
         """The torch optimizer within `optimizer`, over this rank's slices."""
         return None if self.optimizer is None else self.optimizer.optimizer
 
+    # Ranks and the model
+
     @property
     def global_rank(self) -> int:
+        """This rank's number in the job."""
         return self.parameter_groups.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Which of its host's ranks this is."""
+        """This rank's number on its host."""
         return process_group.local_rank()
 
     @property
     def world_size(self) -> int:
+        """Ranks of the job."""
         return self.parameter_groups.world.ranks
 
     @property
@@ -121,44 +272,9 @@ class Surface(Configured):
         """The name of each of the module's parameters."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
-                     data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
-        """Build the loader of a dataset: this rank's microbatches, shuffled for the route 'train', resumable.
-
-        Raises `UsageError` for a route other than 'train', 'eval' or 'predict', for a sampler, and for no dataset.
-        """
-        if data_sampler is not None:
-            raise UsageError("deepspeed_io: data_sampler is not supported: the loader's own order is what makes it "
-                             "resumable on any number of ranks; build a torch DataLoader with your sampler instead")
-        if route not in ROUTES:
-            raise UsageError(f"deepspeed_io: route: got {route!r}; choose one of {', '.join(ROUTES)}")
-        return Loader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), rank=self.communicator.rank,
-                      ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
-                      collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
-                      pin_memory=pin_memory and self.device.type == "cuda")
-
     def model_state_bytes(self) -> StateBytes:
         """Measure the bytes of model state that rest on this rank."""
         assert self.sharded is not None
         if self.optimizer is not None:
             self.optimizer.settle()
         return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})
-
-    def refuse_destroyed(self, call: str) -> None:
-        """Raise `UsageError` from `call` once the engine has let go of the model."""
-        if self.destroyed:
-            raise UsageError(f"{call}: this engine was destroyed, and has no part in the model any more; use the module "
-                             f"itself, or build another engine over it by shoal.initialize")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Let `to`, `half`, `cuda` and their like pass where they change nothing.
-
-        Raises `UsageError` where they would move or cast the parameters away from the engine's buffers.
-        """
-        probe = torch.empty(0, dtype=self.policy.compute, device=self.device)
-        moved = fn(probe)
-        if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-            raise UsageError(f"the engine's model is {probe.dtype} on {probe.device} and cannot become {moved.dtype} on "
-                             f"{moved.device}: its parameters are views of the engine's buffers. Convert the model before "
-                             f"initialize, set fp16 or bf16 in the configuration, or call engine.destroy() first")
-        return self

@@ -1,17 +1,18 @@
-"""The one call: a model, and a JSON file that says how to train it.
+"""Build an engine: `initialize` takes a model and a JSON file that says how to train it.
 
-The order is a contract between ranks: distributed first, then the configuration (which needs the world size), the units
-(which compare what every rank built), the optimizer over their masters, the schedule, the loader.
+The order is a contract between ranks: torch.distributed first, then the configuration (which needs the world size), the
+units (whose layout the ranks compare), the optimizer over their masters, the schedule, the loader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,86 +21,109 @@ from torch.optim import Optimizer
 from shoal import comm
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
-from shoal.engine.checks import check_compressing, check_warm_up
+from shoal.engine.base import BaseEngine
+from shoal.engine.checks import check_compression, check_warm_up, missing_units, unit_names
 from shoal.engine.engine import Engine
-from shoal.engine.frozen_check import FrozenParamCheck
-from shoal.engine.lost import missing, named
-from shoal.engine.mesh_setup import mesh_of, parameter_groups_of
-from shoal.engine.optimizer_traits import OptimizerSource, OptimizerTraits, check_optimizer, chosen
+from shoal.engine.mesh_setup import check_ranks_agree, mesh_of, parameter_groups_of
 from shoal.engine.pipeline_engine import PipelineEngine
-from shoal.engine.rank_consistency import agree, facts_of
-from shoal.engine.replicated_grads import ReplicatedGradCheck
 from shoal.engine.schema import Config
 from shoal.engine.storage_plan import plan_storage
-from shoal.engine.translate import loss_scale_of, plan_of, policy_of, rules_of
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
+from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, moments_of
 from shoal.optim.groups import Groups
 from shoal.optim.masks import check_masks, warn_of_masks
-from shoal.optim.registry import make_optimizer
+from shoal.optim.registry import make_optimizer, prefers_native
+from shoal.optim.rules import StepRules
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import Views
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings
+from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
+from shoal.precision.policy import Averaging, Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.transport.failure_board import FailureBoard
-from shoal.zero.sharded import ShardedModel
+from shoal.zero.sharded import ShardingPlan
 
 if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
+__all__ = ["add_config_arguments", "initialize"]
+
+OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
+ParameterSource = Iterable[Tensor | Mapping[str, Any]]
+
+
+@overload
+def initialize(  # pyright: ignore[reportOverlappingOverload]  a PipelineModule is a Module too: the first overload is taken
+    args: Any = None, *, model: PipelineModule, optimizer: OptimizerSource | None = None,
+    model_parameters: ParameterSource | None = None, training_data: Dataset[Any] | None = None,
+    lr_scheduler: ScheduleSource | None = None, distributed_port: int = 29500, mpu: Any = None,
+    dist_init_required: bool | None = None, collate_fn: Callable[[Any], Any] | None = None, config: Source | None = None,
+    mesh_param: Any = None, config_params: Source | None = None,
+) -> tuple[PipelineEngine, ShardedOptimizer | None, Any, AnySchedule | None]: ...
+
+
+@overload
+def initialize(args: Any = None, model: nn.Module | None = None, optimizer: OptimizerSource | None = None,
+               model_parameters: ParameterSource | None = None, training_data: Dataset[Any] | None = None,
+               lr_scheduler: ScheduleSource | None = None, distributed_port: int = 29500, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[[Any], Any] | None = None,
+               config: Source | None = None, mesh_param: Any = None, config_params: Source | None = None,
+               ) -> tuple[Engine, ShardedOptimizer | None, Any, AnySchedule | None]: ...
 
 
 def initialize(args: Any = None, model: nn.Module | None = None, optimizer: OptimizerSource | None = None,
-               model_parameters: Iterable[Tensor | Mapping[str, Any]] | None = None,
-               training_data: Dataset[Any] | None = None, lr_scheduler: ScheduleSource | None = None,
-               distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
-               collate_fn: Callable[[Any], Any] | None = None, config: Source | None = None, mesh_param: Any = None,
-               config_params: Source | None = None) -> tuple[Engine, ShardedOptimizer | None, Any, AnySchedule | None]:
+               model_parameters: ParameterSource | None = None, training_data: Dataset[Any] | None = None,
+               lr_scheduler: ScheduleSource | None = None, distributed_port: int = 29500, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[[Any], Any] | None = None,
+               config: Source | None = None, mesh_param: Any = None, config_params: Source | None = None,
+               ) -> tuple[Engine | PipelineEngine, ShardedOptimizer | None, Any, AnySchedule | None]:
     """Wrap `model` for training as the configuration says; every rank calls it with the same model.
 
     `config` is a path, a dict, or base64 of JSON; it may come as `args.shoal_config` instead. `optimizer` is an instance
     over the model's parameters, or a function of parameter groups; without it `config` names one. `lr_scheduler` is a
     schedule of that instance, or a function of the optimizer. `training_data` is a dataset to build the loader from.
 
-    Returns (engine, its optimizer, the loader, the schedule), each None when absent. Raises `ConfigError` for the
-    configuration, `UsageError` for the objects, `RanksDisagree` when ranks differ.
+    Returns (engine, its optimizer, the loader, the schedule), each None when absent; the engine is a `PipelineEngine` if
+    the model is a `PipelineModule`. Raises `ConfigError` for the configuration, `UsageError` for the objects,
+    `RanksDisagree` when ranks differ.
     """
     if model is None:
         raise UsageError("initialize: model is missing; pass the torch module to train")
     source = _source(args, config, config_params)
     process_group.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
-                                 timeout=_timeout(source))
+                                   timeout=_timeout(source))
     try:
         mesh = mesh_of(source, model, mpu, mesh_param)
-        settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_counted(mesh))
+        settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_data_ranks_origin(mesh))
     except (ConfigError, UsageError) as error:
         process_group.announce_failure(error)
         raise
-    board = FailureBoard(agree(facts_of(model, mesh, settings)))
-    _listen(settings)
+    board = FailureBoard(check_ranks_agree(model, mesh, settings))
+    _set_up_log(settings)
     zero = settings.zero_optimization
     parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
         Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
         gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
     device = process_group.device()
-    engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
-        model, settings, mesh, parameter_groups, board, device)
-    engine.client_optimizer = optimizer
-    stepping = chosen(settings, optimizer)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
+    engine = kind(model, settings, mesh, parameter_groups, board, device)
+    traits = _traits(settings, optimizer)
     _check_device(settings, device)
-    if stepping.compressing:
-        check_compressing(settings, mesh, model, stepping.name)
+    if traits.compressing:
+        check_compression(settings, mesh, model, traits.name)
     _move_buffers(model, parameter_groups.data, device)
-    with _untouched_by_failure(engine, optimizer):
-        _build(engine, optimizer, model_parameters, stepping)
-        engine.lr_scheduler = _schedule(engine, lr_scheduler)
+    with _restored_on_failure(engine, optimizer):
+        sharded_optimizer = _shard(engine, optimizer, model_parameters, traits)
+        schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
+        engine.attach(sharded_optimizer, schedule, client_optimizer=optimizer)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
@@ -122,13 +146,13 @@ def add_config_arguments(parser: Any) -> Any:
     return parser
 
 
-def _listen(settings: Config) -> None:
-    """Let be heard and recorded what the configuration asks for."""
+def _set_up_log(settings: Config) -> None:
+    """Set the level of the library's logger, and begin to record collectives, as the configuration asks."""
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
     elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state
                                      or settings.comms_logger.verbose):
-        logger.setLevel(INFO)  # who asks for lines is to see them
+        logger.setLevel(INFO)  # else the lines that these settings ask for would not be shown
     if settings.comms_logger.enabled:
         comm.record(settings.comms_logger)
 
@@ -148,21 +172,21 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
 
 
 def _check_device(settings: Config, device: torch.device) -> None:
-    """Raise for what cannot be done where the model is to compute."""
+    """Raise for settings that the device of the model does not support."""
     if settings.zero_optimization.offload_optimizer.step_in_backward and device.type != "cpu":
         raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
                               f"backward steps on the host alone so far: set it to false")
 
 
-def _counted(mesh: Mesh) -> str:
-    """Say who counted the data ranks."""
+def _data_ranks_origin(mesh: Mesh) -> str:
+    """Return where the number of data ranks comes from, for errors."""
     world = f"the world size of torch.distributed, from {process_group.world_size_origin()}"
     others = mesh.ranks.numel() // mesh.size("data")
     return world if others == 1 else f"{world}, divided by the {others} ranks of one copy of the model in {mesh}"
 
 
 def _timeout(source: Source) -> timedelta | None:
-    """Return the configured timeout, if there is one; what is wrong with `source` is said once the ranks are counted."""
+    """Return the configured timeout, if there is one; errors in `source` are raised once the ranks are counted."""
     try:
         settings = Config.resolve(source, data_ranks=None)
     except ConfigError:
@@ -170,31 +194,25 @@ def _timeout(source: Source) -> timedelta | None:
     return None if settings.origins["timeout"] == DEFAULT else timedelta(seconds=settings.timeout)
 
 
-def _build(engine: Engine, optimizer: OptimizerSource | None,
-           parameters: Iterable[Tensor | Mapping[str, Any]] | None, stepping: OptimizerTraits) -> None:
-    """Give the engine its units and its optimizer, of which `stepping` is known."""
+def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: ParameterSource | None,
+           traits: OptimizerTraits) -> ShardedOptimizer | None:
+    """Shard the engine's model, and build the optimizer with these `traits` over its masters."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
     groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
-    engine.policy = dtypes = policy_of(settings, model, stepping, engine.communicator)
+    dtypes = _precision(settings, model, traits, engine.communicator)
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_sparse_embedding_error(model)
     trained = groups.of if optimizer is not None or named else {}
-    place = plan_storage(settings, model, trained, stepping.moments, dtypes, engine.parameter_groups, engine.device)
-    engine.sharded = ShardedModel(model, engine.parameter_groups, place, aliases=engine.aliases)
-    engine.sharded.shard(trained, plan_of(settings, stepping), dtypes, roots=engine.roots, announced=engine.announces,
-                         boundary=engine.is_gradient_accumulation_boundary, sync=engine.synchronising)
-    engine.frozen = FrozenParamCheck(
-        (member.name, member.parameter) for unit in engine.sharded.units for member in unit.members)
-    for each in engine.sharded.passes:
-        each.before_backward = engine.before_backward
-    if engine.parameter_groups.tensor is not None:
-        engine.copies = ReplicatedGradCheck({member.name: member.parameter for unit in engine.sharded.trainable
-                                             if unit.replica_group.tensor_replicated for member in unit.members})
+    storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
+    sharded = engine.shard(trained, _sharding_plan(settings, traits), dtypes, storage)
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
-        return  # a stage may have nothing to train, and steps with the others all the same
-    _see_to_masks(engine, groups, stepping)
-    views = Views(engine.sharded.trainable, len(groups.options))
+        return None  # but a stage without trained parameters steps with the others all the same
+    if traits.compressing:
+        check_masks(sharded.trainable, groups.options, sharded.cuts)
+    else:
+        warn_of_masks(groups.options, traits.name)
+    views = Views(sharded.trainable, len(groups.options))
     if isinstance(optimizer, Optimizer):
         inner = groups.rebind(optimizer, views)
     elif optimizer is not None:
@@ -206,29 +224,20 @@ def _build(engine: Engine, optimizer: OptimizerSource | None,
         assert settings.optimizer.type is not None
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
-    check_optimizer(settings, inner)
-    if isinstance(inner, CompressedOptimizer) and not stepping.compressing:
+    _check_optimizer(settings, inner)
+    if isinstance(inner, CompressedOptimizer) and not traits.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
-    rules = rules_of(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
-    engine.optimizer = ShardedOptimizer(engine.sharded, views, inner, loss_scale_of(settings), rules)
-
-
-def _see_to_masks(engine: Engine, groups: Groups, stepping: OptimizerTraits) -> None:
-    """Raise `ConfigError` for a mask that does not fit; say of one that nobody reads that it has no effect."""
-    assert engine.sharded is not None
-    if stepping.compressing:
-        check_masks(engine.sharded.trainable, groups.options, engine.sharded.cuts)
-    else:
-        warn_of_masks(groups.options, stepping.name)
+    rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
+    return ShardedOptimizer(sharded, views, inner, _loss_scale(settings), rules)
 
 
 @contextmanager
-def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> Generator[None]:
+def _restored_on_failure(engine: BaseEngine, optimizer: OptimizerSource | None) -> Generator[None]:
     """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow.
 
-    What other ranks hold, and do not give, stays guarded: reading it raises, so that nobody takes it for weights. Those that
-    did not fail, and wait for this one now or later, are told why.
+    Shards that other ranks do not return stay guarded: reading such a parameter raises, so that it is not taken for weights.
+    Ranks that did not fail, and wait for this one now or later, are told why.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
     try:
@@ -245,36 +254,140 @@ def _untouched_by_failure(engine: Engine, optimizer: OptimizerSource | None) -> 
                 engine.sharded.destroy()
             except Exception as error:
                 logger.error("rank %d: initialize failed, and the parameters of %s could not be had back: build the model "
-                             "again, reading this one raises: %s", engine.global_rank, named(missing(engine.sharded)), error)
+                             "again, reading this one raises: %s", engine.global_rank,
+                             unit_names(missing_units(engine.sharded)), error)
         raise
 
 
-def _schedule(engine: Engine, source: ScheduleSource | None) -> AnySchedule | None:
+def _schedule(settings: Config, sharded: ShardedOptimizer | None, source: ScheduleSource | None) -> AnySchedule | None:
     """Return the schedule of the configuration, or the one that `source` is or makes."""
-    if engine.optimizer is None:
+    if sharded is None:
         return None
-    settings, optimizer, schedule = engine.settings.scheduler, engine.optimizer.optimizer, None
+    optimizer, schedule = sharded.optimizer, None
     if source is not None:
         schedule = source(optimizer) if callable(source) else source
-    elif settings.type is not None:
-        schedule = make_schedule(settings.type, settings.params, optimizer)
+    elif settings.scheduler.type is not None:
+        schedule = make_schedule(settings.scheduler.type, settings.scheduler.params, optimizer)
     if isinstance(optimizer, CompressedOptimizer):
-        named = None if source is not None else settings.params.get("total_num_steps")
-        check_warm_up(optimizer, getattr(schedule, "total_steps", named))
+        configured = None if source is not None else settings.scheduler.params.get("total_num_steps")
+        check_warm_up(optimizer, getattr(schedule, "total_steps", configured))
     return schedule
 
 
 def _warn_of_unused(section: str, given: object, named: str | None) -> None:
-    """Say that an object takes the place of what the configuration names."""
+    """Warn where an object takes the place of the one that the configuration names."""
     if given is not None and named is not None:
         warn_once(f"{section}: initialize was given an object, which is used; '{named}' of the configuration is not")
 
 
 def _move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
-    """Bring the buffers to the device, with rank 0's values, as the parameters have them."""
+    """Move the model's buffers to the device, and give all data ranks rank 0's values, as parameters get them."""
     for name, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():
             values = buffer.data.contiguous()
             communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
             buffer.data.copy_(values)
+
+
+# What the optimizer needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTraits:
+    """The properties of an optimizer that placement depends on, known before it is built."""
+
+    name: str = ""
+    moments: int = ADAM_MOMENTS
+    """Tensors of a weight's shape that it keeps for each weight."""
+    compressing: bool = False
+    """Gradients and weights are communicated as one bit an element."""
+    layerwise: bool = False
+    """A step needs norms of whole parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerTraits:
+        return cls(name=type(optimizer).__name__, moments=moments_of(type(optimizer), optimizer.defaults),
+                   compressing=isinstance(optimizer, CompressedOptimizer), layerwise=type(optimizer) in LAYERWISE)
+
+
+def _traits(settings: Config, optimizer: OptimizerSource | None) -> OptimizerTraits:
+    """Return the traits of the optimizer to build, which is tried on a single weight if the configuration names it.
+
+    Raises for an optimizer that cannot work, before the model and the optimizer are changed.
+    """
+    if isinstance(optimizer, Optimizer):
+        _check_optimizer(settings, optimizer)
+        Groups.check_new(optimizer)
+        return OptimizerTraits.of(optimizer)
+    if optimizer is not None and not callable(optimizer):
+        raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "
+                         f"a function of parameter groups that returns one. A name goes into the configuration: "
+                         f'"optimizer": {{"type": "AdamW", "params": {{...}}}}')
+    if optimizer is None and settings.optimizer.type is not None:
+        weight = nn.Parameter(torch.zeros(2))
+        inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
+        _check_optimizer(settings, inner)
+        return OptimizerTraits.of(inner)
+    return OptimizerTraits()
+
+
+def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
+    """Raise unless `optimizer` can step slices of parameters, when the configuration wants them stepped."""
+    check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+    name = type(optimizer).__name__
+    if settings.zero_optimization.offload_optimizer.step_in_backward and type(optimizer) in LAYERWISE:
+        raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "
+                          f"norms that all ranks add up together, after backward; set it to false, or use an elementwise "
+                          f"optimizer such as AdamW")
+
+
+# The configuration, in the terms of each part
+
+
+def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data: Communicator) -> Policy:
+    """Return the dtypes of compute, of accumulated gradients and of their reduction over `data`, and how they average."""
+    accumulate = settings.data_types.grad_accum_dtype
+    if traits.compressing and accumulate is None:  # 16 bits would round the compression error away
+        accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    averaging = Averaging(prescale=settings.prescale_gradients, predivide=settings.gradient_predivide_factor,
+                          wide=not data.native, times=data.ranks if settings.gradient_allreduce_op == "sum" else 1)
+    return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
+                  communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
+                  averaging=averaging)
+
+
+def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
+    """Return how the model is sharded, and how far its weights are gathered ahead of use."""
+    zero = settings.zero_optimization
+    param = zero.offload_param
+    return ShardingPlan(
+        stage=zero.stage, signs=traits.compressing, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
+        live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
+        persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
+        reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
+        in_backward=bool(zero.offload_optimizer.step_in_backward), by_rows=settings.sparse_gradients)
+
+
+def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:
+    """Return how a step is taken, by an optimizer that the configuration `named` or by another."""
+    overflows = traits.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
+    zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
+    ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
+    native = named and prefers_native(settings.optimizer.type, settings.optimizer.params)
+    return StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
+                     or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
+                     unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size, native=native, ahead=ahead,
+                     behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
+                     in_backward=bool(offload.step_in_backward))
+
+
+def _loss_scale(settings: Config) -> LossScale:
+    """Return the factor of losses, and how it changes; 1 without fp16."""
+    fp16 = settings.fp16
+    if not fp16.enabled:
+        return StaticScale(1.0)
+    return make_loss_scale(loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power,
+                           loss_scale_window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
+                           consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale)

@@ -1,26 +1,41 @@
-"""What state that travels as signs cannot be combined with, said before anything is built."""
+"""Checks of one engine: settings that compressed communication cannot be combined with, parameters that were frozen when the
+engine was built, gradients of parameters that every tensor rank holds whole, and units that a failure has lost.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
 
 from shoal.engine.schema import Config
-from shoal.errors import ConfigError, NotSupportedYet
+from shoal.errors import ConfigError, NotSupportedYet, RanksDisagree, UsageError
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.sparse.embeddings import Embeddings
+from shoal.transport.collectives import Communicator
+from shoal.zero.guard import clear_owner, guard, set_owner, unguard
+from shoal.zero.sharded import ShardedModel
+from shoal.zero.unit import Phase, Unit
 
-__all__ = ["check_compressing", "check_warm_up"]
+__all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up", "fill_nan", "missing_units",
+           "unit_names"]
+
+# Compressed communication
 
 _WARM_UP = ("freeze_step", "var_update_scaler")
-"""What optimizers call their warm-up."""
+"""The options of optimizers that name the length of their warm-up."""
 
 
-def check_compressing(settings: Config, mesh: Mesh, model: nn.Module, name: str) -> None:
-    """Raise `ConfigError` for what the compressing optimizer `name` cannot serve, naming what it can.
+def check_compression(settings: Config, mesh: Mesh, model: nn.Module, name: str) -> None:
+    """Raise `ConfigError` for a setting that the compressing optimizer `name` cannot serve, naming one that it can.
 
-    Whole weights are published as updates, so that they have to rest on every rank (stages 0 to 2), change nowhere else,
-    and one owner has to have the sum of a slice.
+    Such an optimizer publishes updates of whole weights. So weights rest on every rank (stages 0 to 2), change nowhere else,
+    and one owner has the sum of a slice.
     """
     zero = settings.zero_optimization
     if zero.stage == 3:
@@ -52,3 +67,146 @@ def check_warm_up(optimizer: CompressedOptimizer, total: object) -> None:
             key = next(key for key in _WARM_UP if key in group)
             raise ConfigError(f"{name}: {key}: got {group[key]}, and the schedule has {total:g} steps: training would "
                               f"end before anything is compressed; give {max(1, int(total) // 5)}, a fifth of it")
+
+
+# Frozen parameters
+
+_SHOWN = 3
+
+
+class FrozenParamCheck:
+    """Refuses to train parameters that were frozen when the engine was built: they have no gradient or optimizer state.
+
+    Freezing a parameter during training is allowed: it has no gradient from then on, the optimizer skips it like an unused
+    one, and its state is kept for when it is trained again.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]):
+        self._parameters: Mapping[str, nn.Parameter] = {
+            name: parameter for name, parameter in parameters if not parameter.requires_grad}
+
+    def check(self, rank: int) -> None:
+        """Raise `UsageError` if one of the parameters requires gradients by now."""
+        thawed = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        if thawed:
+            more = f" and {len(thawed) - _SHOWN} more" if len(thawed) > _SHOWN else ""
+            raise UsageError(
+                f"rank {rank}: backward: {', '.join(thawed[:_SHOWN])}{more} required no gradient at initialize: "
+                f"there is no state to train it by. Call requires_grad_(False) after initialize, which can be undone at any "
+                f"step; or save a checkpoint, and load it into an engine of the model as it is now")
+
+
+# Replicated gradients
+
+_CHUNKS = 8
+_TOLERANCE = 0.01
+"""Parts of a gradient's norm by which the sums of its chunks may differ: rounding is far below, other data far above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GradSummary:
+    """The norm and the chunk sums of a parameter's gradient; those of several microbatches add up."""
+
+    norm: float
+    sums: tuple[float, ...]
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _GradSummary:
+        values = gradient.detach().reshape(-1).float()
+        return cls(norm=values.norm().item(), sums=tuple(chunk.sum().item() for chunk in values.chunk(_CHUNKS)))
+
+    def __add__(self, other: _GradSummary) -> _GradSummary:
+        return _GradSummary(norm=self.norm + other.norm, sums=tuple(map(sum, zip(self.sums, other.sums, strict=True))))
+
+    def matches(self, other: _GradSummary) -> bool:
+        """Whether both may describe one gradient."""
+        limit = _TOLERANCE * max(self.norm, other.norm)
+        return not any(abs(one - two) > limit for one, two in zip(self.sums, other.sums, strict=True))
+
+
+class ReplicatedGradCheck:
+    """Compares, at the first step, the gradients of parameters that every tensor rank holds whole.
+
+    Tensor ranks compute the same on such parameters, and their gradients are averaged like those of data ranks. A norm that
+    runs on one rank's part of the sequence, and that no plan names, has another addend on each rank instead. Training by
+    their mean would divide its gradient by the number of ranks, without a sign in the loss. The same holds for layers that
+    draw random numbers of each rank's own.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+        self._summaries: dict[str, _GradSummary] = {}
+        self._handles = [parameter.register_hook(partial(self._record, name)) for name, parameter in parameters.items()
+                         if parameter.requires_grad]
+
+    def compare(self, tensor_ranks: Communicator, *, keep_checking: bool = False) -> bool:
+        """Return whether to compare again: if `keep_checking`, or if gradients overflowed, which proves nothing.
+
+        Raises `RanksDisagree`, on all tensor ranks, where copies have other gradients.
+        """
+        by_rank = tensor_ranks.gather_objects(self._summaries)
+        self._summaries = {}
+        for rank, summaries in enumerate(by_rank):
+            for name, summary in summaries.items():
+                if name in by_rank[0] and not summary.matches(by_rank[0][name]):
+                    raise RanksDisagree(
+                        f"'{name}' is whole on all tensor ranks, and has another gradient on rank {rank} of them than on "
+                        f"rank 0 (norms {summary.norm:g} and {by_rank[0][name].norm:g}): if it runs on a part of the "
+                        f"sequence, say Norm() of its module in the plan; if it is cut, mark it; if it draws random "
+                        f"numbers, let all tensor ranks draw the same")
+        finite = all(math.isfinite(summary.norm) for summaries in by_rank for summary in summaries.values())
+        if finite and not keep_checking:
+            self.remove()
+        return keep_checking or not finite
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _record(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None and gradient.layout == torch.strided:  # None where backward is split in two
+            summary = _GradSummary.of(gradient)
+            self._summaries[name] = self._summaries[name] + summary if name in self._summaries else summary
+
+
+# Lost units
+
+
+class _LostOwner:
+    """The owner of a lost parameter, which fills it with NaN at its first use."""
+
+    def read(self, parameter: nn.Parameter, operation: str) -> None:
+        """Give `parameter` memory of its own, full of NaN, which may be read and written from here on."""
+        unguard(parameter)
+        clear_owner(parameter)
+        parameter.data = parameter.new_full(parameter.shape, torch.nan)
+
+    def close(self) -> None:
+        """Do nothing: there is no storage to release."""
+
+
+_LOST = _LostOwner()
+
+
+def missing_units(model: ShardedModel) -> list[Unit]:
+    """Return the units of a destroyed `model` whose weights could not be gathered: the ranks or the disk that held them are
+    gone. Their parameters stay guarded, so that reading them raises.
+    """
+    return [unit for unit in model.units if unit.phase is not Phase.GATHERED]
+
+
+def unit_names(units: Iterable[Unit]) -> str:
+    """Return the names of `units` for an error message."""
+    return "units " + ", ".join(f"'{unit.name}'" for unit in units)
+
+
+def fill_nan(units: Iterable[Unit]) -> None:
+    """Let the parameters of `units`, which are never integers, read as NaN, for the caller or another engine to fill.
+
+    They take no memory before their first use.
+    """
+    for parameter in (member.parameter for unit in units for member in unit.members):
+        unguard(parameter)
+        parameter.data = parameter.new_empty(()).expand(parameter.shape)
+        guard(parameter)
+        set_owner(parameter, _LOST)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.data import RepeatingLoader
-from shoal.engine.engine import Engine, half
+from shoal.engine.base import BaseEngine
 from shoal.engine.mesh_setup import aliases_of
 from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
 from shoal.interrupts import uninterrupted
@@ -32,7 +32,7 @@ from shoal.zero.hooks import Hooks
 __all__ = ["PipelineEngine"]
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(BaseEngine):
     """One pipeline in training. Build it with `shoal.initialize`, from a `PipelineModule`."""
 
     module: PipelineModule
@@ -85,10 +85,10 @@ class PipelineEngine(Engine):
         self.board.start_call(call)
         batches = self._agreed(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
-        self._applied = False
+        self.progress.begin_step()
         with uninterrupted(), self._executor.together(f"the end of step {self.global_steps + 1}"):
-            self._take_step({})
-            self.micro_steps += count
+            self.take_step({})
+            self.progress.count_microbatches(count)
             self.agg_train_loss = self._mean(losses)
         return self.agg_train_loss
 
@@ -182,6 +182,8 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """Do nothing: microbatches may differ in shape at any time."""
 
+    # Published calls of one pass, which a pipeline runs by itself
+
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `PipelineError`."""
         raise PipelineError("forward: a pipeline runs whole steps; call engine.train_batch(data_iter), or engine.eval_batch")
@@ -193,6 +195,19 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `PipelineError`."""
         raise PipelineError("step: a pipeline steps at the end of engine.train_batch(data_iter)")
+
+    def scale(self, loss: Tensor) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError("scale: a pipeline scales its losses itself; call engine.train_batch(data_iter)")
+
+    def no_sync(self) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError("no_sync: a pipeline reduces the gradients of a step itself; call engine.train_batch(data_iter)")
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError("set_gradient_accumulation_boundary: a pipeline steps at the end of engine.train_batch"
+                            "(data_iter); call engine.set_train_batch_size to change how many microbatches that has")
 
     def destroy(self) -> None:
         """Detach from the model, and leave this rank's layers whole and plain. Every rank calls it."""
@@ -225,18 +240,14 @@ class PipelineEngine(Engine):
 
     def _pass(self, stage: int, run: Callable[[], None], last: bool, sync: bool) -> None:
         """Call `run` as a backward pass of one stage: the `last` of the step or not, with communication or without."""
-        state = vars(self)  # twice a microbatch: torch's modules take microseconds to set an attribute
-        kept = self._boundary, self._sync, Engine.under_way.factor
-        state["_boundary"], state["_sync"], Engine.under_way.factor = last, self._sync and sync, self._factor
         try:
-            with self.during("backward"):
+            with (self.progress.one_pass(boundary=last, sync=sync), BaseEngine.running_backward.of(self._factor),
+                  self.during("backward")):
                 self._passes[stage].as_pass(run)
         except BaseException:
             for each in self._passes.values():
                 each.interrupt()
             raise
-        finally:
-            state["_boundary"], state["_sync"], Engine.under_way.factor = kept
 
     def _schedule(self, count: int) -> PipelineSchedule:
         """Return the schedule of a step of `count` microbatches. Raises `UsageError` where it needs other stages."""
@@ -316,8 +327,7 @@ class PipelineEngine(Engine):
         return ", ".join(map(str, self.module.numbers))
 
     def _here(self, value: Any) -> Any:
-        value = tree_map(lambda tensor: tensor.to(self.device), value)
-        return half(value) if self.settings.fp16.enabled and self.settings.fp16.auto_cast else value
+        return self.cast_inputs(tree_map(lambda tensor: tensor.to(self.device), value))
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         """Return the mean of the losses of all data ranks, which the last stages have."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import Piece, Snapshot
-from shoal.engine.placing import flat_to_boxes
 from shoal.errors import CheckpointError
 from shoal.mesh.tensor_slice import TensorSlice
 from shoal.optim.sharded import ShardedOptimizer
@@ -37,6 +38,7 @@ RESIDUAL = "residual."
 SCALAR, NUMBER = "scalar.", "number."
 """Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
 Cuts = Mapping[str, TensorSlice]
+Shape = tuple[int, ...]
 AT_ONCE = 1 << 22
 """Elements of a piece that has to be brought into memory."""
 
@@ -219,3 +221,52 @@ def _flat(name: str, tensor: Tensor) -> Piece:
     if not tensor.is_contiguous():
         raise CheckpointError(f"{name}: the tensor is not contiguous; register a contiguous one")
     return Piece(name=name, shape=tuple(tensor.shape), start=0, stop=tensor.numel(), data=tensor.view(-1))
+
+
+# Flat intervals of a rank's parameter, as intervals of boxes of the global tensor. A parameter that no tensor rank cuts is
+# the global tensor. Of one that is cut, each segment of rows is a box, and elements that are contiguous in the parameter's
+# memory are one interval. Rows that no segment covers are padding, and lie in no box.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A run of a parameter's elements as an interval of a box of the global tensor."""
+
+    local: range
+    """The elements, in the row-major order of this rank's parameter."""
+    start: int
+    """The first of them, in the row-major order of the box."""
+    shape: Shape
+    """The shape of the global tensor."""
+    offset: Shape | None = None
+    size: Shape | None = None
+    """The box; None: the whole tensor."""
+
+
+def flat_to_boxes(shape: Shape, elements: range, cut: TensorSlice | None) -> Iterator[Placed]:
+    """Yield where the `elements` of a parameter of `shape` lie, which this rank holds by `cut`."""
+    if cut is None:
+        yield Placed(local=elements, start=elements.start, shape=shape)
+        return
+    dim, inner, rows = cut.dim, prod(shape[cut.dim + 1:]), shape[cut.dim]
+    whole = len(cut.segments) == 1 and cut.segments[0].length == rows
+    lead = shape[:dim] if not whole else ()  # one box holds all: its runs are the parameter's own
+    for index in range(elements.start // max(1, rows * inner), -(-elements.stop // max(1, rows * inner))) if lead else (0,):
+        at = index * rows * inner
+        for segment in cut.segments:
+            extent = segment.length * inner * (prod(shape[:dim]) if whole else 1)
+            first = at + segment.target * inner
+            run = range(max(elements.start, first), min(elements.stop, first + extent))
+            if not run:
+                continue
+            offset = [*_unravel(index, shape[:dim]), segment.source, *([0] * (len(shape) - dim - 1))]
+            size = [*([1] * dim if not whole else shape[:dim]), segment.length, *shape[dim + 1:]]
+            yield Placed(local=run, start=run.start - first, shape=cut.shape(shape), offset=tuple(offset), size=tuple(size))
+
+
+def _unravel(index: int, shape: Shape) -> list[int]:
+    place: list[int] = []
+    for extent in reversed(shape):
+        place.insert(0, index % extent)
+        index //= extent
+    return place

@@ -14,8 +14,8 @@ from typing import Any, cast
 from zlib import crc32
 
 from shoal.errors import RanksDisagree, UsageError
-from shoal.fingerprint import Fingerprint, fingerprint_of
 from shoal.log import warn_once
+from shoal.tree import Fingerprint, fingerprint_of
 
 __all__ = ["MicrobatchSource", "compare", "digest", "draw"]
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.errors import RanksDisagree, UsageError
-from shoal.fingerprint import bits_of
 from shoal.mesh.tensor_slice import SlicedModule, cuts_of
 from shoal.tensor_parallel.forward_hooks import RankLocalRng
 from shoal.tensor_parallel.part_init import Taken
@@ -29,6 +28,7 @@ from shoal.tensor_parallel.plan_rules import Region, Site, Whole
 from shoal.tensor_parallel.plans import plan_for
 from shoal.tensor_parallel.random import Apart, align
 from shoal.transport.collectives import Communicator
+from shoal.tree import bits_of
 
 __all__ = ["parallelize"]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UsageError
-from shoal.fingerprint import bits_of
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.random import Apart
 from shoal.tensor_parallel.regions import share
+from shoal.tree import bits_of
 
 __all__ = ["PartDropout", "Shared"]
 

@@ -1,0 +1,505 @@
+"""What both engines share: the model's shards, the checkpointer, the counters, the optimizer, and how a step is taken.
+
+An engine decides when passes run and when a step is due. What rests where, and when it travels, is decided in `zero`; how a
+step is taken, in `optim`. This file connects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shoal import comm
+from shoal.config.batch import BatchSizes
+from shoal.data.loader import Loader
+from shoal.engine import full_state_dict
+from shoal.engine.accessors import Accessors
+from shoal.engine.checkpointer import Checkpointer, TrainingObjects
+from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck, fill_nan, missing_units, unit_names
+from shoal.engine.progress import Progress, RunningBackward
+from shoal.engine.schema import Config
+from shoal.errors import NotSupportedYet, TierError, UsageError
+from shoal.interrupts import unbroken
+from shoal.log import logger, warn_once
+from shoal.mesh.mesh import Mesh
+from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.optim.sharded import ShardedOptimizer
+from shoal.precision.policy import Policy
+from shoal.schedule.registry import AnySchedule
+from shoal.tier import StoragePlan, Trace
+from shoal.transport.failure_board import FailureBoard
+from shoal.tree import tree_map
+from shoal.zero.sharded import ShardedModel, ShardingPlan
+
+__all__ = ["BaseEngine"]
+
+ROUTES = ("train", "eval", "predict")
+
+
+class BaseEngine(Accessors, nn.Module):
+    """One model in training. `shoal.initialize` builds an `Engine` or a `PipelineEngine`."""
+
+    running_backward: ClassVar[RunningBackward] = RunningBackward()
+    """The backward that some engine of this process is running."""
+
+    announces: ClassVar[bool] = False
+    """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
+
+    enable_backward_allreduce: bool = True
+    """Whether backward passes communicate; otherwise `allreduce_gradients` or `step` reduces their gradients."""
+
+    destroyed: bool = False
+    """Whether `destroy` was called: the engine is detached from the model."""
+
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parameter_groups: ParameterGroups, board: FailureBoard,
+                 device: torch.device):
+        super().__init__()
+        self.module = model
+        self.settings = config
+        self.batch = config.batch
+        self.mesh = mesh
+        self.parameter_groups = parameter_groups
+        self.board = board
+        self.communicator = parameter_groups.data
+        """The data ranks."""
+        self.device = device
+        self.progress = Progress()
+        self.checkpointer = Checkpointer(config, parameter_groups, device)
+        self.optimizer: ShardedOptimizer | None = None
+        self.client_optimizer: object = None
+        self.lr_scheduler: AnySchedule | None = None
+        self.training_dataloader: Any = None
+        self.sharded: ShardedModel | None = None
+        self.frozen_parameters = FrozenParamCheck(())
+        self.replicated_grads: ReplicatedGradCheck | None = None
+        """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
+        self._compiled: tuple[nn.Module, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the module that the engine lacks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None:
+                raise
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(f"neither {type(self).__name__} nor its module {type(module).__name__} has an attribute "
+                                 f"'{name}'") from None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Let `to`, `half`, `cuda` and their like pass where they change nothing.
+
+        Raises `UsageError` where they would move or cast the parameters away from the engine's buffers.
+        """
+        probe = torch.empty(0, dtype=self.policy.compute, device=self.device)
+        moved = fn(probe)
+        if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+            raise UsageError(f"the engine's model is {probe.dtype} on {probe.device} and cannot become {moved.dtype} on "
+                             f"{moved.device}: its parameters are views of the engine's buffers. Convert the model before "
+                             f"initialize, set fp16 or bf16 in the configuration, or call engine.destroy() first")
+        return self
+
+    # Building, by `initialize`
+
+    @property
+    def roots(self) -> Mapping[nn.Module, str]:
+        """The modules whose forwards are passes of their own, by name: the model."""
+        return {self.module: ""}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The names in the whole model of parameters that have other names in the module."""
+        return {}
+
+    def shard(self, trained: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy,
+              storage: StoragePlan) -> ShardedModel:
+        """Shard the model, of which `trained` are the parameters that an optimizer steps, by their group."""
+        self.policy = policy
+        sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases)
+        sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces,
+                      boundary=self.is_gradient_accumulation_boundary, sync=self.synchronising)
+        for each in sharded.passes:
+            each.before_backward = self.before_backward
+        self.frozen_parameters = FrozenParamCheck(
+            (member.name, member.parameter) for unit in sharded.units for member in unit.members)
+        if self.parameter_groups.tensor is not None:
+            self.replicated_grads = ReplicatedGradCheck({
+                member.name: member.parameter for unit in sharded.trainable if unit.replica_group.tensor_replicated
+                for member in unit.members})
+        return sharded
+
+    def attach(self, optimizer: ShardedOptimizer | None, lr_scheduler: AnySchedule | None, *,
+               client_optimizer: object) -> None:
+        """Take over what steps the model. `client_optimizer` is what `initialize` was given."""
+        self.optimizer, self.lr_scheduler, self.client_optimizer = optimizer, lr_scheduler, client_optimizer
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+                     data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
+        """Build the loader of a dataset: this rank's microbatches, shuffled for the route 'train', resumable.
+
+        Raises `UsageError` for a route other than 'train', 'eval' or 'predict', for a sampler, and for no dataset.
+        """
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io: data_sampler is not supported: the loader's own order is what makes it "
+                             "resumable on any number of ranks; build a torch DataLoader with your sampler instead")
+        if route not in ROUTES:
+            raise UsageError(f"deepspeed_io: route: got {route!r}; choose one of {', '.join(ROUTES)}")
+        return Loader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), rank=self.communicator.rank,
+                      ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
+                      collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
+                      pin_memory=pin_memory and self.device.type == "cuda")
+
+    # Passes
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Cast the floating-point tensors within `inputs` to fp16, where `fp16.auto_cast` asks for it."""
+        if not (self.settings.fp16.enabled and self.settings.fp16.auto_cast):
+            return inputs
+        return tree_map(lambda tensor: tensor.half() if tensor.is_floating_point() else tensor, inputs)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present microbatch is the last of a step."""
+        return self.progress.is_boundary(self.gradient_accumulation_steps())
+
+    def synchronising(self) -> bool:
+        """Whether backward passes communicate at present."""
+        return self.progress.sync and self.enable_backward_allreduce
+
+    def before_backward(self) -> None:
+        """Check, when a backward pass begins, that it may, and that its loss carries the factor that this engine needs."""
+        assert self.optimizer is not None
+        self.progress.backward_begun = True
+        self.optimizer.check_not_begun("backward")
+        self.frozen_parameters.check(self.global_rank)
+        self.optimizer.settle()  # of units that this forward did not use
+        if self.progress.loss_scaled:
+            self.progress.loss_scaled = False
+            return
+        wanted = self.optimizer.loss_scale / self.gradient_accumulation_steps()
+        factor = BaseEngine.running_backward.factor
+        if factor == wanted:  # one loss may lead through several engines
+            return
+        if factor is not None:
+            raise UsageError(f"one loss leads through two engines that scale it differently: the one whose backward was "
+                             f"called by {factor:g}, this one by {wanted:g}; give both the same "
+                             f"gradient_accumulation_steps and the same static fp16.loss_scale")
+        if self.optimizer.loss_scale != 1:
+            raise UsageError(f"loss.backward() was called on an unscaled loss while the loss scale is "
+                             f"{self.optimizer.loss_scale:g}; call engine.backward(loss), or engine.scale(loss).backward()")
+        if self.gradient_accumulation_steps() > 1:
+            warn_once("loss.backward() does not divide by gradient_accumulation_steps; divide the loss yourself, or call "
+                      "engine.backward(loss)")
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce now what backward passes left unreduced; every rank calls it. `bucket_size` changes nothing here."""
+        if self.sharded is not None:
+            self.sharded.flush()
+
+    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        """Do the same as `allreduce_gradients`; raises `UsageError` for `grads` of the caller's."""
+        if grads is not None:
+            raise UsageError("buffered_allreduce_fallback: grads is not supported: the engine collects gradients itself; "
+                             "reduce your own with torch.distributed.all_reduce")
+        self.allreduce_gradients(elements_per_buffer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard accumulated gradients at the start of an accumulation. Within one they are kept, for `step` consumes them.
+
+        After a backward that no call of `step` has followed, because it failed or was interrupted, the accumulation begins
+        anew. Where boundaries are set by hand, `engine.optimizer.zero_grad()` discards gradients.
+        """
+        progress, accumulation = self.progress, self.gradient_accumulation_steps()
+        at_start = progress.micro_steps % accumulation == 0
+        if self.optimizer is not None and progress.boundary_override is None and (progress.backward_begun or at_start):
+            self.optimizer.zero_grad()
+            progress.restart_accumulation(accumulation)
+
+    # The step
+
+    def take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        """Apply the accumulated gradients, advance the schedule and count the step; every rank calls it."""
+        if self.optimizer is None:
+            raise UsageError("step: the engine has no optimizer; give initialize one, or name one in the configuration")
+        if not self.progress.sync:
+            raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
+        for communicator in self.parameter_groups.communicators:
+            communicator.step = self.global_steps
+        if self.replicated_grads is not None and self.parameter_groups.tensor is not None:
+            more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
+            self.replicated_grads = self.replicated_grads if more else None
+        try:
+            applied = self.optimizer.step()
+        except TierError as error:  # of this rank alone, for which the others wait
+            self.board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
+            raise
+        self.progress.count_step(self.train_batch_size(), applied=applied)
+        if not applied:
+            logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
+                           self.global_steps, self.optimizer.loss_scale)
+        elif self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
+            self.lr_scheduler.step(**lr_kwargs)
+        every = self.settings.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(),
+                        self.get_mom())
+
+    # Checkpoints and state dicts
+
+    def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None,
+                        client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
+        """Save the whole training state as `save_dir/tag` (default tag: `global_stepN`); every rank calls it.
+
+        `client_state` is any nest of JSON values, tensors and arrays. Returns True once the state is copied, or written
+        where `checkpoint.async_save` is false. Raises `CheckpointError` (also for the save before this one), `UsageError`
+        for client state that needs pickle, `RanksDisagree` for differing tags where the configuration says so.
+        """
+        self.refuse_destroyed("save_checkpoint")
+        self.checkpointer.save(self._training_objects(), save_dir, tag, client_state=client_state or {},
+                               save_latest=save_latest, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last save is complete; raises its `CheckpointError` on every rank if it failed."""
+        self.checkpointer.wait()
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | int | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn: Any = None,
+                        ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir/tag` (default: the tag that the file `latest` names), saved at any stage on any number of ranks.
+
+        Returns (path, client_state), or (None, None) with a warning when no tag is given and there is no `latest`.
+        `load_module_only` takes the weights alone; with `load_module_strict` false, names that the checkpoint lacks keep
+        their values. Raises `CheckpointError` on every rank, before anything is changed where that can be known.
+        """
+        self.refuse_destroyed("load_checkpoint")
+        if custom_load_fn is not None:
+            raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
+                             "rename them in the checkpoint, or load with load_module_strict=False")
+        return self.checkpointer.load(
+            self._training_objects(), load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
+            schedule_states=load_lr_scheduler_states, module_only=load_module_only)
+
+    def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
+                                ) -> dict[str, Tensor] | None:
+        """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it.
+
+        Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training.
+        """
+        self.refuse_destroyed("consolidated_state_dict")
+        assert self.sharded is not None
+        return full_state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        return self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
+                         exclude_frozen_parameters: bool = False) -> bool:
+        """Save the weights in the compute dtype as one file that `torch.load` reads; every rank calls it.
+
+        At stage 3 it returns False, with a warning, unless `stage3_gather_16bit_weights_on_model_save` is true.
+        """
+        zero = self.settings.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            logger.warning("save_16bit_model: nothing is saved; at stage 3 the weights must be gathered first: set "
+                           "zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
+            return False
+        state = self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
+        if state is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        """The older name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
+                          exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the module's own state dict, of the weights in the compute dtype, as views of the engine's buffers.
+
+        At stage 3 raises `ReleasedError` outside `shoal.gathered(engine.module)`; `consolidated_state_dict` gathers.
+        """
+        state: dict[str, Any] = {} if destination is None else destination
+        self.module.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    del state[prefix + name]
+        return state
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+        """Load a state dict of the module, or its entry 'module'; every rank calls it with the same one.
+
+        Raises `UsageError` for tensors of another shape and, if `strict`, for names on one side only.
+        """
+        self.refuse_destroyed("load_module_state_dict")
+        if custom_load_fn is not None:
+            raise UsageError("load_module_state_dict: custom_load_fn is not supported: parameters may be sharded; write "
+                             "within `with shoal.gathered(engine.module, modifier_rank=0)` instead")
+        assert self.sharded is not None
+        inner = checkpoint.get("module")
+        state = cast("Mapping[str, Tensor]", inner if isinstance(inner, Mapping) else checkpoint)
+        full_state_dict.load(self.sharded, state, strict=strict)
+
+    def _training_objects(self) -> TrainingObjects:
+        assert self.sharded is not None
+        return TrainingObjects(sharded=self.sharded, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+                               dataloader=self.training_dataloader, progress=self.progress,
+                               accumulation=self.gradient_accumulation_steps())
+
+    # Controls that few scripts use
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step by changing how many microbatches it accumulates.
+
+        Raises `UsageError` unless it is a multiple of a microbatch on every rank, and within an accumulation.
+        """
+        share = self.batch.micro * self.batch.data_ranks
+        if train_batch_size < 1 or train_batch_size % share:
+            raise UsageError(f"set_train_batch_size: got {train_batch_size}; it must be a multiple of {share} "
+                             f"(microbatches of {self.batch.micro} on {self.batch.data_ranks} data ranks)")
+        self._set_batch("set_train_batch_size", replace(self.batch, accumulation=train_batch_size // share))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one forward, and with them those of a step; the loader follows.
+
+        Raises `UsageError` for less than 1, and within an accumulation.
+        """
+        if micro_batch_size < 1:
+            raise UsageError(f"set_train_micro_batch_size: got {micro_batch_size}; it must be 1 or more")
+        self._set_batch("set_train_micro_batch_size", replace(self.batch, micro=micro_batch_size))
+
+    def _set_batch(self, call: str, batch: BatchSizes) -> None:
+        if self.optimizer is not None and self.optimizer.pending:
+            raise UsageError(f"{call}: called within an accumulation; call it right after a step")
+        self.batch = batch
+        self.progress.change_accumulation(batch.accumulation)
+        if isinstance(self.training_dataloader, Loader):
+            self.training_dataloader.resize(batch.micro)
+
+    @contextmanager
+    def trace(self) -> Generator[Trace]:
+        """Record events within the context, by lane and duration: forward, backward, step, waiting for state, reading and
+        writing it.
+
+        Raises `UsageError` within another such context of this engine, which has one listener.
+        """
+        self.refuse_destroyed("trace")
+        assert self.sharded is not None
+        residence = self.sharded.residence
+        if residence.lanes.trace is not None:
+            raise UsageError("trace: this engine is traced already, and has one listener; read the `events` of the outer "
+                             "trace instead: those so far are there at any time")
+        with residence.trace() as trace:
+            yield trace
+
+    def during(self, lane: str) -> AbstractContextManager[None]:
+        """Return a context whose duration is an event of `lane`, if the engine is traced."""
+        if self.sharded is None or self.sharded.residence.lanes.trace is None:
+            return nullcontext()
+        return self.sharded.residence.lanes.during(lane, type(self.module).__name__)
+
+    def empty_partition_cache(self) -> None:
+        """Release every gathered parameter that is not in use, and the allocator's unused memory."""
+        if self.sharded is not None:
+            for unit in self.sharded.units:
+                unit.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True,
+                       non_blocking: bool = False) -> None:
+        """Raise `NotSupportedYet`."""
+        raise NotSupportedYet("offload_states: not supported yet: state rests where the configuration says; save a "
+                              "checkpoint and call engine.destroy() to free the memory")
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Raise `NotSupportedYet`."""
+        raise NotSupportedYet("reload_states: not supported yet, as offload_states is not; leave both out")
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
+                compiled_autograd_enabled: bool = False) -> None:
+        """Compile the forward of every block of the model by `torch.compile`; collectives stay outside of it.
+
+        A model without repeated blocks is compiled as a whole. Raises `NotSupportedYet` for the other two options.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotSupportedYet("compile: schedule and compiled_autograd_enabled are not supported yet; leave them out")
+        if self.is_compiled:
+            return
+        assert self.sharded is not None
+        blocks = tuple(module for module in self.sharded.by_module if module is not self.module) or (self.module,)
+        for module in blocks:
+            module.forward = torch.compile(module.forward, backend=backend, **dict(compile_kwargs or {}))
+        self._compiled = blocks
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self._compiled)
+
+    # The end
+
+    def refuse_destroyed(self, call: str) -> None:
+        """Raise `UsageError` from `call` after `destroy`."""
+        if self.destroyed:
+            raise UsageError(f"{call}: this engine was destroyed, and has no part in the model any more; use the module "
+                             f"itself, or build another engine over it by shoal.initialize")
+
+    def destroy(self) -> None:
+        """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it.
+
+        Errors are raised once the engine is detached all the same: the `CheckpointError` of a save whose result was not
+        asked for yet, the `TierError` or `CollectiveFailed` of weights that are lost. A log line names the units of lost
+        weights; their parameters read as NaN, allocate memory at first use, and may be written like any others. The engine
+        refuses every later call but `destroy`, which does nothing.
+        """
+        if self.destroyed:
+            return
+        self.destroyed = True
+        try:
+            self.wait_for_checkpoint()
+            if self.settings.comms_logger.enabled:
+                comm.log_summary()
+        finally:
+            self._detach()
+
+    @unbroken
+    def _detach(self) -> None:
+        """Remove the hooks, and give the model its parameters back, except for lost ones."""
+        for module in self._compiled:
+            del module.forward
+        self._compiled = ()
+        if self.replicated_grads is not None:
+            self.replicated_grads.remove()
+        if self.sharded is None:
+            return
+        try:
+            if self.optimizer is not None:
+                self.optimizer.close()
+        finally:
+            self._give_back(self.sharded)
+
+    def _give_back(self, sharded: ShardedModel) -> None:
+        try:
+            sharded.destroy()
+        except Exception as error:
+            if units := missing_units(sharded):
+                logger.error("rank %d: destroy: the parameters of %s cannot be had any more, and are not a number from here "
+                             "on. (%s)", self.global_rank, unit_names(units), error)
+                fill_nan(units)
+            raise

@@ -1,0 +1,117 @@
+"""How far an engine has trained: counters of microbatches and steps, and the state of the accumulation that is under way.
+
+A step ends at a boundary: after `gradient_accumulation_steps` microbatches, or where the training script says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+__all__ = ["Progress", "RunningBackward"]
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass(slots=True)
+class Progress:
+    """The counters of one engine. A slotted object: torch's modules take microseconds to set an attribute."""
+
+    micro_steps: int = 0
+    """Microbatches so far; for a pipeline, those of all finished steps."""
+    global_steps: int = 0
+    """Optimizer steps so far, skipped ones included."""
+    global_samples: int = 0
+    """Samples of these steps, over all data ranks."""
+    skipped_steps: int = 0
+    """Steps that an overflow of the gradients has skipped."""
+    step_applied: bool = False
+    """The last call of `step` changed the weights."""
+    boundary_override: bool | None = None
+    """Whether the present microbatch ends a step; None: its number decides."""
+    sync: bool = True
+    """Backward passes reduce gradients; False within `no_sync`."""
+    backward_begun: bool = False
+    """A backward pass has begun since the last call of `step`."""
+    loss_scaled: bool = False
+    """The loss of the next backward pass carries the factor that this engine needs."""
+
+    def is_boundary(self, accumulation: int) -> bool:
+        """Whether the present microbatch is the last of a step of `accumulation` microbatches."""
+        if self.boundary_override is not None:
+            return self.boundary_override
+        return (self.micro_steps + 1) % accumulation == 0
+
+    def begin_step(self) -> None:
+        """Note a call of `step`."""
+        self.step_applied = self.backward_begun = False
+
+    def count_step(self, samples: int, *, applied: bool) -> None:
+        """Count an optimizer step over `samples` samples; one that was not `applied` is skipped."""
+        self.step_applied = applied
+        self.global_steps += 1
+        self.global_samples += samples
+        self.skipped_steps += not applied
+
+    def count_microbatches(self, count: int = 1) -> None:
+        """Count `count` finished microbatches."""
+        self.micro_steps += count
+
+    def restart_accumulation(self, accumulation: int) -> None:
+        """Discard the microbatches of an unfinished step."""
+        self.backward_begun = False
+        self.micro_steps -= self.micro_steps % accumulation
+
+    def change_accumulation(self, accumulation: int) -> None:
+        """Begin a step of another length: microbatches are counted as if every step had it."""
+        self.micro_steps = self.global_steps * accumulation
+
+    @contextmanager
+    def syncing(self, sync: bool) -> Generator[None]:
+        """Let backward passes within the context communicate only if `sync`, and if those around it may."""
+        before = self.sync
+        self.sync = before and sync
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @contextmanager
+    def one_pass(self, *, boundary: bool, sync: bool) -> Generator[None]:
+        """Run one backward pass within the context, at a `boundary` or not, with communication only if `sync`."""
+        before = self.boundary_override
+        self.boundary_override = boundary
+        try:
+            with self.syncing(sync):
+                yield
+        finally:
+            self.boundary_override = before
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters that a checkpoint holds."""
+        return {"global_steps": self.global_steps, "global_samples": self.global_samples,
+                "skipped_steps": self.skipped_steps}
+
+    def load_counters(self, saved: Mapping[str, object], accumulation: int) -> None:
+        """Take over the `counters` of a checkpoint, and begin a step of `accumulation` microbatches."""
+        self.global_steps, self.global_samples, self.skipped_steps = (cast("int", saved[name]) for name in _COUNTERS)
+        self.change_accumulation(accumulation)
+
+
+@dataclass(slots=True)
+class RunningBackward:
+    """The backward pass that an engine of this process has called: one loss may lead through several engines."""
+
+    factor: float | None = None
+    """The factor of its loss; None while no engine runs one."""
+
+    @contextmanager
+    def of(self, factor: float) -> Generator[None]:
+        """Run a backward pass, within the context, of a loss that carries `factor`."""
+        outer, self.factor = self.factor, factor
+        try:
+            yield
+        finally:
+            self.factor = outer
