@@ -50,7 +50,7 @@ __all__ = [
     "zero",
 ]
 
-# Names are imported at their first use: the command line and `import shoal` pay for nothing that they do not need.
+# Names are imported at their first use, so that the command line and `import shoal` load only the modules that they need.
 _HOMES = {
     "Engine": "shoal.engine.engine",
     "LayerSpec": "shoal.pipeline.spec",

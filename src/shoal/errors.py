@@ -1,4 +1,4 @@
-"""Every error that a user can meet, as one tree.
+"""The exceptions that users see, as one tree.
 
     ShoalError
     ├── ConfigError            the configuration is wrong: key path, what it got, what is allowed
@@ -8,11 +8,11 @@
     │   ├── OptimizerError     an optimizer that cannot step on slices
     │   └── ScheduleError      a pipeline schedule that no ranks can carry out
     ├── RanksDisagree          ranks built or did different things
-    ├── CollectiveFailed       a collective broke: rank, unit, collective, and what the transport said
+    ├── CollectiveFailed       a collective broke: rank, unit, collective, and the transport's message
     │   ├── CollectiveTimeout  a collective did not finish in time
-    │   └── PeerFailed         another rank failed, and said why
+    │   └── PeerFailed         another rank failed and published why
     ├── PipelineError          a step of a pipeline cannot go on, or a call that a pipeline has no place for
-    │   └── StageFailed        another stage failed, and said why
+    │   └── StageFailed        another stage failed and published why
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
     ├── TierError              state on disk could not be read or written
@@ -49,7 +49,7 @@ class OptimizerError(UsageError):
 
 
 class ScheduleError(UsageError):
-    """A pipeline schedule that is not whole, or whose ranks wait for each other."""
+    """A pipeline schedule that is incomplete, or whose ranks deadlock."""
 
 
 class RanksDisagree(ShoalError, RuntimeError):
@@ -65,7 +65,7 @@ class CollectiveTimeout(CollectiveFailed):
 
 
 class PeerFailed(CollectiveFailed):
-    """Another rank of the job failed; its own message is this one's."""
+    """Another rank of the job failed; the message is that rank's."""
 
 
 class PipelineError(ShoalError, RuntimeError):
@@ -73,7 +73,7 @@ class PipelineError(ShoalError, RuntimeError):
 
 
 class StageFailed(PipelineError):
-    """Another stage of the pipeline failed; its own message is this one's."""
+    """Another stage of the pipeline failed; the message is that stage's."""
 
 
 class LossScaleError(ShoalError, RuntimeError):

@@ -1,8 +1,9 @@
-"""Ctrl-C falls between the changes of what is known about a model, and never within one: it waits until that is over.
+"""Ctrl-C does not interrupt a critical section: its handler runs when the section ends.
 
-Python runs the handler of an interrupt wherever the main thread is. Between parts that are `unbroken` it does what it always
-does, and what was under way ends as by any other exception. A second interrupt does not wait: what then was half done, stays
-so. While a watch lasts it is the handler itself, and hands on to the one that was there; who calls it later calls that one.
+Python runs the handler of SIGINT wherever the main thread is. Functions marked `unbroken` are critical sections: they change
+the state of a model in several steps. Between them the handler runs at once, and the training call ends as by any other
+exception. A second interrupt does not wait, and may leave a section half done. While a watch lasts it is itself the handler
+of SIGINT, and calls the former handler; a call of it after the watch has ended does the same.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ __all__ = ["unbroken", "uninterrupted", "watched"]
 P = ParamSpec("P")
 T = TypeVar("T")
 _MAIN = threading.main_thread().ident
-_NEAR = 8  # frames: what the standard library needs to set a handler
+_NEAR = 8  # frames that the standard library needs to install a handler
 
 
 class _Watch:
-    """A handler of interrupts, in the place of `former`, which it calls as soon as it may."""
+    """A handler of SIGINT in the place of `former`, which it calls as soon as no critical section runs."""
 
     def __init__(self, former: Any):
         self.former = former
         self.busy = 0
-        """How many unbroken parts are under way, one within the other."""
+        """Nested critical sections that are running."""
         self.caught: list[FrameType | None] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -37,44 +38,44 @@ class _Watch:
             self.hand_on()
 
     def hand_on(self) -> None:
-        """Let the interrupt that was caught do what it does."""
+        """Call the former handler for an interrupt that was caught."""
         caught, self.caught = self.caught, []
         if caught and callable(self.former):
             self.former(signal.SIGINT, caught[0])
 
 
-class _Now:
-    """The watch that lasts."""
+class _Current:
+    """The running watch of this process."""
 
     watch: _Watch | None = None
 
 
 class watched:
-    """A context that watches for interrupts: what is `unbroken` within takes next to no time for it.
+    """A context that installs the watch once, so that `unbroken` functions within it cost a fraction of a microsecond.
 
-    Interrupts that fall into its own code wait for the end of that: it always ends as it should.
+    An interrupt during the code of this context waits for the end of that code, so that the handler is always restored.
     """
 
     def __init__(self) -> None:
         self._begun: _Watch | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() == _MAIN and _Now.watch is None:
+        if threading.get_ident() == _MAIN and _Current.watch is None:
             begun = _Watch(signal.getsignal(signal.SIGINT))
-            if callable(begun.former):  # else the system handles them, or nobody does
+            if callable(begun.former):  # else the system handles SIGINT, or it is ignored
                 signal.signal(signal.SIGINT, begun)
-            _Now.watch = self._begun = begun
+            _Current.watch = self._begun = begun
 
     def __exit__(self, *error: object) -> None:
         if (ended := self._begun) is not None:
-            _Now.watch = self._begun = None
-            if signal.getsignal(signal.SIGINT) is ended:  # nobody has taken them over meanwhile
+            _Current.watch = self._begun = None
+            if signal.getsignal(signal.SIGINT) is ended:  # no other handler was installed meanwhile
                 signal.signal(signal.SIGINT, ended.former)
             ended.hand_on()
 
 
 class uninterrupted:
-    """A context whose end an interrupt waits for, and that of those around it."""
+    """A critical section as a context: an interrupt waits for its end, and for the end of those around it."""
 
     def __init__(self) -> None:
         self._watched = watched()
@@ -82,7 +83,7 @@ class uninterrupted:
 
     def __enter__(self) -> None:
         self._watched.__enter__()
-        if threading.get_ident() == _MAIN and (within := _Now.watch) is not None:
+        if threading.get_ident() == _MAIN and (within := _Current.watch) is not None:
             within.busy += 1
             self._within = within
 
@@ -101,7 +102,7 @@ _OWN = {function.__code__ for each in (watched, uninterrupted) for function in (
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    """Whether `frame` runs for the code above, which sets handlers."""
+    """Whether `frame` was called by the contexts above, which install handlers."""
     for _ in range(_NEAR):
         if frame is None or frame.f_code in _OWN:
             break
@@ -110,15 +111,15 @@ def _is_own(frame: FrameType | None) -> bool:
 
 
 def unbroken(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` as a part that no interrupt falls into."""
+    """Make `function` a critical section, whose end an interrupt waits for."""
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if threading.get_ident() != _MAIN:
             return function(*args, **kwargs)
-        if (watch := _Now.watch) is None:
+        if (watch := _Current.watch) is None:
             with uninterrupted():
                 return function(*args, **kwargs)
-        watch.busy += 1  # the same, in a fraction of a microsecond
+        watch.busy += 1  # the same as the context, in a fraction of a microsecond
         try:
             return function(*args, **kwargs)
         finally:

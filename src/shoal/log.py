@@ -1,4 +1,4 @@
-"""One library logger; every record knows its rank. Where the application configures no logging, stderr gets it."""
+"""One library logger. Every record carries the rank. Without logging configured by the application, records go to stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _RankFilter(logging.Filter):
 
 
 class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]  generic only in newer stubs
-    """Writes to stderr while the root logger has no handler of the application's."""
+    """Writes to stderr while the root logger has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -37,7 +37,7 @@ def set_rank(rank: int) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Log `message` as a warning the first time that it is said in this process."""
+    """Log `message` as a warning, once in this process."""
     if message not in _warned:
         _warned.add(message)
         logger.warning(message)

@@ -1,6 +1,6 @@
-"""A configuration names things by `type` and `params`; a registry turns the pair into an object or says what is wrong.
+"""The configuration names optimizers and schedules by `type` and `params`; a registry builds the object, or raises.
 
-A registered name is found in any case. A registry may also lend the classes of a library under their exact names.
+Registered names are matched in any case. A registry may also offer the classes of a library under their exact names.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Registry(Generic[T]):
     """Factories by name. `section` is where the configuration names them: `section.type` and `section.params`.
 
-    `lent` are a library's factories by exact name; `later` are published names (in lower case) that a later version
+    `library` holds a library's factories by exact name; `later` are published names (in lower case) that a later version
     will honour.
     """
 
-    def __init__(self, section: str, *, lent: Mapping[str, Callable[..., T]], later: frozenset[str]) -> None:
+    def __init__(self, section: str, *, library: Mapping[str, Callable[..., T]], later: frozenset[str]) -> None:
         self._section = section
-        self._lent = lent
+        self._library = library
         self._later = later
         self._own: dict[str, Callable[..., T]] = {}
         self._spelling: dict[str, str] = {}
 
     def names(self) -> list[str]:
         """Return every name that `make` accepts, the registered ones as they were spelled, sorted."""
-        lent = [name for name in self._lent if name.lower() not in self._own]
-        return sorted([*self._spelling.values(), *lent], key=str.lower)
+        library = [name for name in self._library if name.lower() not in self._own]
+        return sorted([*self._spelling.values(), *library], key=str.lower)
 
     def register(self, name: str, factory: F) -> F:
-        """Add `factory` under `name`. Its first argument is what `make` is given, its keywords are the `params`.
+        """Add `factory` under `name`. Its first argument is the `subject` of `make`, its keywords are the `params`.
 
         Raises `UsageError` for a name that another factory has already.
         """
-        before = self._own.get(name.lower())
-        if before is not None and _identity(before) != _identity(factory):
-            raise UsageError(f"{self._section}: the name {name!r} is taken by {'.'.join(_identity(before))}; "
+        known = self._own.get(name.lower())
+        if known is not None and _identity(known) != _identity(factory):
+            raise UsageError(f"{self._section}: the name {name!r} is taken by {'.'.join(_identity(known))}; "
                              f"register {'.'.join(_identity(factory))} under another name")
         self._own[name.lower()] = factory  # pyright: ignore[reportArgumentType]  a class or function that returns a T
         self._spelling[name.lower()] = name
@@ -68,7 +68,7 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self._section}: {type} with {_shown(keywords)}: {error}") from error
 
     def _find(self, type: str) -> Callable[..., T]:
-        factory = self._own.get(type.lower()) or self._lent.get(type)
+        factory = self._own.get(type.lower()) or self._library.get(type)
         if factory is not None:
             return factory
         if type.lower() in self._later:

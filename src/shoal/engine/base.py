@@ -1,4 +1,4 @@
-"""What both engines share: the model's shards, the checkpointer, the counters, the optimizer, and how a step is taken.
+"""The base of both engines: it owns the sharded model, the checkpointer, the counters and the optimizer, and takes steps.
 
 An engine decides when passes run and when a step is due. What rests where, and when it travels, is decided in `zero`; how a
 step is taken, in `optim`. This file connects them.

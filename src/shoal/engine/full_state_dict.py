@@ -1,8 +1,8 @@
-"""A plain state dict of the whole model, out of a sharded one and into it, unit by unit.
+"""Convert between a sharded model and a plain state dict of the whole model, unit by unit.
 
-Out of it, rank 0 receives what the ranks of one copy of the model hold, and joins what tensor ranks cut. Into it, masters
-take the state's precision and weights are rounded; names are checked first, so that a state that does not fit leaves the
-model as it is.
+To consolidate, rank 0 receives the tensors of the ranks of one copy of the model, and joins the slices of tensor ranks. To
+load, masters take the state's precision and weights are rounded; names are checked first, so that a state that does not fit
+leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
 
 SHOWN = 5
-"""Names that an error lists before it counts the rest."""
+"""Problems that an error lists before it counts the rest."""
 
 
 @torch.no_grad()
@@ -47,17 +47,17 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     in_units = {m.name for unit in model.units for m in unit.members} | set(tied_names(model.model)) | set(model.aliases)
     own |= {name: tensor.detach().cpu().clone() for name, tensor in model.model.state_dict(keep_vars=True).items()
             if name not in own and name not in in_units}
-    said = copy.gather_objects({name: _Part(cut=model.cuts.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
-                                for name, tensor in own.items()})
+    by_rank = copy.gather_objects({name: _TensorPart(cut=model.cuts.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
+                                   for name, tensor in own.items()})
     tied = {name: first for names in copy.gather_objects(model.tied_names()) for name, first in names.items()}
     state: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for names in said for name in names):
-        copies = {rank: names[name] for rank, names in enumerate(said) if name in names}
-        first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(copies.items())}
-        found = {rank: copies[rank] for rank in first.values()}  # of those that several stages or tensor ranks hold, one
-        parts = copy.gather_to_first(own.pop(name, None), {rank: (part.shape, part.dtype) for rank, part in found.items()})
+    for name in dict.fromkeys(name for names in by_rank for name in names):
+        holders = {rank: names[name] for rank, names in enumerate(by_rank) if name in names}
+        first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(holders.items())}
+        senders = {rank: holders[rank] for rank in first.values()}  # one of the stages or tensor ranks that hold the same
+        parts = copy.gather_to_first(own.pop(name, None), {rank: (part.shape, part.dtype) for rank, part in senders.items()})
         if copy.rank == 0:
-            cuts = [part.cut for part in found.values() if part.cut is not None]
+            cuts = [part.cut for part in senders.values() if part.cut is not None]
             state[name] = whole(parts, cuts) if cuts else parts[0]
     if copy.rank != 0:
         return None
@@ -65,8 +65,8 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
 
 
 def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Return the whole value of each member of `unit`, which stays gathered: the weights, or masters for a wider `dtype`."""
-    unit.gather()  # which takes the step that is owed
+    """Gather `unit`, and return the whole value of each member: its weight, or its master for a wider `dtype`."""
+    unit.gather()  # takes a pending step first
     wider = dtype is not None and torch.promote_types(dtype, unit.full.dtype) != unit.full.dtype
     if wider and unit.state is not None and not unit.is_stepped_in_place:
         return unit.layout.views(unit.gather_master())
@@ -74,8 +74,8 @@ def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What one rank holds of a tensor."""
+class _TensorPart:
+    """The part of a tensor that one rank holds."""
 
     cut: TensorSlice | None
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Part:
 
 @torch.no_grad()
 def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """Take over `state` (names as in the module's `state_dict`), which is the same on every rank.
+    """Load `state` (names as in the module's `state_dict`), which is the same on every rank.
 
     Raises `UsageError` for tensors of another shape, and if `strict` for names that are missing or unknown.
     """
@@ -100,8 +100,8 @@ def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = Tru
         known = {name for names in stages.gather_objects(list(wanted)) for name in names}
         problems += [f"{name}: missing" for name in wanted if name not in state and aliases.get(name, name) not in tied]
         problems += [f"{name}: the model has no such tensor" for name in state if name not in known]
-    problems = list(dict.fromkeys(each for said in model.parameter_groups.communicator("pipeline").gather_objects(problems)
-                                  for each in said))
+    by_stage = model.parameter_groups.communicator("pipeline").gather_objects(problems)
+    problems = list(dict.fromkeys(problem for problems in by_stage for problem in problems))
     if problems:
         rest = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise UsageError(f"load_module_state_dict: {'; '.join(problems[:SHOWN])}{rest}. Nothing was loaded; with "

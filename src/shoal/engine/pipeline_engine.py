@@ -1,8 +1,8 @@
 """The engine of a pipeline: `train_batch(data_iter)` runs every microbatch of a step over all stages, and steps.
 
-Each stage is a root of its own: its units are gathered, reduced and released by its own passes, so that every ZeRO stage and
-tier is what it is without a pipeline. What this file adds is the order of the passes (a schedule), where microbatches come
-from, and the loss that every rank hears of.
+Each stage is a root of its own: its own passes gather, reduce and release its units, so that every ZeRO stage and tier works
+as it does without a pipeline. This file adds the order of the passes (a schedule), the source of the microbatches, and the
+loss, which every rank receives.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PipelineEngine(BaseEngine):
         self._compared: set[str] = set()
         self.agg_train_loss: Tensor | None = None
         """The loss of the last step."""
-        self._schedule(1)  # what cannot work is said before training
+        self._schedule(1)  # raises before training for a schedule that does not fit the module
 
     @property
     def roots(self) -> Mapping[nn.Module, str]:
@@ -60,17 +60,17 @@ class PipelineEngine(BaseEngine):
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """The first names of weights that several stages share."""
+        """The names in the whole model of weights that several stages share, by their names on this rank."""
         return aliases_of(self.module)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on `gradient_accumulation_steps` microbatches and take a step; every rank of the job calls it.
 
-        `data_iter` gives (inputs, labels) of one microbatch at a time; the ranks of the first and the last stage draw from
-        it, each its data rank's samples: both must be given the same ones, in the same order. Without one the loader of
-        `training_data` is used. Returns the mean loss over microbatches and data ranks, on every rank, in fp32. Raises
-        `PipelineError` when a rank fails, `UsageError` without an optimizer, outside gradients, or without data, and at the
-        first step (with `debug` at each) `RanksDisagree` where ranks that see the same samples drew others.
+        `data_iter` yields (inputs, labels) of one microbatch at a time. The ranks of the first and the last stage draw from
+        it, each the samples of its data rank: both need the same ones, in the same order. The default is the loader of
+        `training_data`. Returns the mean loss over microbatches and data ranks, on every rank, in fp32. Raises
+        `PipelineError` when a rank fails; `UsageError` without an optimizer, with gradients disabled, or without data; and
+        at the first step (with `debug` at each) `RanksDisagree` where ranks that share a data rank drew different samples.
         """
         self.refuse_destroyed("train_batch")
         if self.optimizer is None:
@@ -83,7 +83,7 @@ class PipelineEngine(BaseEngine):
         self._executor.refuse_failed()
         call = f"train_batch of {count} microbatches"
         self.board.start_call(call)
-        batches = self._agreed(data_iter, count, call)
+        batches = self._draw_agreed(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self.progress.begin_step()
         with uninterrupted(), self._executor.together(f"the end of step {self.global_steps + 1}"):
@@ -99,7 +99,7 @@ class PipelineEngine(BaseEngine):
         Returns the mean loss over microbatches and data ranks, or with `reduce_output` None the losses of this data rank by
         microbatch, on every rank (with `bcast_loss` false on the last stage only, None elsewhere). With `return_logits`
         returns (loss, outputs): the last stage's outputs, joined along the first dim if they are tensors, None elsewhere.
-        `num_micro_batches` microbatches are drawn (default: `gradient_accumulation_steps`).
+        Draws `num_micro_batches` microbatches (default: `gradient_accumulation_steps`).
         """
         self.refuse_destroyed("eval_batch")
         if reduce_output not in ("avg", None):
@@ -113,26 +113,26 @@ class PipelineEngine(BaseEngine):
         call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
                 f"bcast_loss={bcast_loss}")
         self.board.start_call(call)
-        batches = self._agreed(data_iter, count, call)
+        batches = self._draw_agreed(data_iter, count, call)
         if self.optimizer is not None:
             self.optimizer.settle()
         training = self.module.training
         self.module.eval()
         try:
-            found = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=return_logits)
+            results = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=return_logits)
         finally:
             self.module.train(training)
         loss: Any = None
         if compute_loss:
-            losses = [value.detach().float().reshape(()) for _, value in found]
+            losses = [value.detach().float().reshape(()) for _, value in results]
             with self._executor.together("the end of an evaluation"):
                 loss = self._mean(losses) if reduce_output == "avg" else self._from_last(losses)
             if not bcast_loss and not self.is_last_stage():
                 loss = None
-        return (loss, _joined([output for output, _ in found])) if return_logits else loss
+        return (loss, _joined([output for output, _ in results])) if return_logits else loss
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Draw microbatches from `loader`, again and again, where `train_batch` is given no iterator."""
+        """Draw microbatches from `loader`, from its start again after its end, where `train_batch` is given no iterator."""
         self._data = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -140,7 +140,7 @@ class PipelineEngine(BaseEngine):
         self._data = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` on what the iterator gives; it returns (inputs, labels)."""
+        """Call `fn` on each item of the iterator; it returns (inputs, labels)."""
         self._batch_fn = fn
 
     @property
@@ -176,7 +176,7 @@ class PipelineEngine(BaseEngine):
         return self.stage_id
 
     def get_additional_losses(self) -> Any:
-        """What the module reports beside its loss."""
+        """Return the losses that the module reports beside its own."""
         return self.module.get_additional_losses()
 
     def reset_activation_shape(self) -> None:
@@ -221,25 +221,27 @@ class PipelineEngine(BaseEngine):
     def _executor(self) -> Executor:
         connector = Connector(self.mesh, len(self.module.owner), self.device, self.settings.timeout)
         links = Links(self.module.owner, self.stage_id, connector)
-        where = f"rank {dist.get_rank()} (stage {self._stages_in_words})"
+        where = f"rank {dist.get_rank()} (stage {self._stage_numbers})"
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
                         self.module.loss_fn, self._pass, leaves=self._leaves, where=where, board=self.board)
 
     def _leaves(self, tensor: Tensor) -> bool:
+        """Whether `tensor` shares the memory of weights that are released after their use."""
         return any(each.lends(tensor) for each in self._passes.values())
 
     @property
     def _factor(self) -> float:
+        """The factor that the loss of a microbatch carries into its backward."""
         return self.loss_scale() / self.gradient_accumulation_steps()
 
     @cached_property
     def _passes(self) -> dict[int, Hooks]:
-        """What drives the units of each stage of this rank, by its number."""
+        """The hooks of each stage of this rank, by its number."""
         assert self.sharded is not None
         return dict(zip(self.module.numbers, self.sharded.passes, strict=True))
 
     def _pass(self, stage: int, run: Callable[[], None], last: bool, sync: bool) -> None:
-        """Call `run` as a backward pass of one stage: the `last` of the step or not, with communication or without."""
+        """Call `run` as a backward pass of one stage: the `last` of the step or not, and with communication or without."""
         try:
             with (self.progress.one_pass(boundary=last, sync=sync), BaseEngine.running_backward.of(self._factor),
                   self.during("backward")):
@@ -250,25 +252,25 @@ class PipelineEngine(BaseEngine):
             raise
 
     def _schedule(self, count: int) -> PipelineSchedule:
-        """Return the schedule of a step of `count` microbatches. Raises `UsageError` where it needs other stages."""
+        """Return the schedule of a step of `count` microbatches. Raises `UsageError` if the module's stages do not fit."""
         if count not in self._schedules:
             name = self.settings.pipeline.schedule or self.module.schedule
             if name in SCHEDULES and not SCHEDULES[name].takes(self.module.stages_per_rank):
                 raise UsageError(f"pipeline.schedule: got {name!r}; the module was built for {self.module.schedule!r}, with "
                                  f"{self.module.stages_per_rank} stages on each rank: pass schedule={name!r} to "
                                  f"PipelineModule, which decides what each rank builds")
-            found = make_schedule(name, ranks=self.num_stages, microbatches=count,
-                                  stages_per_rank=self.module.stages_per_rank,
-                                  in_flight=self.settings.pipeline.in_flight)
-            if found.owner != self.module.owner:
-                raise UsageError(f"pipeline.schedule: got {name!r}, which puts stages on ranks {list(found.owner)}; the "
+            schedule = make_schedule(name, ranks=self.num_stages, microbatches=count,
+                                     stages_per_rank=self.module.stages_per_rank,
+                                     in_flight=self.settings.pipeline.in_flight)
+            if schedule.owner != self.module.owner:
+                raise UsageError(f"pipeline.schedule: got {name!r}, which puts stages on ranks {list(schedule.owner)}; the "
                                  f"module was built for {self.module.schedule!r}, which puts them on "
                                  f"{list(self.module.owner)}; pass schedule={name!r} to PipelineModule")
-            self._schedules[count] = found
+            self._schedules[count] = schedule
         return self._schedules[count]
 
-    def _drawn(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[tuple[Any, Any]]:
-        """Draw the microbatches of a step, where the first or the last stage is."""
+    def _draw(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[tuple[Any, Any]]:
+        """Draw the microbatches of a step, on the ranks of the first and the last stage."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return []
         if data_iter is None and self._data is None and self.training_dataloader is not None:
@@ -278,59 +280,64 @@ class PipelineEngine(BaseEngine):
             raise UsageError(f"{call}: there is no data; pass an iterator, or training_data to initialize")
         return draw(data, count, f"{call}, step {self.global_steps + 1}", self._batch_fn)
 
-    def _agreed(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
-        """Draw microbatches; if a rank cannot, or ranks differ in the call or the samples, all raise: nothing has begun.
+    def _draw_agreed(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
+        """Draw microbatches. All ranks raise, before a pass has begun, if one cannot draw or if ranks differ in the call or
+        the samples.
 
-        Every call costs a few words of each rank, and where these show a difference, more of them. Values are compared at
-        the first call of each kind, or always to find a fault.
+        Ranks exchange a few words at each call, and whole objects only where the words differ. Values of samples are
+        compared at the first call of each kind, with `debug` at each call.
         """
-        name, items, trouble = call.partition(" ")[0], list[tuple[Any, Any]](), ""
+        name, items, problem = call.partition(" ")[0], list[tuple[Any, Any]](), ""
         try:
-            items = self._drawn(data_iter, count, name)
+            items = self._draw(data_iter, count, name)
         except Exception as error:
-            trouble = str(error) or type(error).__name__
-        except BaseException as error:  # somebody wants to end the program
+            problem = str(error) or type(error).__name__
+        except BaseException as error:  # an interrupt, or the end of the program
             self.board.publish(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
             raise
         values = name not in self._compared or self.settings.debug
         drawn = MicrobatchSource.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
-                         first=self.is_first_stage(), stage=f"rank {dist.get_rank()} (stage {self._stages_in_words})")
+                                    first=self.is_first_stage(),
+                                    stage=f"rank {dist.get_rank()} (stage {self._stage_numbers})")
         self.parameter_groups.world.step = self.global_steps
-        words = torch.tensor([digest(call), bool(trouble) or values, *drawn.words()]).to(self.device)
-        if self._alike(self.parameter_groups.world.gather_words(words, "what to begin with").tolist()):
+        words = torch.tensor([digest(call), bool(problem) or values, *drawn.words()]).to(self.device)
+        if self._agree(self.parameter_groups.world.gather_words(words, "the call and its samples").tolist()):
             return self._batches(items)
-        said = self.parameter_groups.world.gather_objects((call, trouble, drawn))
-        for rank, (theirs, _, _) in enumerate(said):
-            if theirs != said[0][0]:
-                raise RanksDisagree(f"ranks call different things: rank 0 is in {said[0][0]}, rank {rank} in {theirs}; let "
+        by_rank = self.parameter_groups.world.gather_objects((call, problem, drawn))
+        first = by_rank[0][0]
+        for rank, (other, _, _) in enumerate(by_rank):
+            if other != first:
+                raise RanksDisagree(f"ranks call different things: rank 0 is in {first}, rank {rank} in {other}; let "
                                     f"every rank make the same calls, in one order")
-        if any(text for _, text, _ in said):
-            raise UsageError(_by_rank([text for _, text, _ in said]))
-        compare([each for _, _, each in said], name)
+        if any(text for _, text, _ in by_rank):
+            raise UsageError(_join_by_rank([text for _, text, _ in by_rank]))
+        compare([source for _, _, source in by_rank], name)
         self._compared.add(name)
         return self._batches(items)
 
-    def _alike(self, rows: list[list[int]]) -> bool:
-        """Whether all ranks make one call, none has more to say, and none saw another's samples in other shapes."""
+    def _agree(self, rows: list[list[int]]) -> bool:
+        """Whether all ranks make one call, none asks for the exchange of objects, and samples have one shape on all ranks
+        that share a data rank.
+        """
         seen: dict[tuple[int, ...], int] = {}
         shapes = [(place, shape) for *_, samples, inputs, labels in rows
                   for place, shape in (((samples, 0), inputs), ((samples, 1), labels)) if shape]
-        return (all(call == rows[0][0] and not more for call, more, *_ in rows)
+        return (all(call == rows[0][0] and not details for call, details, *_ in rows)
                 and all(seen.setdefault(place, shape) == shape for place, shape in shapes))
 
     def _batches(self, items: list[tuple[Any, Any]]) -> Batches:
         return Batches(inputs=[inputs for inputs, _ in items] if self.is_first_stage() else [],
-                       labels=[labels for _, labels in items] if self.is_last_stage() else [], here=self._here)
+                       labels=[labels for _, labels in items] if self.is_last_stage() else [], here=self._to_device)
 
     @property
-    def _stages_in_words(self) -> str:
+    def _stage_numbers(self) -> str:
         return ", ".join(map(str, self.module.numbers))
 
-    def _here(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         return self.cast_inputs(tree_map(lambda tensor: tensor.to(self.device), value))
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
-        """Return the mean of the losses of all data ranks, which the last stages have."""
+        """Return the mean of the `losses` of all data ranks; ranks without the last stage have none."""
         mine = torch.stack([loss.float().reshape(()) for loss in losses]).mean() if losses else torch.zeros(())
         words = _words(torch.stack([mine, mine.new_tensor(bool(losses))])).to(self.device)
         rows = self.parameter_groups.world.gather_words(words)
@@ -339,12 +346,12 @@ class PipelineEngine(BaseEngine):
 
     def _from_last(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the last stage's losses, on all stages."""
-        said = self.parameter_groups.communicator("pipeline").gather_objects([loss.item() for loss in losses])
-        return [torch.tensor(value, device=self.device) for value in next(found for found in said if found)]
+        by_stage = self.parameter_groups.communicator("pipeline").gather_objects([loss.item() for loss in losses])
+        return [torch.tensor(value, device=self.device) for value in next(values for values in by_stage if values)]
 
 
-def _by_rank(texts: list[str]) -> str:
-    """Join what ranks have to say, what several say alike but once."""
+def _join_by_rank(texts: list[str]) -> str:
+    """Join the messages of ranks, each once with the ranks that it comes from."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)

@@ -178,12 +178,12 @@ class Config(Section):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What `source` held, before anything was settled."""
+        """The keys and values of `source`, before any was resolved."""
         return self._given
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Where each value came from, by path: given (as what), default, auto, or derived (from what)."""
+        """The origin of each value, by path: given (under which key), default, auto, or derived (from which values)."""
         return MappingProxyType(self._origins)
 
     @property
@@ -214,7 +214,7 @@ class Config(Section):
     def conflicts(self) -> Iterable[Conflict]:
         if self.fp16.enabled and self.bf16.enabled:
             yield Conflict(keys=("fp16.enabled", "bf16.enabled"), message="got true beside bf16.enabled; choose one")
-        yield from self._against_step_in_backward()
+        yield from self._conflicts_of_step_in_backward()
         if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1):
             yield Conflict(keys=("prescale_gradients", "gradient_predivide_factor"),
                            message="got true beside gradient_predivide_factor: the whole division is before the sum, or a "
@@ -231,9 +231,11 @@ class Config(Section):
                 message=f"got '{accumulate}' beside {self.compute_dtype} gradients; choose {choices}",
             )
 
-    def _decided_on_all_gradients(self) -> Iterable[tuple[str, str, str]]:
-        """Yield each key by which a step is decided on when all gradients are there, what is known then, and what to do."""
-        for asked, key, known, fix in (
+    def _conflicts_of_step_in_backward(self) -> Iterable[Conflict]:
+        """Yield each key whose decision needs all gradients: backward has stepped some units before they are there."""
+        if not self.zero_optimization.offload_optimizer.step_in_backward:
+            return
+        for enabled, key, known, fix in (
                 (self.gradient_clipping > 0, "gradient_clipping", "the norm of all gradients is known", "set it to 0"),
                 (self.fp16.enabled, "fp16.enabled", "an overflow anywhere is known", "use bf16"),
                 (self.communication_data_type == "fp16" and not self.fp16.enabled, "communication_data_type",
@@ -242,17 +244,10 @@ class Config(Section):
                  "an overflow anywhere is known", "set it to false"),
                 (not self.zero_optimization.ignore_unused_parameters, "zero_optimization.ignore_unused_parameters",
                  "an unused parameter is known", "set it to true")):
-            if asked:
-                yield key, known, fix
-
-    def _against_step_in_backward(self) -> Iterable[Conflict]:
-        """Yield what is decided for all gradients together, when backward has stepped some units already."""
-        if not self.zero_optimization.offload_optimizer.step_in_backward:
-            return
-        for other, known, fix in self._decided_on_all_gradients():
-            yield Conflict(keys=("zero_optimization.offload_optimizer.step_in_backward", other),
-                           message=f"got true beside {other}: {known} only after backward; {fix}, or leave the step to "
-                                   f"engine.step()")
+            if enabled:
+                yield Conflict(keys=("zero_optimization.offload_optimizer.step_in_backward", key),
+                               message=f"got true beside {key}: {known} only after backward; {fix}, or leave the step to "
+                                       f"engine.step()")
 
     def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
         if any(findings.rejected(key) for key in (TOTAL, MICRO, ACCUMULATION)):

@@ -4,12 +4,12 @@
     KIND/NAME          the optimizer's state of that parameter, of its shape (exp_avg, exp_avg_sq, ...)
     scalar.KIND/NAME   the same where it is one number per parameter (step)
     buffer/NAME        the model's persistent buffers
-    published/NAME     the weights as all ranks have them, where they follow their masters by signs
-    residual.R/NAME    what rank R of those that hold the parameter has not sent of its gradient, as an addend of the mean,
-                       times the loss scale that the values tell
+    published/NAME     the weights as all ranks have them, where ranks publish them as compressed updates
+    residual.R/NAME    the compression error of the gradient on rank R of those that hold the parameter, as an addend of the
+                       mean, times the loss scale that the checkpoint's values hold
 
-Each rank gives the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
-cover everything; on loading it asks for whatever rests on it.
+Each rank saves the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
+cover every tensor. On loading it asks for all elements that rest on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCALAR, NUMBER = "scalar.", "number."
 Cuts = Mapping[str, TensorSlice]
 Shape = tuple[int, ...]
 AT_ONCE = 1 << 22
-"""Elements of a piece that has to be brought into memory."""
+"""Elements of a piece that has to be fetched into memory."""
 
 
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
@@ -53,14 +53,14 @@ def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
 
 
 def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, frozen: bool = True) -> Iterator[Piece]:
-    """Yield what rests on this rank, to be filled in place; `strict` asks for names that the checkpoint lacks too."""
-    held = set(snapshot.names())
+    """Yield the pieces that rest on this rank, to be filled in place; with `strict` also those that the checkpoint lacks."""
+    saved = set(snapshot.names())
     for unit in model.units:
         for part in unit.layout.parts(_resting_span(unit)):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
-            if name in held or (strict and (unit.trainable or frozen)):
+            if name in saved or (strict and (unit.trainable or frozen)):
                 yield from _weight(model, unit, part, _resting_span(unit))
-    yield from (piece for piece in _whole(model) if strict or piece.name in held)
+    yield from (piece for piece in _whole(model) if strict or piece.name in saved)
 
 
 def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[Piece]:
@@ -75,14 +75,14 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
 
     Slots whose saved scalars differ (one was stepped less often) end in views of their own.
     """
-    held = set(snapshot.names())
-    kinds = sorted(kind for kind in {name.partition("/")[0] for name in held} - {WEIGHT, BUFFER, PUBLISHED}
+    names = set(snapshot.names())
+    kinds = sorted(kind for kind in {name.partition("/")[0] for name in names} - {WEIGHT, BUFFER, PUBLISHED}
                    if not kind.startswith(RESIDUAL))
 
     def saved(view: MasterView, part: Part) -> tuple[tuple[str, float | None], ...]:
         slot = view.unit.layout.slots[part.slot].name
         return tuple((kind, snapshot.tensor(f"{kind}/{slot}").item() if kind.startswith((SCALAR, NUMBER)) else None)
-                     for kind in kinds if f"{kind}/{slot}" in held)
+                     for kind in kinds if f"{kind}/{slot}" in names)
 
     optimizer.views.regroup(saved, optimizer.optimizer)
     for view in optimizer.views.views:
@@ -103,7 +103,7 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
 
 
 def wire_to_save(model: ShardedModel) -> Iterator[Piece]:
-    """Yield what travel by signs has left between the ranks: this rank's published slices, and what it has not sent."""
+    """Yield the state of compressed communication: this rank's slices of published weights, and its compression error."""
     for unit in model.trainable:
         if unit.state is not None and unit.state.follows:
             yield from published(unit, model.cuts)
@@ -119,18 +119,18 @@ def published(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
 
 
 def unsent(unit: Unit, residual: Tensor, rank: int, cuts: Cuts) -> Iterator[Piece]:
-    """Yield the slots of `residual` (size,), what rank `rank` has not sent."""
+    """Yield the slots of `residual` (size,), the compression error of rank `rank`."""
     for slot in unit.layout.slots:
         yield from _of(ResidentSpan(residual), slot.start, f"{RESIDUAL}{rank}", slot, range(slot.stop - slot.start), cuts)
 
 
 def residual_ranks(snapshot: Snapshot) -> dict[str, int]:
-    """Return for each parameter the ranks whose residual was saved."""
-    found: dict[str, int] = {}
+    """Return for each parameter how many ranks have saved a residual."""
+    ranks: dict[str, int] = {}
     for kind, _, name in (each.partition("/") for each in snapshot.names()):
         if kind.startswith(RESIDUAL):
-            found[name] = max(found.get(name, 0), 1 + int(kind.removeprefix(RESIDUAL)))
-    return found
+            ranks[name] = max(ranks.get(name, 0), 1 + int(kind.removeprefix(RESIDUAL)))
+    return ranks
 
 
 def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
@@ -160,17 +160,17 @@ def _parts(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:
 
 
 def _of(span: Span, at: int, kind: str, slot: Slot, elements: range, cuts: Cuts) -> Iterator[Piece]:
-    """Yield `elements` of a slot, which begin at `at` of a span: in small pieces where they have to be brought."""
-    kept = isinstance(span, ResidentSpan)
-    for found in flat_to_boxes(slot.shape, elements, cuts.get(slot.name)):
-        step = max(1, len(found.local)) if kept else AT_ONCE
-        for start in range(found.local.start, found.local.stop, step):
-            stop = min(start + step, found.local.stop)
+    """Yield `elements` of a slot, which begin at `at` of a span, in small pieces if the span does not rest in memory."""
+    resident = isinstance(span, ResidentSpan)
+    for run in flat_to_boxes(slot.shape, elements, cuts.get(slot.name)):
+        step = max(1, len(run.local)) if resident else AT_ONCE
+        for start in range(run.local.start, run.local.stop, step):
+            stop = min(start + step, run.local.stop)
             here = range(at + start - elements.start, at + stop - elements.start)
-            first = found.start + start - found.local.start
-            yield Piece(name=f"{kind}/{slot.name}", shape=found.shape, start=first, stop=first + stop - start,
-                        data=span.tensor[here.start:here.stop], offset=found.offset, size=found.size,
-                        hold=None if kept else partial(_hold, span, here))
+            first = run.start + start - run.local.start
+            yield Piece(name=f"{kind}/{slot.name}", shape=run.shape, start=first, stop=first + stop - start,
+                        data=span.tensor[here.start:here.stop], offset=run.offset, size=run.size,
+                        hold=None if resident else partial(_hold, span, here))
 
 
 def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tensor]:
@@ -178,7 +178,7 @@ def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tens
 
 
 def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts: Cuts) -> Iterator[Piece]:
-    """Yield the piece of one slot's state that lies in this rank's own span; a scalar goes with the first element."""
+    """Yield the piece of a slot's state that lies in this rank's own span; the rank of the first element saves a scalar."""
     unit = view.unit
     slot = unit.layout.slots[part.slot]
     own = unit.span
@@ -200,13 +200,13 @@ def _state_dtype(view: MasterView, saved: torch.dtype) -> torch.dtype:
 
 
 def _scalar_device(view: MasterView, options: Mapping[str, object]) -> torch.device:
-    """Return where torch keeps one number per parameter: with it where a kernel reads the number, else on the host."""
+    """Return the device of one number per parameter: the parameter's if a kernel reads the number, else the host."""
     at_parameter = options.get("fused") or options.get("capturable")
     return view.parameter.device if at_parameter else torch.device("cpu")
 
 
 def _whole(model: ShardedModel) -> Iterator[Piece]:
-    """Yield what every rank holds whole: buffers, and parameters that no unit holds."""
+    """Yield the tensors that every rank holds whole: buffers, and parameters that no unit holds."""
     in_units = {member.name for unit in model.units for member in unit.members}
     persistent = set(model.model.state_dict(keep_vars=True))
     for name, parameter in model.named().items():
@@ -229,7 +229,7 @@ def _flat(name: str, tensor: Tensor) -> Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class BoxRun:
     """A run of a parameter's elements as an interval of a box of the global tensor."""
 
     local: range
@@ -243,14 +243,14 @@ class Placed:
     """The box; None: the whole tensor."""
 
 
-def flat_to_boxes(shape: Shape, elements: range, cut: TensorSlice | None) -> Iterator[Placed]:
-    """Yield where the `elements` of a parameter of `shape` lie, which this rank holds by `cut`."""
+def flat_to_boxes(shape: Shape, elements: range, cut: TensorSlice | None) -> Iterator[BoxRun]:
+    """Yield the positions in the global tensor of `elements` of this rank's parameter of `shape`, which is its `cut`."""
     if cut is None:
-        yield Placed(local=elements, start=elements.start, shape=shape)
+        yield BoxRun(local=elements, start=elements.start, shape=shape)
         return
     dim, inner, rows = cut.dim, prod(shape[cut.dim + 1:]), shape[cut.dim]
     whole = len(cut.segments) == 1 and cut.segments[0].length == rows
-    lead = shape[:dim] if not whole else ()  # one box holds all: its runs are the parameter's own
+    lead = shape[:dim] if not whole else ()  # one box holds the whole parameter, and each run of it is one run of the box
     for index in range(elements.start // max(1, rows * inner), -(-elements.stop // max(1, rows * inner))) if lead else (0,):
         at = index * rows * inner
         for segment in cut.segments:
@@ -261,12 +261,13 @@ def flat_to_boxes(shape: Shape, elements: range, cut: TensorSlice | None) -> Ite
                 continue
             offset = [*_unravel(index, shape[:dim]), segment.source, *([0] * (len(shape) - dim - 1))]
             size = [*([1] * dim if not whole else shape[:dim]), segment.length, *shape[dim + 1:]]
-            yield Placed(local=run, start=run.start - first, shape=cut.shape(shape), offset=tuple(offset), size=tuple(size))
+            yield BoxRun(local=run, start=run.start - first, shape=cut.shape(shape), offset=tuple(offset), size=tuple(size))
 
 
 def _unravel(index: int, shape: Shape) -> list[int]:
-    place: list[int] = []
+    """Return the coordinates of the element `index` of a row-major tensor."""
+    coordinates: list[int] = []
     for extent in reversed(shape):
-        place.insert(0, index % extent)
+        coordinates.insert(0, index % extent)
         index //= extent
-    return place
+    return coordinates

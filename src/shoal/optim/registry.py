@@ -36,7 +36,7 @@ _TORCH: dict[str, Callable[..., Optimizer]] = {
 }  # fmt: skip
 _WHOLE_TENSOR = {member.__name__: member for member in WHOLE_TENSOR if member.__name__.lower() not in _LATER}
 _PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "lamb", "onebitadam", "onebitlamb", "zerooneadam"})
-_optimizers: Registry[Optimizer] = Registry("optimizer", lent=_TORCH, later=_LATER)
+_optimizers: Registry[Optimizer] = Registry("optimizer", library=_TORCH, later=_LATER)
 
 
 def register_optimizer(name: str) -> Callable[[F], F]:

@@ -53,7 +53,7 @@ _TORCH: dict[str, Callable[..., AnySchedule]] = {
     if inspect.isclass(member) and issubclass(member, LRScheduler) and member is not LRScheduler
     and not name.startswith("_")
 }  # fmt: skip
-_schedules: Registry[AnySchedule] = Registry("scheduler", lent=_TORCH, later=frozenset())
+_schedules: Registry[AnySchedule] = Registry("scheduler", library=_TORCH, later=frozenset())
 
 
 def register_schedule(name: str) -> Callable[[F], F]:
