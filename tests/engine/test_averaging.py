@@ -1,4 +1,4 @@
-"""The mean over ranks is the same wherever it is divided, unless a 16-bit wire overflows or underflows; at every stage."""
+"""Dividing before or after the sum gives the same mean at every stage, unless 16-bit sums overflow or underflow."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def bitwise(stage: int, variants: list[dict[str, Any]]) -> list[bool]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_powers_of_two_give_the_same_bits_on_either_side_of_the_sum(stage: int) -> None:
+def test_dividing_by_powers_of_two_before_or_after_the_sum_is_bit_equal(stage: int) -> None:
     places = [{}, PRESCALED, POSTSCALED, {"gradient_predivide_factor": 2.0}, {"gradient_predivide_factor": 0.25}]
     assert run_ranks(2, bitwise, stage, places)[0] == [True] * 4
 
 
 def furthest(stage: int, variants: list[dict[str, Any]]) -> list[tuple[float, bool]]:
-    """Return how far from the first each other variant ends, and whether it differs at all."""
+    """Return the largest difference of each other variant from the first, and whether any bit differs."""
     first, *others = trained(stage, variants)
     return [(max((first[name] - other[name]).abs().max().item() for name in first), not same(first, other))
             for other in others]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_other_factors_give_the_same_training_within_rounding(stage: int) -> None:
+def test_dividing_by_other_factors_is_equal_within_rounding(stage: int) -> None:
     plain = {"optimizer": SGD | {"params": {"lr": 0.1}}}
     places = [plain | place for place in (PRESCALED, POSTSCALED, {"gradient_predivide_factor": 1.7})]
     for distance, differs in run_ranks(3, furthest, stage, places)[0]:
@@ -57,7 +57,7 @@ def test_other_factors_give_the_same_training_within_rounding(stage: int) -> Non
 
 
 class Steep(nn.Module):
-    """A loss whose gradient is the same number everywhere."""
+    """A loss whose gradient is `slope` in every element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Steep(nn.Module):
 
 
 def stepped(stage: int, slopes: list[float], extra: dict[str, Any]) -> tuple[bool, list[float]]:
-    """Return whether a step, of a slope for each rank, was applied, and which values its weights have now."""
+    """Step on the gradient of one slope per rank; return whether the step was applied, and the values of the weights."""
     config = configured(stage, optimizer=SGD, gradient_clipping=0, communication_data_type="fp16", **extra)
     engine: Engine = shoal.initialize(model=Steep(), config=config)[0]
     engine.backward(engine(slopes[dist.get_rank()]))
@@ -80,7 +80,7 @@ def stepped(stage: int, slopes: list[float], extra: dict[str, Any]) -> tuple[boo
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_16_bit_wire_that_overflows_does_not_where_gradients_are_divided_before_it(stage: int) -> None:
+def test_dividing_before_the_sum_avoids_overflow_in_16_bit(stage: int) -> None:
     slope = 1.5 * 2.0 ** 16  # of rank 0 alone: beyond fp16's 65,504, and half of it is not
     for place in ({}, POSTSCALED, {"gradient_predivide_factor": 1.0}):
         assert run_ranks(2, stepped, stage, [slope, 0.0], place)[0] == (False, [0.0]), place
@@ -89,7 +89,7 @@ def test_a_16_bit_wire_that_overflows_does_not_where_gradients_are_divided_befor
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_vanishes_in_a_16_bit_wire_is_kept_where_gradients_are_divided_after_it(stage: int) -> None:
+def test_dividing_after_the_sum_avoids_underflow_in_16_bit(stage: int) -> None:
     slope = 2.0 ** -24  # the smallest of fp16
     assert run_ranks(2, stepped, stage, [slope, slope], PRESCALED)[0] == (True, [0.0])
     for place in ({}, POSTSCALED, {"gradient_predivide_factor": 0.5}):
@@ -104,7 +104,7 @@ def summed(stage: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_sum_of_gradients_is_the_ranks_times_their_mean(stage: int) -> None:
+def test_op_sum_gives_ranks_times_the_mean_gradient(stage: int) -> None:
     assert run_ranks(2, summed, stage)[0] == [True, True]
 
 
@@ -119,7 +119,7 @@ def answers() -> list[tuple[bool, float]]:
             told(gradient_predivide_factor=1.0)]
 
 
-def test_the_engine_says_where_it_divides() -> None:
+def test_accessors_report_where_gradients_are_divided() -> None:
     assert run_ranks(2, answers)[0] == [(False, 2), (True, 1), (False, 2), (True, 1), (True, 1.5), (True, 1)]
 
 
@@ -131,7 +131,7 @@ def test_the_engine_says_where_it_divides() -> None:
      'prescale_gradients: got true beside gradient_allreduce_op "sum", which divides by nothing; remove one of them, or '
      "give gradient_predivide_factor against overflow"),
 ])  # fmt: skip
-def test_two_places_for_one_division_are_refused(other: dict[str, Any], message: str) -> None:
+def test_conflicting_division_settings_are_refused(other: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Config.resolve({"train_batch_size": 2, **PRESCALED, **other}, data_ranks=2)
     assert str(raised.value) == message

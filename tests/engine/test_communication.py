@@ -1,4 +1,4 @@
-"""The options of communication do what they say at every stage: in which dtype, in pieces of which size, and when."""
+"""Communication options hold at every stage: the dtype, the chunk size, and when reductions are launched."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bytes_of_a_step(stage: int, compute: str, extra: dict[str, Any]) -> dict[str
 
 @pytest.mark.parametrize(("compute", "wire"), [("fp32", None), ("fp32", "fp16"), ("fp32", "bf16"), ("bf16", "fp32")])
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_travel_in_the_communication_dtype_and_weights_in_their_own(stage: int, compute: str,
+def test_gradients_travel_in_the_communication_dtype_weights_do_not(stage: int, compute: str,
                                                                               wire: str | None) -> None:
     sent = UNITS * UNIT // 2  # a half of the model, on two ranks
     weights, reduced = sent * BYTES[compute], sent * BYTES[wire or compute]
@@ -65,7 +65,7 @@ def test_gradients_travel_in_the_communication_dtype_and_weights_in_their_own(st
     assert run_ranks(2, bytes_of_a_step, stage, compute, {"communication_data_type": wire}) == [expected] * 2
 
 
-def test_copies_of_the_state_are_reduced_in_the_communication_dtype_too() -> None:
+def test_replicas_are_reduced_in_the_communication_dtype_too() -> None:
     found = run_ranks(4, bytes_of_a_step, 1, "fp32", {"communication_data_type": "bf16", "zero": {"mics_shard_size": 2}})
     half, quarter = UNITS * UNIT // 2, UNITS * UNIT // 4
     expected = {"reduce": 2 * (half + quarter), "replicate": 2 * quarter, "publish": 4 * half}
@@ -83,13 +83,13 @@ def equal_on_all_ranks(stage: int, zero: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("ranks", "stage", "zero"), [(3, 0, {}), (4, 1, {"mics_shard_size": 2})])
-def test_what_is_replicated_in_a_narrow_dtype_is_the_same_on_every_rank(ranks: int, stage: int,
+def test_gradients_reduced_in_a_narrow_dtype_are_equal_on_all_ranks(ranks: int, stage: int,
                                                                         zero: dict[str, Any]) -> None:
     assert run_ranks(ranks, equal_on_all_ranks, stage, zero) == [True] * ranks
 
 
 class Counting:
-    """A process group that notes the elements of every message that it is given."""
+    """A process group that records the elements of every message."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -114,7 +114,7 @@ def messages_of_a_step(stage: int, reduce: int, gather: int) -> dict[str, list[i
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_messages_are_pieces_of_the_buckets(stage: int) -> None:
+def test_messages_are_chunks_of_the_bucket_size(stage: int) -> None:
     ranks, reduce, gather = 2, 1000, 600
     span = UNIT // ranks
 
@@ -128,7 +128,7 @@ def test_messages_are_pieces_of_the_buckets(stage: int) -> None:
 
 
 def reductions_within_backward(stage: int, overlap: bool, accumulation: int) -> list[int]:
-    """Return how many reductions were launched when backward came to the model's first layer, by microbatch."""
+    """Return how many reductions were launched when backward reached the model's first layer, by microbatch."""
     engine = engine_of(stage, zero={"overlap_comm": overlap}, gradient_accumulation_steps=accumulation)
     found: list[int] = []
     before = 0
@@ -144,7 +144,7 @@ def reductions_within_backward(stage: int, overlap: bool, accumulation: int) -> 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_reductions_are_launched_within_backward_unless_overlap_is_off(stage: int) -> None:
+def test_overlap_comm_launches_reductions_within_backward(stage: int) -> None:
     inside = run_ranks(2, reductions_within_backward, stage, True, 2)[0]
     assert inside[-1] >= UNITS - 2
     assert (inside[0] == 0) == (stage < 2)  # gradients that rest whole are reduced at the boundary alone

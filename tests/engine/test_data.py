@@ -1,4 +1,4 @@
-"""Training data through the engine: dealt to ranks, resumed with the checkpoint on any number of them."""
+"""Training data through the engine: distributed over ranks, and resumed from a checkpoint on any number of ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def resume(folder: str, micro: int, stage: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("first", "then"), [((1, 2), (3, 4)), ((4, 3), (1, 2)), ((2, 2), (2, 2))])
-def test_a_resume_on_any_ranks_neither_repeats_nor_skips_a_sample(first: tuple[int, int], then: tuple[int, int],
+def test_resuming_on_other_ranks_neither_repeats_nor_skips_samples(first: tuple[int, int], then: tuple[int, int],
                                                                   tmp_path: Path) -> None:
     """(ranks, microbatch) before and after."""
     before = [n for rank in run_ranks(first[0], begin, str(tmp_path), 4, first[1], 2, 2) for n in rank]
@@ -77,7 +77,7 @@ def test_a_resume_on_any_ranks_neither_repeats_nor_skips_a_sample(first: tuple[i
     assert sum(Counter(after).values()) - len(set(after)) < then[0]  # the last step's shares are filled up
 
 
-def test_a_resume_in_a_later_epoch_goes_on_in_that_epoch(tmp_path: Path) -> None:
+def test_resuming_in_a_later_epoch_continues_that_epoch(tmp_path: Path) -> None:
     epoch = 27  # samples of each of two ranks: 13 microbatches of 2, and one of 1
     second = [n for rank in run_ranks(2, begin, str(tmp_path), 20, 2, 1, 1) for n in rank[epoch:]]
     after = [n for rank in run_ranks(3, resume, str(tmp_path), 4, 0) for n in rank]
@@ -94,7 +94,7 @@ def deal() -> None:
     assert len(build(dataloader_drop_last=True)[1]) == 13
 
 
-def test_data_are_dealt_in_order_to_evaluate_and_shuffled_to_train() -> None:
+def test_evaluation_data_is_in_order_and_training_data_shuffled() -> None:
     run_ranks(2, deal)
 
 
@@ -111,20 +111,20 @@ def grow() -> list[int]:
     return seen
 
 
-def test_a_running_epoch_follows_another_microbatch_and_gives_every_sample() -> None:
+def test_changing_the_microbatch_within_an_epoch_yields_every_sample() -> None:
     first, second = run_ranks(2, grow)
     assert set(first) | set(second) == set(range(SAMPLES))
     assert len(first) + len(second) - SAMPLES < 2
 
 
-def test_collate_fn_of_initialize_makes_the_batches() -> None:
+def test_collate_fn_of_initialize_builds_the_batches() -> None:
     _, _, loader, _ = shoal.initialize(model=nn.Linear(1, 1), training_data=Numbers(), config=configured(),
                                        collate_fn=lambda samples: numbers(torch.stack(samples)))
     batch = next(iter(loader))
     assert isinstance(batch, list) and len(batch) == 2
 
 
-def test_wrong_data_are_told() -> None:
+def test_wrong_data_arguments_are_refused() -> None:
     engine, _ = build()
     with pytest.raises(UsageError, match=r"deepspeed_io: route: got 'test'; choose one of train, eval, predict"):
         engine.deepspeed_io(Numbers(), route="test")

@@ -1,4 +1,4 @@
-"""Whatever fails meanwhile, `destroy` detaches the engine; and an engine that was destroyed says so."""
+"""`destroy` detaches the engine even if an error occurs; a destroyed engine refuses every call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .trained import build, configured, loss, train, weights
 
 
 def unsaved(folder: str, stage: int) -> None:
-    """Destroy an engine whose last save has failed, which nobody has heard of yet."""
+    """Destroy an engine whose last save has failed, before the failure was reported."""
     def refuse(path: Path, tag: str) -> None:
         raise OSError("the disk is gone")
 
@@ -39,7 +39,7 @@ def unsaved(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_save_that_failed_keeps_no_engine_from_detaching(stage: int, tmp_path: Path) -> None:
+def test_destroy_detaches_even_if_the_last_save_failed(stage: int, tmp_path: Path) -> None:
     run_ranks(2, unsaved, str(tmp_path), stage)
 
 
@@ -67,7 +67,7 @@ def refused(folder: str) -> dict[str, str]:
     return said
 
 
-def test_what_is_asked_of_a_destroyed_engine_is_refused(tmp_path: Path) -> None:
+def test_a_destroyed_engine_refuses_every_call(tmp_path: Path) -> None:
     for name, text in run_ranks(1, refused, str(tmp_path))[0].items():
         assert text.startswith(f"{name}: this engine was destroyed") and "shoal.initialize" in text
     assert list(tmp_path.iterdir()) == []
@@ -85,6 +85,6 @@ def refused_by_pipeline() -> list[str]:
     return said
 
 
-def test_what_is_asked_of_a_destroyed_pipeline_is_refused() -> None:
+def test_a_destroyed_pipeline_engine_refuses_every_call() -> None:
     assert [text.partition(",")[0] for text in run_ranks(1, refused_by_pipeline)[0]] == [
         "train_batch: this engine was destroyed", "eval_batch: this engine was destroyed"]

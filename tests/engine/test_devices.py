@@ -1,4 +1,4 @@
-"""What rests or travels on the device of a rank, where torch or the transport asks for that."""
+"""Tensors are on the rank's device where torch or the transport needs them there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DEVICE = torch.device("meta")  # of another kind than the host
 @pytest.mark.parametrize(("options", "found"), [
     ({}, "cpu"), ({"fused": None, "capturable": False}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta"),
 ])  # fmt: skip
-def test_a_step_count_is_loaded_to_where_torch_would_have_made_it(options: dict[str, object], found: str) -> None:
+def test_a_loaded_step_count_is_on_the_device_that_torch_would_use(options: dict[str, object], found: str) -> None:
     view: Any = SimpleNamespace(parameter=nn.Parameter(torch.empty(2, device=DEVICE)))
     assert _scalar_device(view, options).type == found
 
 
-def test_a_rank_without_units_sends_its_words_from_its_device() -> None:
+def test_a_rank_without_units_gathers_words_on_its_device() -> None:
     sent: list[Tensor] = []
 
     def gather_words(words: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def test_a_rank_without_units_sends_its_words_from_its_device() -> None:
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 8), ("meta", 1)])
-def test_a_sum_is_taken_in_pieces_that_fit_a_cache_of_the_host_and_at_once_elsewhere(
+def test_sums_are_chunked_to_the_host_cache_and_whole_on_a_device(
         device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[int] = []
     monkeypatch.setattr(reduction, "sum_addends", lambda addends, target, *_: summed.append(target.numel()))
@@ -53,7 +53,7 @@ def test_a_sum_is_taken_in_pieces_that_fit_a_cache_of_the_host_and_at_once_elsew
     assert summed == [256 // parts] * parts
 
 
-def test_triton_that_does_not_work_falls_back_to_torch_with_a_warning(monkeypatch: pytest.MonkeyPatch,
+def test_broken_triton_falls_back_to_torch_with_a_warning(monkeypatch: pytest.MonkeyPatch,
                                                                      caplog: pytest.LogCaptureFixture) -> None:
     def pack(values: Tensor, packed: Tensor) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -65,7 +65,7 @@ def test_triton_that_does_not_work_falls_back_to_torch_with_a_warning(monkeypatc
     assert [name for name in caplog.text.splitlines() if "slower" in name]
 
 
-def test_triton_that_works_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_triton_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     working = import_module("shoal.onebit.reference")
     monkeypatch.setattr(packing, "import_module", lambda name: working)
     assert packing._triton_or_reference(torch.device("cpu")) is working
@@ -76,5 +76,5 @@ def native_by_backends() -> list[bool]:
     return [Communicator(group, timeout=20).native for group in (dist.group.WORLD, named) if group is not None]
 
 
-def test_gloo_is_known_by_whichever_name_it_was_asked_for() -> None:
+def test_gloo_is_recognised_under_every_backend_name() -> None:
     assert run_ranks(2, native_by_backends) == [[False, False]] * 2

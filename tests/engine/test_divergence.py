@@ -1,4 +1,4 @@
-"""Ranks that differ are told so: what they built at `initialize`, what they did within the timeout."""
+"""Ranks that diverge raise: at `initialize` for what they built, within the timeout for what they call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Branching(Plain):
 
 
 def check(said: list[tuple[bool, str]], first: str, second: str) -> None:
-    """Check that each rank names its collective: the first to give up timed out, which breaks the other's connection."""
+    """Check that each rank names its collective: one rank times out first, which breaks the other's connection."""
     assert any(timed_out for timed_out, _ in said)
     for rank, ((timed_out, message), what) in enumerate(zip(said, (first, second), strict=True)):
         assert message.startswith(f"rank {rank} of 2, step 0: {what} ")
@@ -44,11 +44,11 @@ def branch(debug: bool) -> tuple[bool, str]:
     return isinstance(caught.value, CollectiveTimeout), str(caught.value)
 
 
-def test_ranks_on_different_paths_time_out_naming_rank_unit_and_collective() -> None:
+def test_diverging_ranks_time_out_naming_rank_unit_and_collective() -> None:
     check(run_ranks(2, branch, False), "gather of unit 'blocks.0'", "gather of unit 'blocks.2'")
 
 
-def test_ranks_on_different_paths_are_compared_under_debug() -> None:
+def test_debug_reports_diverging_ranks_at_once() -> None:
     (_, first), (_, second) = run_ranks(2, branch, True)
     assert first == second
     assert first.startswith("step 0: ranks issue different collectives: rank 0: gather of unit 'blocks.0' (")
@@ -68,13 +68,13 @@ def early(other: str, debug: bool) -> tuple[bool, str]:
     return isinstance(caught.value, CollectiveTimeout), str(caught.value)
 
 
-def test_a_rank_that_steps_alone_times_out_naming_the_decision() -> None:
+def test_a_rank_that_steps_alone_times_out_naming_the_collective() -> None:
     decision = "the decision at the end of a step"
     check(run_ranks(2, early, "forward", False), decision, "gather of unit 'root'")
     check(run_ranks(2, early, "save", False), decision, "a comparison between ranks")
 
 
-def test_a_rank_that_steps_alone_is_told_so_under_debug() -> None:
+def test_debug_reports_a_rank_that_steps_alone() -> None:
     for _, message in run_ranks(2, early, "forward", True):
         assert message.startswith("step 0: ranks issue different collectives: rank 0: the decision at the end of a step (")
         assert "; rank 1: gather of unit 'root' (" in message
@@ -110,7 +110,7 @@ def differ(other: type[nn.Module], ours: str, theirs: str, groups: bool = False)
     assert f"rank 0 has {ours}; rank 1 has {theirs}. Build the same model on every rank." in message, message
 
 
-def test_ranks_that_build_different_models_are_told_the_first_difference() -> None:
+def test_different_models_raise_with_the_first_difference() -> None:
     run_ranks(2, differ, Wider, "blocks.1.up.weight (25, 12) torch.float32 trainable group 0 in unit 'blocks.1'",
               "blocks.1.up.weight (24, 12) torch.float32 trainable group 0 in unit 'blocks.1'")
     run_ranks(2, differ, Deeper, "nothing", "blocks.3.norm.weight (12,) torch.float32 trainable group 0 in unit 'blocks.3'")
@@ -118,20 +118,20 @@ def test_ranks_that_build_different_models_are_told_the_first_difference() -> No
               "head.bias (17,) torch.float32 frozen group 0 in unit 'root frozen'")
 
 
-def test_ranks_that_group_parameters_differently_are_told_the_first_difference() -> None:
+def test_different_parameter_groups_raise_with_the_first_difference() -> None:
     run_ranks(2, differ, Plain, "head.bias (17,) torch.float32 trainable group 0 in unit 'root'",
               "head.bias (17,) torch.float32 trainable group 1 in unit 'root'", True)
 
 
 def values() -> tuple[float, float]:
-    """Ranks that drew different random numbers train rank 0's."""
+    """Build models from different random numbers on each rank."""
     torch.manual_seed(dist.get_rank())
     engine = shoal.initialize(model=Plain(), config=configured(1))[0]
     tokens, _ = batch(0, 0, 0)
     return engine(tokens).sum().item(), torch.rand(()).item()
 
 
-def test_what_rank_0_drew_counts() -> None:
+def test_all_ranks_train_the_initial_values_of_rank_0() -> None:
     (first, own), (second, other) = run_ranks(2, values)
     assert first == second
     assert own != other

@@ -1,4 +1,4 @@
-"""Uses at the edge of the engine: second derivatives, fp64, one model twice, damage beside the tensors."""
+"""Rare uses of the engine: second derivatives, fp64, two engines over one model, damaged values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_gradient_penalty_trains_as_in_plain_pytorch() -> None:
 
 
 def frozen_pages() -> None:
-    """The frozen last block again, in memory whose pages come and go and would read as zeros."""
+    """Freeze the last block, in memory whose pages are released and would read as zeros."""
     buffer.PAGED_FROM = 0
     found = []
     for stage in (0, 3):
@@ -130,7 +130,7 @@ def manual_boundary() -> None:
     assert torch.allclose(before - weights(model)[0], torch.full((1, 2), 0.1))
 
 
-def test_zero_grad_keeps_what_an_accumulation_with_set_boundaries_holds() -> None:
+def test_zero_grad_keeps_gradients_where_boundaries_are_set_by_hand() -> None:
     run_ranks(1, manual_boundary)
 
 
@@ -171,5 +171,5 @@ def damaged(folder: str) -> None:
     assert other.global_steps == 0
 
 
-def test_damage_beside_the_tensors_is_told_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+def test_damaged_checkpoint_values_raise_on_all_ranks_before_any_change(tmp_path: Path) -> None:
     run_ranks(2, damaged, str(tmp_path))

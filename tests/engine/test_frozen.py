@@ -1,4 +1,4 @@
-"""Parameters that are frozen in the middle of training, and trained again; and those that were frozen at its beginning."""
+"""Parameters that are frozen and thawed during training, and parameters that were frozen at `initialize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 from shoal.testing import run_ranks
 
 FROZEN = {2: ["0.weight", "0.bias", "4.bias"], 4: ["0.bias", "2.weight", "2.bias"], 6: []}
-"""What is frozen from a step on."""
+"""The names that are frozen, by the step from which they are."""
 
 
 def model() -> nn.Module:
@@ -51,7 +51,7 @@ def trained(stage: int, config: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("config", [{}, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 16}},
                                     {"zero_optimization": {"stage": 1, "ignore_unused_parameters": False}}], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_frozen_for_some_steps_trains_as_in_plain_torch(ranks: int, config: dict[str, Any]) -> None:
+def test_freezing_for_some_steps_trains_as_in_plain_torch(ranks: int, config: dict[str, Any]) -> None:
     plain = model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(8):
@@ -87,6 +87,6 @@ def thawed(stage: int, folder: str) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_was_frozen_at_the_beginning_cannot_be_trained_and_is_named_with_what_helps(stage: int, tmp_path: Path) -> None:
+def test_training_a_parameter_frozen_at_initialize_is_refused_by_name(stage: int, tmp_path: Path) -> None:
     for rank, said in enumerate(run_ranks(2, thawed, stage, str(tmp_path))):
         assert said.startswith(f"rank {rank}: backward: 0.weight, 0.bias required no gradient")

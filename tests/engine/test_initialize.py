@@ -1,4 +1,4 @@
-"""The one call: what it takes, what it builds, and what it says to wrong arguments."""
+"""`initialize`: the arguments that it takes, the objects that it builds, and its errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_configuration_comes_from_a_file_a_dict_base64_or_the_command_line(file: Path) -> None:
+def test_the_configuration_is_a_file_dict_base64_or_argument(file: Path) -> None:
     text = base64.urlsafe_b64encode(file.read_bytes()).decode()
     parser = shoal.add_config_arguments(argparse.ArgumentParser())
     for source in (file, str(file), text, configured(1)):
@@ -63,14 +63,14 @@ def test_two_configurations_or_none_are_refused(file: Path, tmp_path: Path) -> N
         shoal.initialize(model=model(), config=str(tmp_path / "nowhere.json"))
 
 
-def test_an_impossible_batch_says_the_arithmetic_and_who_counted_the_ranks() -> None:
+def test_an_impossible_batch_shows_the_arithmetic_and_origin_of_ranks() -> None:
     with pytest.raises(ConfigError, match=r"train_batch_size: got 7, but train_micro_batch_size_per_gpu 2 x "
                                           r"gradient_accumulation_steps 3 x 1 data rank = 6 \(data ranks: the world size of "
                                           r"torch\.distributed, from no launcher: this process is alone\)"):
         build(train_batch_size=7, gradient_accumulation_steps=3)
 
 
-def test_a_missing_model_and_a_missing_optimizer_are_told() -> None:
+def test_a_missing_model_or_optimizer_is_refused() -> None:
     with pytest.raises(UsageError, match="initialize: model is missing; pass the torch module to train"):
         shoal.initialize(config=configured())
     engine, *rest = shoal.initialize(model=model(), config=without_optimizer(scheduler={"type": "WarmupLR"}))
@@ -157,7 +157,7 @@ def test_parameters_that_are_in_no_group_are_not_trained() -> None:
     assert moved == {"head.weight", "head.bias"}
 
 
-def test_no_parameters_given_means_all() -> None:
+def test_without_model_parameters_all_are_trained() -> None:
     for given in (None, [], iter([])):
         net = model()
         engine = shoal.initialize(model=net, model_parameters=given, config=configured())[0]
@@ -192,7 +192,7 @@ def test_instance_factory_and_name_give_the_same_training(stage: int) -> None:
     assert all(losses == found[0][0] and same(after, found[0][1]) for losses, after in found)
 
 
-def test_an_optimizer_of_ones_own_goes_before_the_configured_one() -> None:
+def test_a_given_optimizer_takes_precedence_over_the_configured_one() -> None:
     net = model()
     engine = shoal.initialize(model=net, optimizer=SGD(net.parameters(), lr=3.0), config=configured())[0]
     assert engine.get_type() == ["SGD"] and engine.get_lr() == [3.0]
@@ -207,7 +207,7 @@ def rates(engine: shoal.Engine, steps: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_schedule_comes_by_name_by_object_or_from_a_function() -> None:
+def test_a_schedule_is_given_by_name_object_or_function() -> None:
     def on(optimizer: Any) -> StepLR:
         return StepLR(optimizer, step_size=1, gamma=0.5)
 
@@ -232,13 +232,13 @@ def test_a_schedule_comes_by_name_by_object_or_from_a_function() -> None:
     assert engine.get_lr() == [0.5]
 
 
-def test_a_schedule_of_ones_own_goes_before_the_configured_one() -> None:
+def test_a_given_schedule_takes_precedence_over_the_configured_one() -> None:
     engine = shoal.initialize(model=model(), lr_scheduler=lambda o: LambdaLR(o, lambda step: 1.0),
                               config=configured(scheduler={"type": "WarmupLR"}))[0]
     assert isinstance(engine.lr_scheduler, LambdaLR)
 
 
-def test_a_lone_tensor_and_named_parameters_are_parameters_too() -> None:
+def test_a_single_tensor_and_named_parameters_are_accepted() -> None:
     for choose, elements in ((lambda net: net.head.bias, 17), (lambda net: list(net.head.named_parameters()), 17 * 13)):
         net = model()
         engine = shoal.initialize(model=net, model_parameters=[{"params": choose(net)}], config=configured())[0]
@@ -256,6 +256,6 @@ def object_and_name() -> list[str]:
     return records
 
 
-def test_an_optimizer_object_beside_a_configured_one_is_told() -> None:
+def test_an_optimizer_object_beside_a_configured_one_gives_a_warning() -> None:
     assert "optimizer: initialize was given an object, which is used; 'AdamW' of the configuration is not" in run_ranks(
         1, object_and_name)[0]

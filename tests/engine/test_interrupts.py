@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: whoever catches it can go on, and trains what they would have trained without it."""
+"""After Ctrl-C at any moment training can continue in the same process, and reaches the same weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weights(engine: shoal.Engine) -> list[Tensor]:
 
 
 def interrupts(seconds: float, call: Callable[[], object]) -> bool:
-    """Call `call`, and interrupt it once `seconds` are over; return whether it took so long."""
+    """Call `call`, and interrupt it after `seconds`; return whether it was still running."""
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -82,18 +82,18 @@ def trained(folder: str, way: str, accumulation: int, seed: int | None) -> tuple
     found = weights(engine)
     engine.destroy()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert saving() is None, "somebody still looks at what autograd saves"
+    assert saving() is None, "saved-tensor hooks were left behind"
     return count, found
 
 
 def saving() -> object:
-    """Return what autograd asks about the tensors that it saves."""
+    """Return autograd's current saved-tensor hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_that_is_interrupted_at_random_goes_on_to_the_same_weights(
+def test_training_interrupted_at_random_reaches_the_same_weights(
         way: str, accumulation: int, tmp_path: Path) -> None:
     [(_, straight)] = run_ranks(1, trained, str(tmp_path), way, accumulation, None)
     for seed in (1, 2):
@@ -136,7 +136,7 @@ def within_a_forward(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["engine", "module"])
-def test_a_forward_that_was_interrupted_looks_at_nothing_that_autograd_saves(how: str) -> None:
+def test_an_interrupted_forward_leaves_no_saved_tensor_hooks(how: str) -> None:
     run_ranks(1, within_a_forward, how)
 
 
@@ -152,7 +152,7 @@ def interrupting(times: int, after: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def test_an_interrupt_waits_for_the_outermost_unbroken_part() -> None:
+def test_an_interrupt_waits_for_the_outermost_critical_section() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), watched():
         unbroken(lambda: [unbroken(interrupting(1, lambda: done.append("inner")))(), done.append("outer")])()
@@ -170,13 +170,13 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert done == ["again"], "what was interrupted twice has left something behind"
 
 
-def test_between_unbroken_parts_an_interrupt_does_not_wait() -> None:
+def test_between_critical_sections_an_interrupt_does_not_wait() -> None:
     with pytest.raises(KeyboardInterrupt), watched():
         unbroken(lambda: None)()
         interrupting(1, lambda: pytest.fail("it waited"))()
 
 
-def test_an_exception_and_an_interrupt_are_both_told() -> None:
+def test_an_exception_and_an_interrupt_are_both_raised() -> None:
     def fail() -> None:
         raise ValueError("what went wrong")
 
@@ -185,7 +185,7 @@ def test_an_exception_and_an_interrupt_are_both_told() -> None:
     assert isinstance(found.value.__context__, ValueError)
 
 
-def test_who_ignores_interrupts_or_handles_them_still_does() -> None:
+def test_ignored_and_handled_interrupts_stay_so() -> None:
     seen: list[int] = []
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -206,7 +206,7 @@ def test_who_ignores_interrupts_or_handles_them_still_does() -> None:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler])
-def test_within_a_watch_an_unbroken_part_asks_the_system_for_nothing(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_a_watch_a_critical_section_makes_no_system_call(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     former = signal.signal(signal.SIGINT, handler)
     try:
         with watched(), monkeypatch.context() as patched:
@@ -217,7 +217,7 @@ def test_within_a_watch_an_unbroken_part_asks_the_system_for_nothing(handler: An
         signal.signal(signal.SIGINT, former)
 
 
-def test_a_handler_that_calls_the_one_before_it_finds_it_within_a_watch_and_after() -> None:
+def test_a_handler_that_chains_to_the_former_one_works_during_a_watch() -> None:
     former = signal.getsignal(signal.SIGINT)
     seen: list[int] = []
     try:
@@ -274,11 +274,11 @@ def everywhere() -> None:
     assert 100 < len(kept) == number
 
 
-def test_wherever_an_interrupt_falls_the_watch_ends_and_the_interrupt_is_told() -> None:
+def test_an_interrupt_at_any_line_ends_the_watch_and_is_raised() -> None:
     run_ranks(1, everywhere)  # an exception of a trace function within `except` is for good the context of all that follow
 
 
-def test_other_threads_take_no_part() -> None:
+def test_other_threads_do_not_take_part() -> None:
     found: list[object] = []
     with watched():
         thread = threading.Thread(target=lambda: found.append(unbroken(lambda: 7)()))

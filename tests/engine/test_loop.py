@@ -1,4 +1,4 @@
-"""The user's loop in all its forms: accumulation, boundaries, several engines, evaluation, and leaving it again."""
+"""The training loop in its forms: accumulation, boundaries, several engines, evaluation, and `destroy`."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def accumulate(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_no_sync_and_set_boundaries_are_accumulation(stage: int) -> None:
+def test_no_sync_and_boundaries_set_by_hand_accumulate(stage: int) -> None:
     run_ranks(2, accumulate, stage)
 
 
-def test_wrong_calls_are_told() -> None:
+def test_calls_in_the_wrong_order_are_refused() -> None:
     engine = build(2)
     with pytest.raises(UsageError, match=r"rank 0: step\(\) without gradients; call engine\.backward\(loss\)"):
         engine.step()
@@ -85,7 +85,7 @@ def unreduced() -> None:
     assert same(weights(engine), weights(reference))
 
 
-def test_a_backward_without_reduction_is_reduced_by_the_step() -> None:
+def test_step_reduces_the_gradients_of_an_unreduced_backward() -> None:
     run_ranks(2, unreduced)
 
 
@@ -108,7 +108,7 @@ def zero_grad(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_zero_grad_forgets_at_the_start_of_a_step_and_keeps_within(stage: int) -> None:
+def test_zero_grad_discards_only_at_the_start_of_an_accumulation(stage: int) -> None:
     run_ranks(2, zero_grad, stage)
 
 
@@ -122,7 +122,7 @@ def plain_backward(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_plain_loss_backward_is_the_engines(stage: int) -> None:
+def test_plain_loss_backward_equals_engine_backward(stage: int) -> None:
     run_ranks(2, plain_backward, stage)
 
 
@@ -202,7 +202,7 @@ def gan(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_generator_and_a_discriminator_train_against_each_other(stage: int) -> None:
+def test_a_generator_and_a_discriminator_train_in_turns(stage: int) -> None:
     run_ranks(2, gan, stage)
 
 
@@ -239,7 +239,7 @@ def evaluate(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_evaluation_leaves_training_as_it_is(stage: int) -> None:
+def test_evaluation_does_not_change_training(stage: int) -> None:
     run_ranks(2, evaluate, stage)
 
 
@@ -266,7 +266,7 @@ def destroy(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_destroyed_engine_leaves_a_plain_model_behind(stage: int) -> None:
+def test_destroy_leaves_a_plain_model(stage: int) -> None:
     run_ranks(2, destroy, stage)
 
 
@@ -302,7 +302,7 @@ def trainer(stage: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_order_of_calls_of_a_published_trainer_trains_the_same(stage: int) -> None:
+def test_the_call_order_of_the_hugging_face_trainer_trains_the_same(stage: int) -> None:
     run_ranks(2, trainer, stage)
 
 
@@ -320,7 +320,7 @@ def test_counters_count_steps_microbatches_and_samples() -> None:
     assert engine.global_steps == 11
 
 
-def test_the_returned_loss_is_divided_by_accumulation_and_backward_twice_needs_retain_graph() -> None:
+def test_backward_returns_the_divided_loss_and_honours_retain_graph() -> None:
     engine = build(gradient_accumulation_steps=4)
     value = loss(engine, 0)
     assert engine.backward(value, retain_graph=True).item() == pytest.approx(value.item() / 4)
@@ -347,5 +347,5 @@ def differing_engines() -> None:
         one_loss_over_two({"gradient_accumulation_steps": 2}, {})
 
 
-def test_one_loss_over_two_engines_needs_one_scale() -> None:
+def test_one_loss_through_two_engines_needs_one_scale() -> None:
     run_ranks(1, differing_engines)

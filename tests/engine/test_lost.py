@@ -1,6 +1,6 @@
-"""An engine whose state cannot be read any more detaches all the same, and another one goes on from a checkpoint.
+"""An engine whose state cannot be read any more can be destroyed, and another one resumes from a checkpoint.
 
-What is lost is told, and is never taken for weights.
+Lost weights are logged, and are never read as if they were weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .test_tiers import ALL, build, config, engine_of, train, whole
 
 @contextmanager
 def logged() -> Generator[list[str]]:
-    """Yield what the library says from here on."""
+    """Yield the library's log lines from here on."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -70,14 +70,14 @@ def lost(folder: str, kind: str) -> tuple[list[float], list[float], dict[str, Te
 
 
 @pytest.mark.parametrize("kind", ["deleted", "changed"])
-def test_who_lost_the_swap_file_goes_on_from_a_checkpoint_in_the_same_process(kind: str, tmp_path: Path) -> None:
+def test_after_losing_the_swap_file_a_checkpoint_resumes_in_process(kind: str, tmp_path: Path) -> None:
     rest, losses, weights = run_ranks(1, lost, str(tmp_path), kind)[0]
     assert losses == 2 * rest
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
 def refused(engine: shoal.Engine, folder: str) -> None:
-    """Ask for weights in every way there is; those that are sharded nobody reads without a context."""
+    """Read weights in every way; sharded ones cannot be read without a context."""
     gathered = shoal.gathered(engine.module)
     for ask in (engine.consolidated_state_dict, lambda: engine.save_16bit_model(folder), lambda: gathered.__enter__(),
                 lambda: engine(torch.ones(2, 40)), lambda: engine.save_checkpoint(folder), lambda: train(engine, range(1))):
@@ -110,12 +110,12 @@ def stepped_in_part(folder: str, stage: int, weights: str) -> None:
 
 @pytest.mark.parametrize("weights", ["device", "cpu"])
 @pytest.mark.parametrize("stage", range(4))
-def test_after_a_step_in_part_nobody_reads_weights_wherever_they_rest(stage: int, weights: str, tmp_path: Path) -> None:
+def test_after_a_partial_step_reading_weights_raises_in_every_tier(stage: int, weights: str, tmp_path: Path) -> None:
     run_ranks(1, stepped_in_part, str(tmp_path), stage, weights)
 
 
 def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
-    """Write into what is lost; return the names of all units, and what was said."""
+    """Write into lost weights; return the names of all units, and the log lines."""
     engine = engine_of(folder, ALL)
     train(engine, range(2))
     assert engine.sharded is not None
@@ -124,7 +124,7 @@ def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
     file.unlink()
     with logged() as said, pytest.raises(TierError):
         engine.destroy()
-    assert any(is_guarded(parameter) for parameter in kept.parameters()), "what nobody has used yet takes no memory"
+    assert any(is_guarded(parameter) for parameter in kept.parameters()), "unused parameters take no memory"
     fresh = build()
     match way:
         case "loaded":
@@ -145,7 +145,7 @@ def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("way", ["loaded", "copied", "drawn"])
-def test_what_is_lost_is_told_by_unit_and_may_be_written_like_any_weights(way: str, tmp_path: Path) -> None:
+def test_lost_weights_are_logged_by_unit_and_can_be_written(way: str, tmp_path: Path) -> None:
     names, said = run_ranks(1, filled, str(tmp_path), way)[0]
     [line] = said
     assert line.startswith("rank 0: destroy: the parameters of units '") and "the file was deleted" in line
@@ -157,7 +157,7 @@ SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 3,
 
 
 def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
-    """Fail on rank 1 after the others are through; return what reading each parameter there says, and what was said."""
+    """Fail on rank 1 after the others are done; return the errors of reading each parameter there, and the log lines."""
     model, values = build(), [parameter.detach().clone() for parameter in build().parameters()]
 
     def choose(groups: Any) -> SGD:
@@ -187,7 +187,7 @@ def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
     return found, said
 
 
-def test_a_rank_that_fails_alone_names_what_it_cannot_give_back(tmp_path: Path) -> None:
+def test_shards_that_a_failed_rank_cannot_return_are_logged_and_guarded(tmp_path: Path) -> None:
     found, said = run_ranks(2, failed_alone, tmp_path)[1]
     assert found[1::2] == ["equal"] * 6, "biases, which rest whole on each rank"
     assert all("whose engine is gone without giving it back: build the model again" in text for text in found[::2])
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_alone_names_what_it_cannot_give_back(tmp_path: Path) 
 
 
 def full(ranks: tuple[int, ...]) -> tuple[str, bool]:
-    """Have some ranks find their disk full; return what this rank says, and whether it has its model back."""
+    """Fill the disks of `ranks`; return this rank's error, and whether its model was restored."""
     def fill(self: Unit, name: str, *args: Any, **options: Any) -> None:
         if dist.get_rank() in ranks and name == last:
             time.sleep(0.2 * dist.get_rank())
@@ -216,10 +216,10 @@ def full(ranks: tuple[int, ...]) -> tuple[str, bool]:
     return str(raised.value), whole
 
 
-def test_a_disk_that_is_full_on_one_rank_alone_is_what_all_ranks_say() -> None:
+def test_one_full_disk_is_the_error_of_every_rank() -> None:
     heard = ("rank 1: initialize failed: TierError: no room for unit '2'", False)
     assert run_ranks(3, full, (1,)) == [heard, ("no room for unit '2'", False), heard]
 
 
-def test_ranks_whose_disks_are_all_full_give_the_model_back() -> None:
+def test_when_all_disks_are_full_the_model_is_restored() -> None:
     assert run_ranks(3, full, (0, 1, 2)) == [("no room for unit '2'", True)] * 3

@@ -1,4 +1,4 @@
-"""Moments that an optimizer makes when it is built rest where the others do, and the weights beside them are untouched."""
+"""Moments that an optimizer allocates at construction rest in the configured tier, and do not change the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.testing import run_ranks
 
 
 def rounded(folder: str, dtype: str, stage: int) -> bool:
-    """Whether weights are the model's, rounded, when an optimizer with moments from the beginning has been built."""
+    """Whether weights equal the model's, rounded, after building an optimizer that allocates moments at construction."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
     wanted = [parameter.detach().to(getattr(torch, dtype)) for parameter in model.parameters()]
@@ -33,5 +33,5 @@ def rounded(folder: str, dtype: str, stage: int) -> bool:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_moments_from_the_beginning_leave_the_weights_alone(dtype: str, stage: int, tmp_path: Path) -> None:
+def test_moments_allocated_at_construction_do_not_change_weights(dtype: str, stage: int, tmp_path: Path) -> None:
     assert all(run_ranks(1, rounded, str(tmp_path), dtype, stage)[0] for _ in range(3))

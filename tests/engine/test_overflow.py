@@ -1,4 +1,4 @@
-"""An overflow on one rank skips the step on every rank alike, and nothing else moves."""
+"""An overflow on one rank skips the step on every rank, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fp16(stage: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_overflow_on_one_rank_skips_the_step_on_every_rank_and_halves_the_scale(stage: int) -> None:
+def test_one_overflow_skips_the_step_on_all_ranks_and_halves_the_scale(stage: int) -> None:
     first, second = run_ranks(2, fp16, stage)
     assert first == second
 
@@ -74,12 +74,12 @@ def bf16(check: bool) -> tuple[bool, bool, int]:
     return engine.was_step_applied(), same(before, weights(engine)), engine.skipped_steps
 
 
-def test_a_bf16_step_with_an_infinity_is_skipped_where_asked() -> None:
+def test_a_bf16_step_with_an_infinity_is_skipped_if_configured() -> None:
     assert run_ranks(2, bf16, True) == [(False, True, 1)] * 2
     assert run_ranks(2, bf16, False) == [(True, False, 0)] * 2
 
 
-def test_the_warning_of_a_skipped_step_says_the_scale(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_of_a_skipped_step_shows_the_scale(caplog: pytest.LogCaptureFixture) -> None:
     engine = build(fp16=FP16)
     engine.backward(loss(engine, 0) * float("inf"))
     engine.step()
@@ -103,7 +103,7 @@ def test_an_unscaled_backward_is_refused_while_the_loss_is_scaled() -> None:
     assert same(weights(engine), weights(other)) and engine.get_global_grad_norm() == other.get_global_grad_norm()
 
 
-def test_inputs_are_cast_where_auto_cast_asks_for_it() -> None:
+def test_auto_cast_casts_inputs_to_fp16() -> None:
     import shoal
 
     config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True, "auto_cast": True}}
@@ -125,6 +125,6 @@ def alone(stage: int) -> tuple[int, float | None]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_one_rank_sends_nothing_so_that_a_sum_in_fp32_is_not_squeezed_through_the_wire(stage: int) -> None:
+def test_one_rank_keeps_fp32_sums_instead_of_the_wire_dtype(stage: int) -> None:
     (skipped, norm), = run_ranks(1, alone, stage)
     assert skipped == 0 and norm == pytest.approx((64 * 32.0**2 + 8 * 4.0**2) ** 0.5)  # 32 x 2^13 is beyond fp16

@@ -1,4 +1,4 @@
-"""What goes wrong leaves everything as it was: the model, the optimizer, the weights, what a checkpoint would replace."""
+"""A call that fails changes nothing: not the model, the optimizer, the weights, nor the state that a checkpoint replaces."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def failed_then_trained(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_after_a_failed_initialize_the_same_objects_may_be_used_again(stage: int) -> None:
+def test_after_a_failed_initialize_the_same_objects_can_be_used_again(stage: int) -> None:
     assert run_ranks(2, failed_then_trained, stage) == [[], []]
 
 
@@ -123,7 +123,7 @@ def by_instance_function_and_name() -> list[str]:
     return wrong
 
 
-def test_every_elementwise_optimizer_trains_the_same_by_instance_function_and_name() -> None:
+def test_elementwise_optimizers_train_the_same_however_they_are_given() -> None:
     assert run_ranks(2, by_instance_function_and_name)[0] == []
 
 
@@ -154,7 +154,7 @@ def refused_loads(folder: str) -> list[str]:
     return wrong
 
 
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_before_any_change(tmp_path: Path) -> None:
     assert run_ranks(2, refused_loads, str(tmp_path))[0] == []
 
 
@@ -177,7 +177,7 @@ def loaded_parts(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_each_keyword_of_load_checkpoint_takes_its_part(tmp_path: Path) -> None:
+def test_each_keyword_of_load_checkpoint_selects_its_part(tmp_path: Path) -> None:
     assert run_ranks(2, loaded_parts, str(tmp_path))[0] == {
         "latest": "7", "whole": ("7", {"note": "x"}, 3, True, True, True),
         "module": ("7", {"note": "x"}, 0, False, False, True),
@@ -194,13 +194,13 @@ def unshared(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_one_rank_does_not_see_is_told_on_all(tmp_path: Path) -> None:
+def test_a_folder_that_one_rank_cannot_see_raises_on_all_ranks(tmp_path: Path) -> None:
     for said in run_ranks(2, unshared, str(tmp_path)):
         assert "only ranks [0] see a file 'latest'" in said
 
 
 class Cable(torch.autograd.Function):
-    """Passes on, and breaks in backward when told to."""
+    """The identity; raises in backward when told to."""
 
     broken = False
 
@@ -216,7 +216,7 @@ class Cable(torch.autograd.Function):
 
 
 class Cabled(nn.Module):
-    """Layers with a cable in the middle."""
+    """Layers with a `Cable` in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def interrupted(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_backward_that_every_rank_interrupts_leaves_nothing_behind(stage: int) -> None:
+def test_a_backward_that_fails_on_all_ranks_leaves_no_gradients(stage: int) -> None:
     assert run_ranks(2, interrupted, stage) == [True, True]
 
 
@@ -291,7 +291,7 @@ def buffers_and_loose(stage: int) -> tuple[list[Any], bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_are_rank_0s_and_what_nobody_steps_keeps_no_gradient(stage: int) -> None:
+def test_buffers_come_from_rank_0_and_unstepped_parameters_keep_no_grad(stage: int) -> None:
     first, second = run_ranks(2, buffers_and_loose, stage)
     assert first == second
     assert first[1]
@@ -304,7 +304,7 @@ def tags() -> list[int]:
     return [Label(kind="reduce", unit="x", index=number).tag for number in numbers]
 
 
-def test_engines_of_one_group_share_no_tag() -> None:
+def test_engines_of_one_group_use_different_tags() -> None:
     assert len(set(run_ranks(1, tags)[0])) == 3
 
 
@@ -320,11 +320,11 @@ def written_and_dropped(stage: int) -> bool:
         return torch.equal(model[0].weight, before)
 
 
-def test_what_is_written_without_modifier_rank_is_dropped() -> None:
+def test_writes_without_modifier_rank_are_dropped() -> None:
     assert run_ranks(2, written_and_dropped, 3) == [True, True]
 
 
-def test_lines_are_seen_where_the_application_configured_no_logging() -> None:
+def test_log_lines_reach_stderr_without_logging_configuration() -> None:
     code = ("import torch, shoal\n"
             "engine = shoal.initialize(model=torch.nn.Linear(2, 2), config={'train_batch_size': 1, 'steps_per_print': 1, "
             "'optimizer': {'type': 'Adam', 'params': {'lr': 0.5}}})[0]\n"
@@ -333,7 +333,8 @@ def test_lines_are_seen_where_the_application_configured_no_logging() -> None:
     assert "[shoal, rank 0] INFO: step=1, skipped=0, lr=[0.5]" in done.stderr
 
 
-def test_lines_go_where_the_application_says(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_go_to_the_handlers_of_the_application(capsys: pytest.CaptureFixture[str],
+                                                         caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shoal"):
         logging.getLogger("shoal").warning("once")
     assert caplog.messages == ["once"]

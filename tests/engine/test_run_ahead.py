@@ -1,4 +1,4 @@
-"""Weights on disk come ahead of their use, whoever had them last, and whatever the other ranks have brought by then."""
+"""Weights on disk are prefetched, whichever pass used them last, and independently of the other ranks' prefetching."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .test_tiers import ALL, build, config, engine_of, train
 
 
 def brought_ahead(folder: str) -> list[bool]:
-    """Take a step whose thread is done before the next forward begins; return of which units that waits for no read."""
+    """Take a step whose thread is done before the next forward begins; return for each unit whether it was prefetched."""
     tier = {key: {**block, "buffer_count": 2} for key, block in ALL.items()}
     tier["offload_optimizer"]["step_in_backward"] = False
     engine = engine_of(folder, tier)
@@ -41,13 +41,13 @@ def brought_ahead(folder: str) -> list[bool]:
     return ahead
 
 
-def test_units_that_were_stepped_long_ago_come_ahead_of_their_use(tmp_path: Path) -> None:
+def test_units_whose_step_is_done_are_prefetched(tmp_path: Path) -> None:
     [ahead] = run_ranks(1, brought_ahead, str(tmp_path))
     assert ahead == [True] * 2
 
 
 class Early(nn.Module):
-    """Leaves out all blocks but the first, once it is told to."""
+    """Skips all blocks but the first, once `early` is set."""
 
     early = False
 
@@ -63,7 +63,7 @@ class Early(nn.Module):
 
 
 def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
-    """Let rank 0 have taken its steps, and bring weights ahead, where rank 1 owes its own; use none of them, or end."""
+    """Let rank 0 finish its steps and prefetch weights, while steps are pending on rank 1; use no weights, or end."""
     settings = config(folder, {key: {**block, "buffer_count": 4} for key, block in ALL.items()})
     settings["zero_optimization"]["offload_optimizer"]["step_in_backward"] = False
     settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # what is gathered ahead waits for the step
@@ -86,14 +86,14 @@ def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_what_one_rank_alone_has_brought_is_no_matter_of_the_others(early: bool, tmp_path: Path) -> None:
+def test_one_rank_prefetching_alone_does_not_affect_the_others(early: bool, tmp_path: Path) -> None:
     (here, found), (there, others) = run_ranks(2, brought_by_one_rank, str(tmp_path), early)
     assert (here, there) == (True, False)
     assert torch.equal(found, others)
 
 
 def delay(owner: type, name: str, longest: float, chance: random.Random) -> None:
-    """Let some calls of a method begin up to `longest` seconds later."""
+    """Delay some calls of a method by up to `longest` seconds."""
     method = getattr(owner, name)
 
     def late(*args: Any, **keywords: Any) -> Any:
@@ -126,7 +126,7 @@ def trained_at_its_own_pace(folder: str, tier: dict[str, Any], ahead: int, seed:
 
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_ranks_train_alike_whenever_their_threads_take_their_steps(ahead: int, within: bool, tmp_path: Path) -> None:
+def test_training_does_not_depend_on_the_timing_of_step_threads(ahead: int, within: bool, tmp_path: Path) -> None:
     tier = {key: {**block, "buffer_count": 3} for key, block in ALL.items()}
     tier["offload_optimizer"]["step_in_backward"] = within
     plain = run_ranks(2, trained_at_its_own_pace, str(tmp_path), {}, ahead, 0)

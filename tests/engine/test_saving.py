@@ -1,4 +1,4 @@
-"""What was saved at any stage on any ranks goes on at any other."""
+"""A checkpoint of any stage on any ranks resumes at any other."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def lonely(folder: str) -> None:
         engine.save_checkpoint("")
 
 
-def test_a_folder_without_latest_and_bad_client_state_are_told(tmp_path: Path) -> None:
+def test_a_missing_latest_warns_and_bad_client_state_is_refused(tmp_path: Path) -> None:
     run_ranks(1, lonely, str(tmp_path))
 
 
 def at_once(folder: str) -> None:
-    """Load what is published no sooner than somebody waits for it, by the engine that saves and by another one."""
+    """Load a save that is published only when it is waited for, by the engine that saves and by another one."""
     publish, awaited = folders.publish, threading.Event()
 
     def when_awaited(path: Path, tag: str) -> None:
@@ -141,5 +141,5 @@ def at_once(folder: str) -> None:
         assert reader.global_steps == step + 1
 
 
-def test_what_is_still_being_written_is_waited_for_by_whoever_loads_it(tmp_path: Path) -> None:
+def test_loading_waits_for_a_save_that_is_being_written(tmp_path: Path) -> None:
     run_ranks(2, at_once, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Every setting is honoured: those that only say how give the same bits, the others do what they say."""
+"""Every setting is honoured: those of performance change no bits, the others have their documented effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def outcomes(stage: int, variants: list[dict[str, Any]]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_sizes_of_what_moves_at_once_change_no_bit(stage: int) -> None:
+def test_bucket_and_prefetch_sizes_change_no_bits(stage: int) -> None:
     variants: list[dict[str, Any]] = [
         {}, {"reduce_bucket_size": 64, "allgather_bucket_size": 100}, {"sub_group_size": 50},
         {"stage3_max_reuse_distance": 1e9}, {"stage3_max_reuse_distance": 700}, {"stage3_prefetch_bucket_size": 0},
@@ -64,7 +64,7 @@ def pieces(folder: str, sizes: list[int]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_pieces_of_what_rests_on_disk_change_no_bit(ranks: int, tmp_path: Path) -> None:
+def test_the_chunk_size_of_state_on_disk_changes_no_bits(ranks: int, tmp_path: Path) -> None:
     first, *others = run_ranks(ranks, pieces, str(tmp_path), [0, 1, 100, 300, 1_000_000])[0]
     assert all(same(first, other) for other in others)
 
@@ -81,7 +81,7 @@ def gathers(reuse: list[float]) -> list[int]:
     return counts
 
 
-def test_units_that_are_used_again_soon_are_gathered_once() -> None:
+def test_units_reused_within_the_reuse_distance_are_gathered_once() -> None:
     without, some, every = run_ranks(2, gathers, [0, 700, 1e9])[0]
     units = 4
     assert without == 2 * units
@@ -100,7 +100,7 @@ def persistent(at_most: list[int]) -> list[int]:
     return counts
 
 
-def test_parameters_below_the_threshold_stay_whole_until_their_total_is_reached() -> None:
+def test_small_parameters_stay_gathered_up_to_the_persistence_total() -> None:
     total = sum(p.numel() for p in Plain().parameters() if p.numel() <= 30)
     assert run_ranks(2, persistent, [10**9, 50, 0])[0] == [total, 49, 0]
 
@@ -118,7 +118,7 @@ def messages(bucket: int) -> int:
     return max(counted)
 
 
-def test_a_reduction_travels_in_pieces_of_the_bucket() -> None:
+def test_reductions_are_sent_in_chunks_of_the_bucket_size() -> None:
     elements = sum(p.numel() for p in Plain().blocks[0].parameters())
     assert run_ranks(2, messages, 100)[0] >= elements // 100
 
@@ -136,7 +136,7 @@ def refuse_unused() -> None:
         train(build(stage, "frozen", **allowed), 2)
 
 
-def test_unused_parameters_are_refused_by_name_where_the_configuration_says_so() -> None:
+def test_unused_parameters_are_refused_by_name_if_configured() -> None:
     run_ranks(2, refuse_unused)
 
 
@@ -160,12 +160,12 @@ def overflowing(extra: dict[str, Any]) -> tuple[bool, bool, float]:
     return engine.was_step_applied(), same(before, weights(engine)), engine.skipped_steps
 
 
-def test_fp16_on_the_wire_is_checked_for_overflow_in_fp32_training() -> None:
+def test_fp16_communication_of_fp32_training_checks_overflow() -> None:
     assert run_ranks(2, overflowing, {"communication_data_type": "fp16", "gradient_clipping": 0}) == [(False, True, 1)] * 2
     assert run_ranks(2, overflowing, {"gradient_clipping": 0}) == [(True, False, 0)] * 2
 
 
-def test_the_log_level_is_the_loggers(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_level_sets_the_library_logger(caplog: pytest.LogCaptureFixture) -> None:
     before = logging.getLogger("shoal").level
     try:
         run_alone(log_level="error")
@@ -188,7 +188,7 @@ def test_dump_state_and_steps_per_print_are_logged(caplog: pytest.LogCaptureFixt
     assert [line.partition(",")[0] for line in caplog.messages if line.startswith("step=")] == ["step=2", "step=4"]
 
 
-def test_the_timeout_reaches_the_process_group_that_initialize_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialize_passes_the_timeout_to_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Any] = []
     start = dist.init_process_group
     if dist.is_initialized():
@@ -203,7 +203,7 @@ def test_the_timeout_reaches_the_process_group_that_initialize_starts(monkeypatc
     assert [wait.total_seconds() for wait in waits] == [33, 600]
 
 
-def test_gradient_clipping_is_torchs() -> None:
+def test_gradient_clipping_equals_torch() -> None:
     engine, plain = run_alone(gradient_clipping=0.01, optimizer={"type": "SGD", "params": {"lr": 1.0}}), model()
     value = loss(engine, 0)
     engine.backward(value)

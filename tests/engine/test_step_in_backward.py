@@ -1,4 +1,4 @@
-"""A step that begins within backward: when it does, what it saves, and what nobody may do before `step` ends it."""
+"""A step within backward: when it begins, the bytes that it saves, and the calls that are refused before `step` ends it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Block(nn.Module):
 
 
 class Detached(Block):
-    """Reads its weight where no gradient of it comes from."""
+    """Reads its weight detached from the graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.tanh(x @ self.layer.weight.detach()))
 
 
 class InPart(Block):
-    """Recomputes a part of itself in a backward of its own, after the rest of its backward."""
+    """Recomputes a part of itself in a nested backward, after the rest of its backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(checkpoint(self.layer, x, use_reentrant=True))
@@ -124,7 +124,7 @@ def begins(folder: str, tier: dict[str, Any], stage: int) -> None:
 
 @pytest.mark.parametrize("tier", [MEMORY, ALL], ids=["memory", "disk"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_unit_is_stepped_in_the_backward_that_ends_an_accumulation(stage: int, tier: Any, tmp_path: Path) -> None:
+def test_the_backward_at_a_boundary_steps_every_unit(stage: int, tier: Any, tmp_path: Path) -> None:
     run_ranks(2, begins, str(tmp_path), tier, stage)
 
 
@@ -163,7 +163,7 @@ def test_passes_that_step_and_passes_that_do_not_mix(stage: int, tier: Any, tmp_
 
 
 def through_another(folder: str, within: bool) -> list[Tensor]:
-    """Train a model through a second engine, whose own gradients are then forgotten."""
+    """Train a model through a second engine, whose own gradients are then discarded."""
     first, second = (engine_of(folder, MEMORY, 2, within=within) for _ in range(2))
     for number in range(3):
         torch.manual_seed(number)
@@ -176,12 +176,12 @@ def through_another(folder: str, within: bool) -> list[Tensor]:
     return weights(first) + weights(second)
 
 
-def test_the_backward_of_another_engine_steps_nothing(tmp_path: Path) -> None:
+def test_the_backward_of_another_engine_steps_no_unit(tmp_path: Path) -> None:
     plain, found = (run_ranks(1, through_another, str(tmp_path), within)[0] for within in (False, True))
     assert all(map(torch.equal, plain, found))
 
 
-# What it saves
+# Bytes that it saves
 
 
 def moved(folder: str, within: bool) -> tuple[float, float]:
@@ -208,7 +208,7 @@ def moved(folder: str, within: bool) -> tuple[float, float]:
     return found
 
 
-def test_gradients_on_disk_need_not_rest(tmp_path: Path) -> None:
+def test_stepping_in_backward_saves_the_gradient_round_trip_to_disk(tmp_path: Path) -> None:
     read, written = run_ranks(1, moved, str(tmp_path), False)[0]
     assert read <= 24 and abs(written - 16) <= 1, "what is on its way to the disk when it is asked for is not read"
     read, written = run_ranks(1, moved, str(tmp_path), True)[0]
@@ -225,7 +225,7 @@ def crowded(folder: str, waiting: int) -> list[Tensor]:
     return weights(engine)
 
 
-def test_backward_waits_for_steps_where_units_would_crowd_the_memory(tmp_path: Path) -> None:
+def test_backward_waits_for_steps_when_memory_is_short(tmp_path: Path) -> None:
     plain, found = (run_ranks(1, crowded, str(tmp_path), waiting)[0] for waiting in (1 << 30, 1))
     assert all(map(torch.equal, plain, found))
 
@@ -248,13 +248,13 @@ def resumed(folder: str, first: bool, second: bool) -> tuple[list[Tensor], list[
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
-def test_a_checkpoint_does_not_know_when_steps_begin(first: bool, second: bool, tmp_path: Path) -> None:
+def test_checkpoints_are_independent_of_step_in_backward(first: bool, second: bool, tmp_path: Path) -> None:
     straight, again = run_ranks(2, resumed, str(tmp_path), first, second)[0]
     for weight, other in zip(straight, again, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
 
-# What nobody may do before `step`
+# Calls that are refused before `step`
 
 
 def gather(engine: shoal.Engine) -> None:
@@ -298,7 +298,7 @@ def too_soon(folder: str, tier: dict[str, Any], stage: int, within: bool) -> tup
 
 
 @pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 0), (MEMORY, 2), (ALL, 3)])
-def test_what_would_see_weights_of_two_steps_is_refused_and_step_goes_on(tier: Any, stage: int, tmp_path: Path) -> None:
+def test_calls_between_backward_and_step_are_refused_without_harm(tier: Any, stage: int, tmp_path: Path) -> None:
     said, found = run_ranks(1, too_soon, str(tmp_path), tier, stage, True)[0]
     for name, (_, pattern) in TOO_SOON.items():
         assert re.search(pattern, said[name]), (name, said[name])
@@ -312,7 +312,7 @@ def kept(folder: str) -> list[bool]:
     return stepped(engine)
 
 
-def test_a_graph_that_is_kept_is_refused_before_anything_steps(tmp_path: Path) -> None:
+def test_retain_graph_is_refused_before_any_unit_steps(tmp_path: Path) -> None:
     assert run_ranks(1, kept, str(tmp_path)) == [[False] * 5]
 
 
@@ -334,7 +334,7 @@ READ = r"the weights of unit 'blocks\.1' were asked for after backward stepped.*
 
 @pytest.mark.parametrize(("kind", "said"), [(Failing, "the middle of backward"), (Detached, READ), (InPart, READ)])
 @pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 0), (MEMORY, 3), (ALL, 1), (ALL, 3)])
-def test_a_backward_that_fails_or_reads_what_it_stepped_ends_the_engine(kind: Any, said: str, tier: Any, stage: int,
+def test_a_backward_that_fails_or_reads_stepped_weights_ends_the_engine(kind: Any, said: str, tier: Any, stage: int,
                                                                         tmp_path: Path) -> None:
     message, after = run_ranks(1, halfway, str(tmp_path), kind, tier, stage)[0]
     assert re.search(said, message)
@@ -356,7 +356,7 @@ def harmed(folder: str) -> tuple[str, str]:
     return str(raised.value), str(file)
 
 
-def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_damaged_swap_file_is_named_in_the_error(tmp_path: Path) -> None:
     message, file = run_ranks(1, harmed, str(tmp_path))[0]
     assert file in message and "rank 0" in message and "unit '" in message
 
@@ -369,7 +369,7 @@ def unfinished(folder: str, tier: dict[str, Any], stage: int) -> None:
 
 
 @pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 1), (ALL, 0), (ALL, 3)])
-def test_an_engine_can_be_destroyed_before_step(tier: Any, stage: int, tmp_path: Path) -> None:
+def test_an_engine_can_be_destroyed_between_backward_and_step(tier: Any, stage: int, tmp_path: Path) -> None:
     run_ranks(2, unfinished, str(tmp_path), tier, stage)
     assert list(tmp_path.iterdir()) == []
 
@@ -380,7 +380,7 @@ def test_an_engine_can_be_destroyed_before_step(tier: Any, stage: int, tmp_path:
     ({"communication_data_type": "fp16"}, "communication_data_type", "choose another"),
     ({"bf16": {"enabled": True}}, "bf16.check_grad_overflow", "set it to false"),
 ])
-def test_what_is_decided_for_all_gradients_is_refused(more: dict[str, Any], other: str, fix: str) -> None:
+def test_settings_that_need_all_gradients_are_refused(more: dict[str, Any], other: str, fix: str) -> None:
     said = f"step_in_backward: got true beside {re.escape(other)}: .* only after backward; {fix}"
     with pytest.raises(ConfigError, match=said):
         Config.resolve(config("", MEMORY, **more), data_ranks=1)
@@ -393,11 +393,11 @@ def on_a_device(folder: str) -> str:
     return str(raised.value)
 
 
-def test_models_that_compute_on_a_device_are_refused(tmp_path: Path) -> None:
+def test_models_on_an_accelerator_are_refused(tmp_path: Path) -> None:
     assert "step_in_backward: the model is to compute on meta" in run_ranks(1, on_a_device, str(tmp_path))[0]
 
 
-def test_an_unused_parameter_cannot_be_refused_too_late() -> None:
+def test_refusing_unused_parameters_conflicts_with_step_in_backward() -> None:
     given = config("", MEMORY)
     given["zero_optimization"]["ignore_unused_parameters"] = False
     with pytest.raises(ConfigError, match=r"beside zero_optimization\.ignore_unused_parameters: an unused"):

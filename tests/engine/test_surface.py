@@ -1,4 +1,4 @@
-"""Every published name of the engine exists, and is true or says why not."""
+"""Every published name of the engine exists, and works or raises an error that says why not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.engine.engine import Engine
-from shoal.errors import NotSupportedYet, ReleasedError, UsageError
+from shoal.engine import Engine, PipelineEngine
+from shoal.errors import NotSupportedYet, PipelineError, ReleasedError, UsageError
 from shoal.testing import run_ranks
 from shoal.zero.unit import Phase
 
+from ..pipeline.small import Block, Embed, Head, loss_fn
 from ..zero.models import Plain, batch
 from .trained import ADAMW, build, configured, loss, model, same, train, weights
 
@@ -27,7 +28,7 @@ def engine() -> Engine:
                  scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, steps_per_print=7)
 
 
-def test_the_configuration_is_asked_for_by_its_published_names(engine: Engine) -> None:
+def test_configuration_accessors_have_their_published_names(engine: Engine) -> None:
     assert engine.train_batch_size() == 6 and engine.train_micro_batch_size_per_gpu() == 2
     assert engine.gradient_accumulation_steps() == 3
     assert engine.get_batch_info() == (6, 2, 3)
@@ -44,14 +45,14 @@ def test_the_configuration_is_asked_for_by_its_published_names(engine: Engine) -
     assert engine.communication_data_type == torch.bfloat16
 
 
-def test_the_communication_dtype_of_a_built_engine_stays(engine: Engine) -> None:
+def test_the_communication_dtype_of_an_engine_cannot_change(engine: Engine) -> None:
     engine.communication_data_type = torch.bfloat16
     with pytest.raises(UsageError, match=r"communication_data_type: got torch\.float32, but the buffers of this engine were "
                                          r"made for torch\.bfloat16"):
         engine.communication_data_type = torch.float32
 
 
-def test_objects_and_ranks_are_found_under_their_published_names(engine: Engine) -> None:
+def test_object_and_rank_accessors_have_their_published_names(engine: Engine) -> None:
     assert isinstance(engine.module, Plain) and engine.device == torch.device("cpu")
     assert engine.optimizer is not None and engine.basic_optimizer is engine.optimizer.optimizer
     assert isinstance(engine.basic_optimizer, torch.optim.AdamW) and engine.client_optimizer is None
@@ -68,11 +69,11 @@ def test_objects_and_ranks_are_found_under_their_published_names(engine: Engine)
     assert engine.get_global_grad_norm() is None and not engine.was_step_applied()
 
 
-def test_the_momentum_of_sgd_is_its_momentum() -> None:
+def test_get_mom_of_sgd_is_its_momentum() -> None:
     assert build(optimizer={"type": "SGD", "params": {"lr": 1, "momentum": 0.5}}).get_mom() == [0.5]
 
 
-def test_config_is_what_was_given_and_the_callers_own_stays_as_it_is() -> None:
+def test_config_is_a_copy_of_the_given_configuration() -> None:
     given = configured(zero_optimization=True, train_batch_size="auto")
     before = copy.deepcopy(given)
     engine = shoal.initialize(model=model(), config=given)[0]
@@ -82,7 +83,7 @@ def test_config_is_what_was_given_and_the_callers_own_stays_as_it_is() -> None:
     assert engine._config.zero_optimization.stage == 1
 
 
-def test_what_the_engine_lacks_is_the_modules() -> None:
+def test_missing_attributes_are_looked_up_in_the_module() -> None:
     engine = build()
     assert engine.hidden(batch(0, 0, 0)[0]).shape == (2, 5, 12)
     assert engine.blocks is engine.module.blocks
@@ -91,7 +92,7 @@ def test_what_the_engine_lacks_is_the_modules() -> None:
     assert not hasattr(engine, "nonsense")
 
 
-def test_the_engine_is_a_module_around_the_model(engine: Engine) -> None:
+def test_the_engine_is_a_torch_module_around_the_model(engine: Engine) -> None:
     assert isinstance(engine, nn.Module)
     inner = dict(engine.module.named_parameters())
     assert dict(engine.named_parameters()) == {f"module.{name}": p for name, p in inner.items()}
@@ -105,12 +106,12 @@ def test_the_engine_is_a_module_around_the_model(engine: Engine) -> None:
     assert engine.module.training
 
 
-def test_frozen_parameters_are_left_out_of_a_state_dict_on_demand() -> None:
+def test_a_state_dict_can_exclude_frozen_parameters() -> None:
     assert "embed.weight" in (frozen := build(1, "frozen")).module_state_dict()
     assert "embed.weight" not in frozen.module_state_dict(exclude_frozen_parameters=True)
 
 
-def test_the_engine_may_be_moved_to_where_it_is_and_nowhere_else(engine: Engine) -> None:
+def test_moving_or_casting_the_engine_is_refused_unless_it_is_a_no_op(engine: Engine) -> None:
     assert engine.to("cpu") is engine and engine.bfloat16() is engine
     for cast in (engine.float, engine.half, lambda: engine.to(torch.float64), lambda: engine.to("meta")):
         with pytest.raises(UsageError, match=r"the engine's model is torch\.bfloat16 on cpu and cannot become .*views of "
@@ -148,12 +149,12 @@ def resize(stage: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_batch_changes_at_run_time(stage: int) -> None:
+def test_the_batch_size_can_change_between_steps(stage: int) -> None:
     assert run_ranks(2, resize, stage)[0] == [1, 2, 3, 3, 4, 4, 5]
 
 
 def by_hand(stage: int) -> bool:
-    """Reduce by hand what backward passes left, and train as if they had reduced."""
+    """Reduce the gradients of unsynchronised backward passes by hand, and train as with automatic reduction."""
     usual, manual = build(stage, gradient_accumulation_steps=2), build(stage, gradient_accumulation_steps=2)
     manual.enable_backward_allreduce = False
     for step in range(3):
@@ -170,7 +171,7 @@ def by_hand(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_may_be_reduced_by_hand(stage: int) -> None:
+def test_allreduce_gradients_reduces_by_hand(stage: int) -> None:
     assert all(run_ranks(2, by_hand, stage))
 
 
@@ -205,7 +206,7 @@ def carry(stage: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_plain_state_dict_is_loaded_into_any_stage_with_its_whole_precision(stage: int) -> None:
+def test_a_plain_state_dict_loads_into_any_stage_in_full_precision(stage: int) -> None:
     run_ranks(2, carry, stage, "fp32")
     run_ranks(2, carry, stage, "bf16")
 
@@ -233,7 +234,7 @@ def test_the_weights_are_consolidated_on_rank_0(tmp_path: Path) -> None:
 
 
 class Counting(Plain):
-    """Holds a parameter of whole numbers and a buffer."""
+    """Holds an integer parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ class Counting(Plain):
         self.register_buffer("mean", torch.ones(2))
 
 
-def test_a_consolidated_state_dict_holds_whole_numbers_and_buffers_too() -> None:
+def test_a_consolidated_state_dict_holds_integers_and_buffers() -> None:
     engine = shoal.initialize(model=Counting(), config=configured(3))[0]
     state = engine.consolidated_state_dict()
     assert state is not None and set(state) == set(engine.module.state_dict(keep_vars=True))
@@ -261,7 +262,7 @@ def released() -> None:
         assert set(engine.module_state_dict()) == set(Plain().state_dict())
 
 
-def test_a_state_dict_of_released_parameters_says_how_to_gather_them() -> None:
+def test_a_state_dict_of_released_parameters_is_refused_with_the_fix() -> None:
     run_ranks(2, released)
 
 
@@ -281,7 +282,7 @@ def copied(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_deep_copy_of_the_model_is_a_plain_model_of_its_own(stage: int) -> None:
+def test_a_deep_copy_of_the_model_is_an_independent_plain_model(stage: int) -> None:
     run_ranks(2, copied, stage)
 
 
@@ -294,7 +295,7 @@ def empty_cache() -> None:
     assert train(engine, 1)
 
 
-def test_the_partition_cache_is_emptied() -> None:
+def test_empty_partition_cache_releases_every_unit() -> None:
     run_ranks(2, empty_cache)
 
 
@@ -313,7 +314,7 @@ def compiled(stage: int) -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_blocks_are_compiled_and_collectives_stay_outside(stage: int) -> None:
+def test_compile_compiles_blocks_and_leaves_collectives_outside(stage: int) -> None:
     run_ranks(2, compiled, stage)
 
 
@@ -329,14 +330,14 @@ def test_an_engine_has_one_trace_at_a_time(engine: Engine) -> None:
     assert "forward" in {event.lane for event in later.events} and len(outer.events) == len(later.events)
 
 
-def test_states_are_not_moved_yet(engine: Engine) -> None:
+def test_offload_states_is_not_supported_yet(engine: Engine) -> None:
     with pytest.raises(NotSupportedYet, match="offload_states: not supported yet: state rests where the"):
         engine.offload_states()
     with pytest.raises(NotSupportedYet, match="reload_states: not supported yet"):
         engine.reload_states()
 
 
-def test_the_optimizers_state_goes_through_the_engine(engine: Engine) -> None:
+def test_optimizer_state_dicts_are_refused_in_favour_of_checkpoints(engine: Engine) -> None:
     assert engine.optimizer is not None
     with pytest.raises(UsageError, match=r"optimizer\.state_dict: the optimizer's state is sharded .*save_checkpoint"):
         engine.optimizer.state_dict()
@@ -346,7 +347,7 @@ def test_the_optimizers_state_goes_through_the_engine(engine: Engine) -> None:
         engine.optimizer.add_param_group({"params": []})
 
 
-def test_an_optimizer_of_ones_own_is_named_by_its_class() -> None:
+def test_optimizer_name_of_an_instance_is_its_class() -> None:
     net = model()
     config = configured()
     del config["optimizer"]
@@ -355,6 +356,16 @@ def test_an_optimizer_of_ones_own_is_named_by_its_class() -> None:
     assert engine.client_optimizer is optimizer and engine.basic_optimizer is optimizer
     assert engine.optimizer_name() == "RMSprop" and engine.get_mom() == [0]
     assert ADAMW["type"] == build().optimizer_name()
+
+
+def test_a_pipeline_engine_refuses_calls_of_single_passes() -> None:
+    module = shoal.PipelineModule([Embed(), Block(), Head()], num_stages=1, loss_fn=loss_fn)
+    engine: Any = shoal.initialize(model=module, config=configured())[0]
+    assert isinstance(engine, PipelineEngine) and not isinstance(engine, Engine)
+    for name, arguments in (("forward", (0,)), ("backward", (0,)), ("step", ()), ("scale", (0,)), ("no_sync", ()),
+                            ("set_gradient_accumulation_boundary", (True,))):
+        with pytest.raises(PipelineError, match=rf"{name}: a pipeline .*engine\.train_batch\(data_iter\)"):
+            getattr(engine, name)(*arguments)
 
 
 def masters(stage: int) -> None:
@@ -376,5 +387,5 @@ def masters(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_state_dict_in_fp32_holds_the_masters_of_a_16_bit_training(stage: int) -> None:
+def test_an_fp32_state_dict_holds_the_masters_of_16_bit_training(stage: int) -> None:
     run_ranks(2, masters, stage)

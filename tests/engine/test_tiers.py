@@ -1,4 +1,4 @@
-"""State on disk in an engine's life: saved and loaded into any other tier, built there, written to, and what goes wrong."""
+"""State on disk: saved, loaded into any other tier, built there, written to, and the errors of disks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_model_built_on_disk_trains_as_one_built_in_memory(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_is_built_where_the_remote_device_says(tmp_path: Path) -> None:
+def test_remote_device_decides_where_a_model_is_built(tmp_path: Path) -> None:
     there, here = run_ranks(1, built, str(tmp_path), NOTHING, "nvme")[0], run_ranks(1, built, str(tmp_path), NOTHING)[0]
     assert (there[2], here[2]) == (1, 0)
     assert there[0] == here[0]
@@ -128,11 +128,11 @@ def away(given: dict[str, Any], **more: Any) -> bool:
     ({"cpu_offload_param": True}, {}, True), ({"offload_param": {"device": "cpu"}}, {}, True), ({}, {}, False),
     ({"cpu_offload_param": True}, {"remote_device": "cuda"}, False), ({}, {"remote_device": "cpu"}, True),
 ])  # fmt: skip
-def test_a_model_is_built_where_the_configuration_says_in_any_spelling(zero: Any, more: Any, expected: bool) -> None:
+def test_every_spelling_of_the_configuration_places_a_built_model(zero: Any, more: Any, expected: bool) -> None:
     assert run_ranks(1, away, {"zero_optimization": zero}, **more) == [expected]
 
 
-def test_what_zero_init_cannot_read_is_refused_by_its_key() -> None:
+def test_wrong_keys_given_to_zero_init_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"zero\.Init: zero_optimization\.offload_param\.device: got .nvm."):
         shoal.zero.Init(config={"zero_optimization": {"offload_param": {"device": "nvm"}}})
     with pytest.raises(ConfigError, match=r"zero\.Init: remote_device: device: got .nvme. without nvme_path"):
@@ -161,7 +161,7 @@ def written(folder: str, stage: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_is_written_into_weights_on_disk_stays(stage: int, tmp_path: Path) -> None:
+def test_writes_into_weights_on_disk_persist(stage: int, tmp_path: Path) -> None:
     for found in run_ranks(2, written, str(tmp_path), stage):
         assert [tensor.unique().tolist() for tensor in found] == [[0.5], [0.25], [0.25]]
 
@@ -184,7 +184,7 @@ def clamped(folder: str, tier: dict[str, Any]) -> list[float]:
     return losses
 
 
-def test_weights_on_disk_keep_what_a_forward_writes_into_them(tmp_path: Path) -> None:
+def test_writes_of_a_forward_into_weights_on_disk_persist(tmp_path: Path) -> None:
     assert run_ranks(2, clamped, str(tmp_path), ALL) == run_ranks(2, clamped, str(tmp_path), NOTHING)
 
 
@@ -195,7 +195,7 @@ def copied(folder: str) -> bool:
     return torch.equal(twin(x), engine(x))
 
 
-def test_a_model_whose_whole_weights_rest_on_disk_can_be_copied(tmp_path: Path) -> None:
+def test_a_model_with_unsharded_weights_on_disk_can_be_copied(tmp_path: Path) -> None:
     assert run_ranks(2, copied, str(tmp_path)) == [True, True]
 
 
@@ -211,7 +211,7 @@ def read_outside(folder: str) -> tuple[float, float]:
     return before, weight.detach().sum().item()
 
 
-def test_whole_weights_on_disk_can_be_read_and_written_anywhere(tmp_path: Path) -> None:
+def test_unsharded_weights_on_disk_are_readable_and_writable_anywhere(tmp_path: Path) -> None:
     before, after = run_ranks(1, read_outside, str(tmp_path))[0]
     assert after == pytest.approx(2 * before, rel=1e-6)
 
@@ -223,7 +223,7 @@ def moments(folder: str, tier: dict[str, Any]) -> list[float]:
     return [state["exp_avg_sq"].sum().item() for state in engine.optimizer.state.values()]
 
 
-def test_moments_on_disk_can_be_looked_at(tmp_path: Path) -> None:
+def test_moments_on_disk_can_be_read(tmp_path: Path) -> None:
     there, here = run_ranks(1, moments, str(tmp_path), ALL)[0], run_ranks(1, moments, str(tmp_path), NOTHING)[0]
     assert sum(there) == pytest.approx(sum(here), rel=1e-5) and min(there) > 0
 
@@ -239,7 +239,7 @@ def began_again(folder: str, tier: dict[str, Any]) -> tuple[list[float], list[fl
 
 
 @pytest.mark.parametrize("tier", [NOTHING, ALL], ids=["memory", "disk"])
-def test_a_checkpoint_without_moments_forgets_those_that_are_there(tier: dict[str, Any], tmp_path: Path) -> None:
+def test_loading_a_checkpoint_without_moments_discards_the_present_ones(tier: dict[str, Any], tmp_path: Path) -> None:
     first, again = run_ranks(1, began_again, str(tmp_path), tier)[0]
     assert first == again
 
@@ -264,7 +264,7 @@ def counted(folder: str) -> tuple[list[float], int, list[bool]]:
     return engine.get_lr(), len(engine.optimizer.views.views) - len(engine.sharded.trainable), held
 
 
-def test_state_in_memory_is_one_view_a_unit_and_an_optimizer_may_count_in_its_groups(tmp_path: Path) -> None:
+def test_an_optimizer_may_keep_its_step_count_in_its_groups(tmp_path: Path) -> None:
     rates, more, held = run_ranks(2, counted, str(tmp_path))[0]
     assert (rates, more) == ([0.125], 0) and all(held)
 
@@ -278,12 +278,12 @@ def refused(folder: str, tier: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_a_folder_that_does_not_exist_is_refused_by_all_ranks(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for message in run_ranks(2, refused, str(tmp_path / "missing"), ALL):
         assert "rank 0" in message and "rank 1" in message and "missing does not exist" in message
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is not a folder" in run_ranks(1, refused, str(tmp_path / "file"), STATE)[0]
 
@@ -293,7 +293,7 @@ def too_full(folder: str) -> str:
     return refused(folder, ALL)
 
 
-def test_a_disk_with_too_little_space_is_refused_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_refused_with_needed_and_free_bytes(tmp_path: Path) -> None:
     parameters = sum(p.numel() for p in build().parameters())
     for message in run_ranks(2, too_full, str(tmp_path)):
         assert f"{parameters * 16:,} bytes of state are to rest there, and 50,000 are free; make room" in message
@@ -348,7 +348,7 @@ def harmed(folder: str, harm: str, tier: dict[str, Any]) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("harm", "said"), [("truncated", "Let nothing else touch the folder"),
                                             ("changed", "changed on disk"), ("deleted", "deleted")])
-def test_a_swap_file_that_somebody_harms_is_an_error_that_names_it(harm: str, said: str, tmp_path: Path) -> None:
+def test_a_damaged_swap_file_is_named_in_the_error(harm: str, said: str, tmp_path: Path) -> None:
     for tier in (ALL, STATE):
         folder = tmp_path / str(len(tier))
         folder.mkdir()
@@ -380,7 +380,7 @@ def requests(folder: str) -> tuple[set[int], int]:
     return {swap.block_bytes for found in swaps for swap in found}, len(list(Path(folder).glob("shoal-swap-*/*.swap")))
 
 
-def test_engines_that_read_in_other_requests_have_files_of_their_own(tmp_path: Path) -> None:
+def test_engines_with_other_request_sizes_use_separate_files(tmp_path: Path) -> None:
     assert run_ranks(1, requests, str(tmp_path)) == [({8192, 16384}, 2)]
 
 
@@ -392,6 +392,6 @@ def traced(folder: str) -> set[str]:
     return {event.lane for event in trace.events}
 
 
-def test_a_trace_tells_what_was_computed_read_written_and_waited_for(tmp_path: Path) -> None:
+def test_a_trace_records_compute_reads_writes_and_waits(tmp_path: Path) -> None:
     assert run_ranks(1, traced, str(tmp_path))[0] == {
         "forward", "backward", "wait", "fetch", "step", "commit", "read", "write"}

@@ -1,4 +1,4 @@
-"""What the engine's tests share: an engine of a small model, and steps of it on this rank's samples."""
+"""Shared by the engine's tests: an engine of a small model, and training steps on this rank's samples."""
 
 from __future__ import annotations
 
