@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class BaseEngine(Accessors, nn.Module):
     """One model in training. `shoal.initialize` builds an `Engine` or a `PipelineEngine`."""
 
     running_backward: ClassVar[RunningBackward] = RunningBackward()
-    """The backward that some engine of this process is running."""
+    """The backward pass that an engine of this process is running."""
 
     announces: ClassVar[bool] = False
     """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
@@ -130,18 +130,16 @@ class BaseEngine(Accessors, nn.Module):
                       boundary=self.is_gradient_accumulation_boundary, sync=self.synchronising)
         for each in sharded.passes:
             each.before_backward = self.before_backward
-        self.frozen_parameters = FrozenParamCheck(
-            (member.name, member.parameter) for unit in sharded.units for member in unit.members)
+        self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
-            self.replicated_grads = ReplicatedGradCheck({
-                member.name: member.parameter for unit in sharded.trainable if unit.replica_group.tensor_replicated
-                for member in unit.members})
+            self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
         return sharded
 
-    def attach(self, optimizer: ShardedOptimizer | None, lr_scheduler: AnySchedule | None, *,
+    def attach(self, optimizer: ShardedOptimizer | None, lr_scheduler: AnySchedule | None, loader: Loader | None, *,
                client_optimizer: object) -> None:
-        """Take over what steps the model. `client_optimizer` is what `initialize` was given."""
-        self.optimizer, self.lr_scheduler, self.client_optimizer = optimizer, lr_scheduler, client_optimizer
+        """Attach the objects of the training loop. `client_optimizer` is the optimizer that `initialize` was given."""
+        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
+        self.client_optimizer = client_optimizer
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
                      data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
@@ -336,9 +334,7 @@ class BaseEngine(Accessors, nn.Module):
         state: dict[str, Any] = {} if destination is None else destination
         self.module.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    del state[prefix + name]
+            full_state_dict.remove_frozen(state, self.module, prefix)
         return state
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
@@ -352,8 +348,7 @@ class BaseEngine(Accessors, nn.Module):
                              "within `with shoal.gathered(engine.module, modifier_rank=0)` instead")
         assert self.sharded is not None
         inner = checkpoint.get("module")
-        state = cast("Mapping[str, Tensor]", inner if isinstance(inner, Mapping) else checkpoint)
-        full_state_dict.load(self.sharded, state, strict=strict)
+        full_state_dict.load(self.sharded, inner if isinstance(inner, Mapping) else checkpoint, strict=strict)
 
     def _training_objects(self) -> TrainingObjects:
         assert self.sharded is not None

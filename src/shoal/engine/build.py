@@ -123,9 +123,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     with _restored_on_failure(engine, optimizer):
         sharded_optimizer = _shard(engine, optimizer, model_parameters, traits)
         schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
-        engine.attach(sharded_optimizer, schedule, client_optimizer=optimizer)
-        if training_data is not None:
-            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
     if isinstance(optimizer, Optimizer) and model_parameters is not None:

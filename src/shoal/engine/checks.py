@@ -81,9 +81,9 @@ class FrozenParamCheck:
     one, and its state is kept for when it is trained again.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]):
+    def __init__(self, units: Iterable[Unit]):
         self._parameters: Mapping[str, nn.Parameter] = {
-            name: parameter for name, parameter in parameters if not parameter.requires_grad}
+            member.name: member.parameter for unit in units for member in unit.members if not member.parameter.requires_grad}
 
     def check(self, rank: int) -> None:
         """Raise `UsageError` if one of the parameters requires gradients by now."""
@@ -133,10 +133,11 @@ class ReplicatedGradCheck:
     draw random numbers of each rank's own.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+    def __init__(self, units: Iterable[Unit]):
         self._summaries: dict[str, _GradSummary] = {}
-        self._handles = [parameter.register_hook(partial(self._record, name)) for name, parameter in parameters.items()
-                         if parameter.requires_grad]
+        self._handles = [member.parameter.register_hook(partial(self._record, member.name)) for unit in units
+                         if unit.replica_group.tensor_replicated for member in unit.members
+                         if member.parameter.requires_grad]
 
     def compare(self, tensor_ranks: Communicator, *, keep_checking: bool = False) -> bool:
         """Return whether to compare again: if `keep_checking`, or if gradients overflowed, which proves nothing.

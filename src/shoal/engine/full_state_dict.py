@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.mesh.mesh import MODEL
@@ -62,6 +62,13 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     if copy.rank != 0:
         return None
     return state | {name: state[first] for name, first in tied.items() if first in state}
+
+
+def remove_frozen(state: dict[str, Tensor], module: nn.Module, prefix: str) -> None:
+    """Remove the frozen parameters of `module` from its state dict, whose names begin with `prefix`."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            del state[prefix + name]
 
 
 def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
