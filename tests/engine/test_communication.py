@@ -52,7 +52,7 @@ def bytes_of_a_step(stage: int, compute: str, extra: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize(("compute", "wire"), [("fp32", None), ("fp32", "fp16"), ("fp32", "bf16"), ("bf16", "fp32")])
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_travel_in_the_communication_dtype_weights_do_not(stage: int, compute: str,
-                                                                              wire: str | None) -> None:
+                                                                    wire: str | None) -> None:
     sent = UNITS * UNIT // 2  # a half of the model, on two ranks
     weights, reduced = sent * BYTES[compute], sent * BYTES[wire or compute]
     expected = {"reduce": reduced}
@@ -84,7 +84,7 @@ def equal_on_all_ranks(stage: int, zero: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("ranks", "stage", "zero"), [(3, 0, {}), (4, 1, {"mics_shard_size": 2})])
 def test_gradients_reduced_in_a_narrow_dtype_are_equal_on_all_ranks(ranks: int, stage: int,
-                                                                        zero: dict[str, Any]) -> None:
+                                                                    zero: dict[str, Any]) -> None:
     assert run_ranks(ranks, equal_on_all_ranks, stage, zero) == [True] * ranks
 
 

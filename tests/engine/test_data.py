@@ -68,7 +68,7 @@ def resume(folder: str, micro: int, stage: int) -> list[int]:
 
 @pytest.mark.parametrize(("first", "then"), [((1, 2), (3, 4)), ((4, 3), (1, 2)), ((2, 2), (2, 2))])
 def test_resuming_on_other_ranks_neither_repeats_nor_skips_samples(first: tuple[int, int], then: tuple[int, int],
-                                                                  tmp_path: Path) -> None:
+                                                                   tmp_path: Path) -> None:
     """(ranks, microbatch) before and after."""
     before = [n for rank in run_ranks(first[0], begin, str(tmp_path), 4, first[1], 2, 2) for n in rank]
     after = [n for rank in run_ranks(then[0], resume, str(tmp_path), then[1], 3) for n in rank]

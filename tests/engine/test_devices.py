@@ -54,7 +54,7 @@ def test_sums_are_chunked_to_the_host_cache_and_whole_on_a_device(
 
 
 def test_broken_triton_falls_back_to_torch_with_a_warning(monkeypatch: pytest.MonkeyPatch,
-                                                                     caplog: pytest.LogCaptureFixture) -> None:
+                                                          caplog: pytest.LogCaptureFixture) -> None:
     def pack(values: Tensor, packed: Tensor) -> None:
         raise RuntimeError("Failed to find C compiler")
 

@@ -109,12 +109,12 @@ def messages(bucket: int) -> int:
     from shoal.transport import collectives
 
     counted: list[int] = []
-    split = collectives.pieces
+    split = collectives.chunks
     engine = build(0, zero_optimization={"reduce_bucket_size": bucket})
     value = loss(engine, 0)
-    collectives.pieces = lambda *args, **kwargs: counted.append(len(pieces := split(*args, **kwargs))) or pieces
+    collectives.chunks = lambda *args, **kwargs: counted.append(len(sizes := split(*args, **kwargs))) or sizes
     engine.backward(value)
-    collectives.pieces = split
+    collectives.chunks = split
     return max(counted)
 
 
