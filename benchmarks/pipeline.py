@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import shoal
 from shoal.pipeline.executor import Batches
 from shoal.pipeline.schedules import make_schedule
-from shoal.pipeline.split_backward import WeightGradTask, current
+from shoal.pipeline.split_backward import WeightGradTask, current_queue
 from shoal.testing import run_ranks
 
 WIDTH = 8
@@ -69,7 +69,7 @@ class _Nap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, slept: list[float]) -> Tensor:
-        ctx.seconds, ctx.slept, ctx.weight, ctx.deferred = seconds, slept, weight, current()
+        ctx.seconds, ctx.slept, ctx.weight, ctx.deferred = seconds, slept, weight, current_queue()
         _sleep(seconds, slept)
         return x.clone()
 
@@ -83,7 +83,7 @@ class _Nap(torch.autograd.Function):
 
         if ctx.deferred is None:
             return gradients[0], activation(), None, None
-        ctx.deferred.owe(WeightGradTask((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
+        ctx.deferred.add(WeightGradTask((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
         return gradients[0], None, None, None
 
 

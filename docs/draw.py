@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from shoal.pipeline.check import simulate
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
-from shoal.pipeline.simulate import Durations, simulate
+from shoal.pipeline.simulation import Durations
 from shoal.pipeline.svg_grid import svg
 from shoal.zero.placement import PARTIAL, STAGES, Placement, state_bytes
 

@@ -15,8 +15,8 @@ from corpus import Blocks, Split
 from curve import History, Mark, picture, text_picture
 from display import size
 from shoal.engine.pipeline_engine import PipelineEngine
+from shoal.pipeline.check import simulate
 from shoal.pipeline.schedules import make_schedule
-from shoal.pipeline.simulate import simulate
 from shoal.pipeline.text_grid import painted
 
 HELD_OUT = 16

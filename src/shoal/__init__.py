@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shoal.mesh.mesh import Mesh
     from shoal.mesh.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
     from shoal.optim import register_optimizer
+    from shoal.pipeline.layer import LayerSpec, TiedLayerSpec, Unpacked
     from shoal.pipeline.module import PipelineModule
-    from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
     from shoal.schedule import add_tuning_arguments, register_schedule
     from shoal.transport.process_group import init_distributed
     from shoal.zero.gathered import gathered
@@ -53,7 +53,7 @@ __all__ = [
 # Names are imported at their first use, so that the command line and `import shoal` load only the modules that they need.
 _HOMES = {
     "Engine": "shoal.engine.engine",
-    "LayerSpec": "shoal.pipeline.spec",
+    "LayerSpec": "shoal.pipeline.layer",
     "Mesh": "shoal.mesh.mesh",
     "PipeDataParallelTopology": "shoal.mesh.topology",
     "PipeModelDataParallelTopology": "shoal.mesh.topology",
@@ -62,8 +62,8 @@ _HOMES = {
     "ProcessTopology": "shoal.mesh.topology",
     "RepeatingLoader": "shoal.data",
     "ShoalError": "shoal.errors",
-    "TiedLayerSpec": "shoal.pipeline.spec",
-    "Unpacked": "shoal.pipeline.spec",
+    "TiedLayerSpec": "shoal.pipeline.layer",
+    "Unpacked": "shoal.pipeline.layer",
     "add_config_arguments": "shoal.engine.build",
     "add_tuning_arguments": "shoal.schedule",
     "configured_mesh": "shoal.engine.mesh_setup",

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.pipeline.channel import Receiver, Sender
+from shoal.pipeline.receiver import Receiver
+from shoal.pipeline.sender import Sender
 from shoal.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
@@ -19,7 +20,7 @@ def send_and_receive(backends: str | None) -> list[float]:
         torch.cuda.set_device(device)
     assert isinstance(group, dist.ProcessGroup)
     if dist.get_rank() == 0:
-        end = Sender(group, 1, 0, device=device, timeout=30, what="activations of stage 1 from stage 0")
+        end = Sender(group, 1, 0, device=device, timeout=30, name="activations of stage 1 from stage 0")
         weight = torch.randn(512, 512, device=device)
         sums: list[float] = []
         for _ in range(10):
@@ -29,7 +30,7 @@ def send_and_receive(backends: str | None) -> list[float]:
         end.flush()
         end.close()
         return sums
-    end = Receiver(group, 0, 0, device=device, timeout=30, what="activations of stage 1 from stage 0")
+    end = Receiver(group, 0, 0, device=device, timeout=30, name="activations of stage 1 from stage 0")
     end.expect(10)
     received: list[float] = []
     for _ in range(10):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.pipeline.spec import LayerSpec, TiedLayerSpec
+from shoal.pipeline.layer import LayerSpec, TiedLayerSpec
 
 WIDTH, WORDS = 8, 13
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.pipeline.channel import Receiver, Sender
+from shoal.pipeline.layer import LayerSpec, Unpacked
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.spec import LayerSpec, Unpacked
+from shoal.pipeline.receiver import Receiver
+from shoal.pipeline.sender import Sender
 from shoal.pipeline.value_tree import flatten_tree
 from shoal.testing import run_ranks
 
@@ -86,10 +87,10 @@ def channels(rank: int, ranks: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     group = dist.group.WORLD
     assert group is not None
     ends = {"device": torch.device("cpu"), "timeout": 30.0}
-    come = (Receiver(group, rank - 1, 2 * rank, what="activations", **ends),
-            Sender(group, rank - 1, 2 * rank + 1, what="gradients", **ends)) if rank else ()
-    go = (Sender(group, rank + 1, 2 * rank + 2, what="activations", **ends),
-          Receiver(group, rank + 1, 2 * rank + 3, what="gradients", **ends)) if rank < ranks - 1 else ()
+    come = (Receiver(group, rank - 1, 2 * rank, name="activations", **ends),
+            Sender(group, rank - 1, 2 * rank + 1, name="gradients", **ends)) if rank else ()
+    go = (Sender(group, rank + 1, 2 * rank + 2, name="activations", **ends),
+          Receiver(group, rank + 1, 2 * rank + 3, name="gradients", **ends)) if rank < ranks - 1 else ()
     return come, go
 
 

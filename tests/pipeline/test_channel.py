@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CollectiveTimeout, StageFailed, UsageError
-from shoal.pipeline.channel import AHEAD, HEADER_BYTES, KNOWN, SMALL, Receiver, Sender
+from shoal.pipeline.message import AHEAD, HEADER_BYTES, KNOWN_FORMS, SMALL_BYTES
+from shoal.pipeline.receiver import Receiver
+from shoal.pipeline.sender import Sender
 from shoal.pipeline.value_tree import flatten_tree
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
@@ -33,8 +35,8 @@ def ends(number: int = 0, timeout: float = 20) -> Sender | Receiver:
     assert group is not None
     what = "activations of stage 1 from stage 0"
     if dist.get_rank() == 0:
-        return Sender(group, 1, number, device=HOST, timeout=timeout, what=what)
-    return Receiver(group, 0, number, device=HOST, timeout=timeout, what=what)
+        return Sender(group, 1, number, device=HOST, timeout=timeout, name=what)
+    return Receiver(group, 0, number, device=HOST, timeout=timeout, name=what)
 
 
 def passed(values: list[Any]) -> list[Any]:
@@ -100,9 +102,9 @@ def test_a_tensor_in_two_places_arrives_as_one() -> None:
 def many(width: int, pause: bool) -> bool:
     """Pass forms that repeat, alternate, and outnumber what both ends remember, smaller and larger ones."""
     chance = random.Random(0)
-    kinds = [1, 1, 1, 2, 2, *(chance.choice([3, 4]) for _ in range(50)), *range(5, 5 + 2 * KNOWN), 1, 1, 1, 1, 1, 1, 0,
+    kinds = [1, 1, 1, 2, 2, *(chance.choice([3, 4]) for _ in range(50)), *range(5, 5 + 2 * KNOWN_FORMS), 1, 1, 1, 1, 1, 1, 0,
              *(kind for _ in range(40) for kind in [chance.randrange(8)] * chance.randrange(9)), 1, 1, 1, 1, 1,
-             *(chance.randrange(2 * KNOWN) for _ in range(200)), 3, 3, 3]
+             *(chance.randrange(2 * KNOWN_FORMS) for _ in range(200)), 3, 3, 3]
     values = [torch.full((width * kind,), float(index)) if kind % 3 else
               {"n": kind, "x": (torch.tensor([index] * 5), torch.zeros(width * kind))} for index, kind in enumerate(kinds)]
     end = ends()
@@ -132,10 +134,10 @@ def around() -> list[float]:
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    onward = Sender(group, right, rank, device=HOST, timeout=20, what="to the right")
-    back = Sender(group, left, ranks + rank, device=HOST, timeout=20, what="to the left")
-    from_left = Receiver(group, left, left, device=HOST, timeout=20, what="from the left")
-    from_right = Receiver(group, right, ranks + right, device=HOST, timeout=20, what="from the right")
+    onward = Sender(group, right, rank, device=HOST, timeout=20, name="to the right")
+    back = Sender(group, left, ranks + rank, device=HOST, timeout=20, name="to the left")
+    from_left = Receiver(group, left, left, device=HOST, timeout=20, name="from the left")
+    from_right = Receiver(group, right, ranks + right, device=HOST, timeout=20, name="from the right")
     found: list[float] = []
     for step in range(20):
         from_left.expect(1)
@@ -222,7 +224,7 @@ def held_back(before: int, size: int) -> str:
 @pytest.mark.parametrize("size", [10, 1 << 20])
 def test_a_receiver_holds_no_more_than_it_may_and_a_sender_says_who_does_not_take(before: int, size: int) -> None:
     said = run_ranks(2, held_back, before, size)[0]
-    assert said == ('rank 0: activations of stage 1 from stage 0: rank 1 did not take them within 0.5 s: it took a '
+    assert said == ('rank 0: activations of stage 1 from stage 0: rank 1 did not receive them within 0.5 s: it took a '
                     'different path, stopped, or is that slow; raise "timeout"')
 
 
@@ -316,7 +318,7 @@ def test_a_message_costs_its_tensors_and_a_header_and_a_new_form_its_skeleton() 
     assert max(skeleton) < 100
 
 
-@pytest.mark.parametrize(("floats", "header"), [(4, 0), (SMALL // 4, 0), (SMALL // 4 + 1, 16), (3, 16)])
+@pytest.mark.parametrize(("floats", "header"), [(4, 0), (SMALL_BYTES // 4, 0), (SMALL_BYTES // 4 + 1, 16), (3, 16)])
 def test_a_small_message_that_is_foreseen_costs_its_tensors_alone(floats: int, header: int) -> None:
     """The third after two of a form is the first; one of less than a filler's bytes has a header always."""
     skeleton, size = len(flatten_tree(torch.zeros(floats), "")[0]), 4 * floats
@@ -346,18 +348,19 @@ def refused() -> str:
 
 
 def test_a_value_that_cannot_travel_is_named_and_does_no_harm() -> None:
-    assert "activations of stage 1 from stage 0: value['file'] cannot travel" in run_ranks(2, refused)[0]
+    assert "activations of stage 1 from stage 0: value['file'] cannot be sent" in run_ranks(2, refused)[0]
 
 
 SCRIPT = """
     import os, sys, torch, torch.distributed as dist
     import shoal
-    from shoal.pipeline.channel import Receiver, Sender
+    from shoal.pipeline.receiver import Receiver
+    from shoal.pipeline.sender import Sender
     shoal.init_distributed("gloo")
     rank, ending = dist.get_rank(), sys.argv[1]
     near, far = (Sender, Receiver) if rank == 0 else (Receiver, Sender)
-    end = near(dist.group.WORLD, 1 - rank, 0, device=torch.device("cpu"), timeout=60, what="activations of stage 1")
-    back = far(dist.group.WORLD, 1 - rank, 1, device=torch.device("cpu"), timeout=60, what="gradients of stage 0")
+    end = near(dist.group.WORLD, 1 - rank, 0, device=torch.device("cpu"), timeout=60, name="activations of stage 1")
+    back = far(dist.group.WORLD, 1 - rank, 1, device=torch.device("cpu"), timeout=60, name="gradients of stage 0")
     before = 9 if ending.endswith("foreseen") else 1
     if rank == 0:
         for _ in range(before):

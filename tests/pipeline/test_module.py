@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shoal.errors import PipelineError
 from shoal.mesh.topology import PipeDataParallelTopology, ProcessTopology
+from shoal.pipeline.layer import LayerSpec
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.spec import LayerSpec
 from shoal.testing import run_ranks
 from shoal.zero.partition import blocks
 

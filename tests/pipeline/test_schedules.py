@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.pipeline.check import check
+from shoal.pipeline.check import check, simulate
 from shoal.pipeline.instruction import Op
 from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
-from shoal.pipeline.simulate import Durations, simulate
+from shoal.pipeline.simulation import Durations
 
 ALL_RANKS = range(1, 9)
 ranks_of = st.integers(1, 8)

@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from shoal.pipeline.check import simulate
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.schedules import PipelineSchedule, make_schedule
-from shoal.pipeline.simulate import simulate
 
 RANKS = range(1, 9)
 KINDS = {"FORWARD": Op.FORWARD, "FULL_BACKWARD": Op.BACKWARD, "BACKWARD_INPUT": Op.INPUT,

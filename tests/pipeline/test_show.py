@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.cli import main
+from shoal.pipeline.check import simulate
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
-from shoal.pipeline.simulate import simulate
 from shoal.pipeline.text_grid import grid
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,7 +43,7 @@ def test_a_schedule_is_shown_with_its_bubble_and_memory_beside_1f1b(capsys: pyte
     assert show("--schedule", "zb-h1", *SIZE) == 0
     drawn = grid(simulate(make_schedule("zb-h1", ranks=4, microbatches=8)), width=100)
     assert capsys.readouterr().out == f"""\
-zb-h1 (1F1B, backward split in halves): 4 ranks, 8 microbatches
+zb-h1 (1F1B, backward split into I and W): 4 ranks, 8 microbatches
 
 {drawn}
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_shown_is_refused_in_one_line(capsys: pytest.CaptureFixtu
 
 def test_a_picture_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert show("--schedule", "1f1b", *SIZE, "--svg", str(tmp_path / "none" / "x.svg")) == 2
-    assert capsys.readouterr().err.endswith(": No such file or directory; name a file in a folder that is there\n")
+    assert capsys.readouterr().err.endswith(": No such file or directory; name a file in a folder that exists\n")
 
 
 def test_it_needs_no_torch() -> None:

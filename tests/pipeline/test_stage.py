@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UsageError
-from shoal.pipeline.layer import named
-from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
+from shoal.pipeline.layer import LayerSpec, TiedLayerSpec, Unpacked, named
 from shoal.pipeline.stage import PipelineStage, Recompute
 
 from .models import WIDTH, Block

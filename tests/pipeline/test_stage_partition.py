@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.mesh.topology import PipeDataParallelTopology, ProcessTopology
 from shoal.pipeline import profile
-from shoal.pipeline.layer import named
+from shoal.pipeline.layer import LayerSpec, TiedLayerSpec, named
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.spec import LayerSpec, TiedLayerSpec
-from shoal.pipeline.stage_partition import divide
+from shoal.pipeline.stage_partition import balanced, checked_boundaries, divide
 from shoal.testing import run_ranks
 
 from .models import WIDTH, Block, Head, gpt, tokens
@@ -141,7 +143,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "within": ({"h": LINEAR, "h.0": LINEAR}, {"num_stages": 1}, "'h.0' lies within 'h', which is a layer itself"),
     "taken": ({"stages": LINEAR}, {"num_stages": 1}, "the name 'stages' cannot be: attribute 'stages' already exists"),
     "taken later": ({"tied": LINEAR}, {"num_stages": 1}, "the name 'tied' cannot be"),
-    "nested": ([LayerSpec(PipelineModule, [LINEAR])], {"num_stages": 1}, "is a PipelineModule itself, and pipelines do not"),
+    "nested": ([LayerSpec(PipelineModule, [LINEAR])], {"num_stages": 1}, "is a PipelineModule, and pipelines do not nest"),
     "interval": ([LINEAR], {"num_stages": 1, "activation_checkpoint_interval": -1}, "checkpoint_interval: got -1"),
     "seed": ([LINEAR], {"num_stages": 1, "seed_fn": torch.manual_seed}, "seed_fn: got one without seed_layers"),
     "sample": ([LINEAR], {"num_stages": 1, "sample": (1, 2)}, "sample: got one with partition_method='parameters'"),
@@ -165,9 +167,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def refused() -> dict[str, str]:
     said: dict[str, str] = {}
-    for kind, (layers, given, _) in REFUSED.items():
+    for kind, (layers, options, _) in REFUSED.items():
         with pytest.raises(UsageError) as caught:
-            PipelineModule(layers, **given)
+            PipelineModule(layers, **options)
         said[kind] = str(caught.value)
     return said
 
@@ -188,3 +190,58 @@ def test_a_spec_reads_as_the_call_that_it_makes() -> None:
     assert LayerSpec(nn.Linear, 2, 3, bias=False).build().bias is None
     assert isinstance(gpt()["body.h.1"].build(), Block)
     assert tokens().shape == (2, 5)
+
+
+# Balanced boundaries
+
+WEIGHTS = st.lists(st.integers(0, 12), min_size=1, max_size=9)
+
+
+def cost(weights: list[int], boundaries: tuple[int, ...]) -> tuple[int, int]:
+    parts = [sum(weights[start:stop]) for start, stop in pairwise(boundaries)]
+    return max(parts), sum(part * part for part in parts)
+
+
+@given(WEIGHTS, st.data())
+def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+    found = balanced(weights, parts)
+    assert checked_boundaries(found, len(weights), parts) == found
+    every = [(0, *inner, len(weights)) for inner in combinations(range(1, len(weights)), parts - 1)]
+    assert cost(weights, found) == min(cost(weights, other) for other in every)
+
+
+@given(WEIGHTS, st.data())
+def test_no_part_weighs_nothing_where_each_could_weigh_something(weights: list[int], data: st.DataObject) -> None:
+    heavy = sum(weight > 0 for weight in weights)
+    parts = data.draw(st.integers(1, max(1, heavy)))
+    found = balanced(weights, parts)
+    assert heavy < parts or all(sum(weights[start:stop]) for start, stop in pairwise(found))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.data())
+def test_any_times_can_be_split(weights: list[float], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+    assert checked_boundaries(balanced(weights, parts), len(weights), parts)
+
+
+@pytest.mark.parametrize(("layers", "parts", "wanted"), [
+    (10, 4, (0, 3, 6, 8, 10)), (4, 4, (0, 1, 2, 3, 4)), (7, 1, (0, 7)), (96, 5, (0, 20, 39, 58, 77, 96)),
+])  # fmt: skip
+def test_equal_layers_are_split_evenly_and_early_parts_are_longer(layers: int, parts: int, wanted: tuple[int, ...]) -> None:
+    assert balanced([1] * layers, parts) == wanted
+
+
+def test_layers_of_no_weight_stay_with_those_before_them() -> None:
+    assert balanced([5, 0, 0, 5, 0], 2) == (0, 3, 5)
+
+
+def test_too_few_layers_are_named() -> None:
+    with pytest.raises(UsageError, match="3 layers cannot be split over 4 stages"):
+        balanced([1, 1, 1], 4)
+
+
+@pytest.mark.parametrize("boundaries", [(0, 2), (0, 2, 2, 5), (1, 2, 3, 5), (0, 2, 3, 4), (), (0, 3, 2, 5)])
+def test_boundaries_that_are_none_are_named(boundaries: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match=re.escape(str(list(boundaries))) + ".*5 layers in 3 stages take 4 ascending"):
+        checked_boundaries(boundaries, 5, 3)

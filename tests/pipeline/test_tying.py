@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.pipeline.layer import LayerSpec, TiedLayerSpec
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.spec import LayerSpec, TiedLayerSpec
 from shoal.pipeline.tying import Tied
 from shoal.tensor_parallel import Column, Plan, Whole, parallelize
 from shoal.testing import run_ranks

@@ -1,4 +1,4 @@
-"""Which groups and messages carry what: of the host by gloo, of a device by its own backend."""
+"""CPU tensors go by gloo in pieces, device tensors by their own backend; without tags each edge has a group."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.mesh.mesh import Mesh
-from shoal.pipeline import connector
-from shoal.pipeline.channel import Receiver
-from shoal.pipeline.connector import Connector, own_backends
-from shoal.pipeline.links import Edge
-from shoal.pipeline.wire import messages
+from shoal.pipeline import links
+from shoal.pipeline.links import Connector, Edge, edge_backends
+from shoal.pipeline.wire import wire_pieces
 from shoal.testing import run_ranks
 from shoal.transport.collectives import CHUNK_BYTES
 
@@ -24,27 +22,27 @@ GLOO, NCCL, BOTH = {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}, {"cpu": "g
     (NCCL, GPU, "cpu:gloo,cuda:nccl"), (BOTH, GPU, "cpu:gloo,cuda:nccl"),
     ({"cpu": "mpi", "cuda": "mpi"}, HOST, "cpu:gloo"),
 ])  # fmt: skip
-def test_edges_have_groups_of_their_own_where_no_tags_tell_them_apart(backends: dict[str, str], device: torch.device,
-                                                                      found: str | None) -> None:
-    assert own_backends(backends, device) == found
+def test_each_edge_has_a_group_where_the_backend_has_no_tags(backends: dict[str, str], device: torch.device,
+                                                             found: str | None) -> None:
+    assert edge_backends(backends, device) == found
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 4])
-def test_gloo_sends_pieces_and_a_device_sends_wholes(size: int) -> None:
-    host, device = (messages(torch.empty(size // 4, device=place)) for place in ("cpu", "meta"))
+def test_gloo_sends_pieces_and_a_device_backend_sends_whole_tensors(size: int) -> None:
+    host, device = (wire_pieces(torch.empty(size // 4, device=place)) for place in ("cpu", "meta"))
     assert sum(each.nbytes for each in host) == sum(each.nbytes for each in device) == size // 4 * 4
     assert [each.nbytes <= CHUNK_BYTES for each in host] == [True] * -(-(size // 4 * 4) // CHUNK_BYTES)
     assert len(device) == (size >= 4)
 
 
-def passed_apart() -> list[float]:
-    connector.own_backends = lambda backends, device: "cpu:gloo"
+def exchange_over_edge_groups() -> list[float]:
+    links.edge_backends = lambda backends, device: "cpu:gloo"
     mesh = Mesh(pipeline=2)
     connected = Connector(mesh, 2, HOST, 20)
     there, back = Edge("activations", 1), Edge("gradients", 0)
     me = dist.get_rank()
     sender = connected.sender((there, back)[me], 1 - me)
-    receiver: Receiver = connected.receiver((back, there)[me], 1 - me)
+    receiver = connected.receiver((back, there)[me], 1 - me)
     assert sender._wire._group is not receiver._wire._group
     assert dist.group.WORLD not in (sender._wire._group, receiver._wire._group)
     receiver.expect(3)
@@ -59,5 +57,5 @@ def passed_apart() -> list[float]:
     return found
 
 
-def test_edges_in_groups_of_their_own_carry_what_is_sent() -> None:
-    assert run_ranks(2, passed_apart) == [[50.0, 55.0, 60.0], [0.0, 5.0, 10.0]]
+def test_edges_with_a_group_each_deliver_their_values() -> None:
+    assert run_ranks(2, exchange_over_edge_groups) == [[50.0, 55.0, 60.0], [0.0, 5.0, 10.0]]

@@ -20,9 +20,8 @@ from shoal.engine.base import BaseEngine
 from shoal.engine.mesh_setup import aliases_of
 from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
 from shoal.interrupts import uninterrupted
-from shoal.pipeline.connector import Connector
 from shoal.pipeline.executor import Batches, Executor
-from shoal.pipeline.links import Links
+from shoal.pipeline.links import Connector, Links
 from shoal.pipeline.microbatch_source import MicrobatchSource, compare, digest, draw
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
@@ -223,9 +222,9 @@ class PipelineEngine(BaseEngine):
         links = Links(self.module.owner, self.stage_id, connector)
         where = f"rank {dist.get_rank()} (stage {self._stage_numbers})"
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
-                        self.module.loss_fn, self._pass, leaves=self._leaves, where=where, board=self.board)
+                        self.module.loss_fn, self._pass, may_be_freed=self._may_be_freed, label=where, board=self.board)
 
-    def _leaves(self, tensor: Tensor) -> bool:
+    def _may_be_freed(self, tensor: Tensor) -> bool:
         """Whether `tensor` shares the memory of weights that are released after their use."""
         return any(each.lends(tensor) for each in self._passes.values())
 
@@ -255,7 +254,7 @@ class PipelineEngine(BaseEngine):
         """Return the schedule of a step of `count` microbatches. Raises `UsageError` if the module's stages do not fit."""
         if count not in self._schedules:
             name = self.settings.pipeline.schedule or self.module.schedule
-            if name in SCHEDULES and not SCHEDULES[name].takes(self.module.stages_per_rank):
+            if name in SCHEDULES and not SCHEDULES[name].allows_stages(self.module.stages_per_rank):
                 raise UsageError(f"pipeline.schedule: got {name!r}; the module was built for {self.module.schedule!r}, with "
                                  f"{self.module.stages_per_rank} stages on each rank: pass schedule={name!r} to "
                                  f"PipelineModule, which decides what each rank builds")
@@ -327,7 +326,7 @@ class PipelineEngine(BaseEngine):
 
     def _batches(self, items: list[tuple[Any, Any]]) -> Batches:
         return Batches(inputs=[inputs for inputs, _ in items] if self.is_first_stage() else [],
-                       labels=[labels for _, labels in items] if self.is_last_stage() else [], here=self._to_device)
+                       labels=[labels for _, labels in items] if self.is_last_stage() else [], to_device=self._to_device)
 
     @property
     def _stage_numbers(self) -> str:

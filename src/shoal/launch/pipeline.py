@@ -1,4 +1,4 @@
-"""`shoal pipeline show` simulates all ranks of a pipeline: the grid, its bubble beside 1F1B's, and the memory it takes."""
+"""`shoal pipeline show` simulates a pipeline schedule and prints its grid, its bubble beside 1F1B's, and its memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shoal.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.pipeline.simulate import Durations, Simulation
+    from shoal.pipeline.simulation import Durations, Simulation
 
 __all__ = ["add_arguments", "main"]
 
-_MOST = 1_000_000
-"""Instructions of a schedule that is simulated; more would be neither read nor waited for."""
+_MAX_INSTRUCTIONS = 1_000_000
+"""The largest schedule that is simulated; a larger one takes too long and is too wide to read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,46 +28,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser(
         "show", help="simulate a schedule and draw it",
-        description="Simulate every rank of a pipeline, check that none waits for ever, and show who computes when, how "
+        description="Simulate every rank of a pipeline, check that no rank deadlocks, and show when each rank computes, how "
                     "much of the time is bubble, and how many microbatches' activations each rank holds.")
     which = show.add_mutually_exclusive_group(required=True)
     which.add_argument("--schedule", metavar="X", help=f"one of {', '.join(SCHEDULES)}")
     which.add_argument("--all", action="store_true", help="compare all schedules in a table")
-    show.add_argument("--stages", type=_count, required=True, metavar="P", help="the ranks of the pipeline")
-    show.add_argument("--microbatches", type=_count, required=True, metavar="M", help="of one step")
+    show.add_argument("--stages", type=_count, required=True, metavar="P", help="ranks of the pipeline")
+    show.add_argument("--microbatches", type=_count, required=True, metavar="M", help="microbatches of one step")
     show.add_argument("--stages-per-rank", type=_count, metavar="V",
-                      help="parts that a rank's layers are cut into (default: the fewest of the schedule; with --all, V for "
-                           "those that can)")
+                      help="stages per rank (default: the least that the schedule allows; with --all, V for the schedules "
+                           "that allow it)")
     show.add_argument("--in-flight", type=_count, metavar="N",
-                      help="microbatches that a rank may hold at once (default: as many as the schedule does; with --all, N "
-                           "for those that can)")
+                      help="microbatches that a rank may hold at once (default: the schedule's own number; with --all, N "
+                           "for the schedules that allow it)")
     for name, default, what in (("forward", 1.0, "of a microbatch through all layers of a rank"),
-                                ("input", 1.0, "of its backward for the inputs"),
-                                ("weight", 1.0, "of its backward for the weights"),
-                                ("travel", 0.0, "of a tensor from rank to rank")):
+                                ("input", 1.0, "of its backward for the input gradient"),
+                                ("weight", 1.0, "of its backward for the weight gradients"),
+                                ("travel", 0.0, "of a message from rank to rank")):
         show.add_argument(f"--{name}", type=_travel if name == "travel" else _time, default=default, metavar="T",
                           help=f"time {what}, in any unit (default {default:g})")
-    show.add_argument("--svg", metavar="FILE", help="draw it in a file, too")
+    show.add_argument("--svg", metavar="FILE", help="also draw the grid as an SVG file")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show what is asked for. Raises `UsageError` for what no schedule can do."""
+    """Run `shoal pipeline show`. Raises `UsageError` for arguments that no schedule allows."""
     from rich.console import Console
 
     from shoal.pipeline.schedules import SCHEDULES
 
     if args.all and args.svg is not None:
-        raise UsageError("--svg: a table is not drawn; name one schedule with --schedule in place of --all")
+        raise UsageError("--svg: a table is not drawn; name one schedule with --schedule instead of --all")
     if args.all:
         asked = args.stages_per_rank
-        simulations = [_simulated(name, asked if asked is not None and recipe.takes(asked) else recipe.fewest, args,
-                                  args.in_flight if recipe.holds(args.in_flight, args.stages) else None)
+        simulations = [_simulated(name, asked if asked is not None and recipe.allows_stages(asked) else recipe.min_stages,
+                                  args, args.in_flight if recipe.allows_in_flight(args.in_flight, args.stages) else None)
                        for name, recipe in SCHEDULES.items()]
         _compare(simulations, _wait(_simulated("1f1b", 1, args, None)), Console())
         if args.in_flight is not None:
-            limited = [name for name, recipe in SCHEDULES.items() if recipe.holds(args.in_flight, args.stages)]
-            Console().print(f"in flight: at most {args.in_flight} microbatches in {', '.join(limited) or 'none'}; in "
-                            f"others, and in the 1F1B that all are compared with, as many as they take", highlight=False,
+            limited = [name for name, recipe in SCHEDULES.items() if recipe.allows_in_flight(args.in_flight, args.stages)]
+            Console().print(f"in flight: at most {args.in_flight} microbatches in {', '.join(limited) or 'none'}; the "
+                            f"others, and the 1F1B that all are compared with, hold their own number", highlight=False,
                             soft_wrap=True)
         return 0
     simulation = _simulated(args.schedule, args.stages_per_rank, args, args.in_flight)
@@ -78,14 +78,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _simulated(name: str, stages_per_rank: int | None, args: argparse.Namespace, in_flight: int | None) -> Simulation:
-    from shoal.pipeline.check import check
+    from shoal.pipeline.check import check, simulate
     from shoal.pipeline.schedules import make_schedule
-    from shoal.pipeline.simulate import simulate
 
     instructions = 3 * args.stages * args.microbatches * (stages_per_rank or 2)
-    if instructions > _MOST:
+    if instructions > _MAX_INSTRUCTIONS:
         raise UsageError(f"--stages {args.stages} --microbatches {args.microbatches}: up to {instructions:,} instructions; "
-                         f"at most {_MOST:,} are simulated")
+                         f"at most {_MAX_INSTRUCTIONS:,} are simulated")
     schedule = make_schedule(name, ranks=args.stages, microbatches=args.microbatches, stages_per_rank=stages_per_rank,
                              in_flight=in_flight)
     check(schedule)
@@ -93,15 +92,15 @@ def _simulated(name: str, stages_per_rank: int | None, args: argparse.Namespace,
 
 
 def _durations(args: argparse.Namespace, stages_per_rank: int) -> Durations:
-    """Return how long a stage takes that is one of several of its rank."""
-    from shoal.pipeline.simulate import Durations
+    """Return the durations of one stage, given those of all stages of a rank."""
+    from shoal.pipeline.simulation import Durations
 
     return Durations(forward=args.forward / stages_per_rank, input=args.input / stages_per_rank,
                      weight=args.weight / stages_per_rank, travel=args.travel)
 
 
 def _show(simulation: Simulation, usual: float, console: Console) -> None:
-    """Print the grid, and what it says; `usual` is what each rank waits with 1F1B."""
+    """Print the grid and its numbers; `usual` is the time that each rank waits with 1F1B."""
     from shoal.pipeline.schedules import SCHEDULES
     from shoal.pipeline.text_grid import painted
 
@@ -121,7 +120,7 @@ def _show(simulation: Simulation, usual: float, console: Console) -> None:
 
 
 def _compare(simulations: list[Simulation], usual: float, console: Console) -> None:
-    """Print a table, where 1F1B as it is waits `usual`."""
+    """Print a table of all schedules; `usual` is the time that each rank waits with plain 1F1B."""
     from rich.table import Table
 
     table = Table()
@@ -139,20 +138,20 @@ def _compare(simulations: list[Simulation], usual: float, console: Console) -> N
 
 
 def _wait(simulation: Simulation) -> float:
-    """Return how long a rank waits; all of them wait as long, for all have the same to do."""
+    """Return the time that a rank waits; it is equal on all ranks, which compute equally long."""
     return sum(simulation.idle) / len(simulation.idle)
 
 
 def _write(path: str, simulation: Simulation) -> None:
     from shoal.pipeline.svg_grid import svg
-    from shoal.pipeline.text_grid import VOID, is_void
+    from shoal.pipeline.text_grid import NOT_DRAWN, mostly_idle
 
-    if is_void(simulation.rows):
-        raise UsageError(f"--svg: {VOID}")
+    if mostly_idle(simulation.rows):
+        raise UsageError(f"--svg: {NOT_DRAWN}")
     try:
         Path(path).write_text(svg(simulation))
     except OSError as error:
-        raise UsageError(f"--svg: got {path!r}: {error.strerror}; name a file in a folder that is there") from None
+        raise UsageError(f"--svg: got {path!r}: {error.strerror}; name a file in a folder that exists") from None
 
 
 def _short(value: float) -> str:

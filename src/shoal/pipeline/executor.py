@@ -1,12 +1,13 @@
-"""One rank of a pipeline: its instructions in their order, nothing else.
+"""Executes one rank's row of a schedule, instruction by instruction.
 
-    F   take the stage's input, run the stage, hand its output on; on the last stage take the loss
-    B   take the output's gradient, run backward, hand the input's gradient on
-    I   the same for the input's gradient only; what weights are owed is kept
-    W   give the weights what they are owed; several in a row are one product where that is less
+    F   receive the stage's input, run the stage, send its output; on the last stage compute the loss
+    B   receive the output's gradient, run backward, send the input's gradient
+    I   as B, for the input's gradient only; weight-gradient tasks are queued
+    W   run the queued weight-gradient tasks; consecutive W of a stage are joined into one product where that is cheaper
 
-A microbatch's activations are held from its F to the end of its B or I, and what its weights are owed from I to W. A failure
-is told to the neighbours, who tell theirs, and raises with the grid of the schedule, the fault marked.
+A microbatch's activations are held from its F to the end of its B or I, and its weight-gradient tasks from I to W. A rank
+that fails aborts its channels, so that its neighbours fail and abort theirs, and publishes the failure on the failure board.
+Each rank raises with the grid of the schedule and an arrow at the failed instruction.
 """
 
 from __future__ import annotations
@@ -25,106 +26,111 @@ from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineE
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
 from shoal.pipeline.schedules import PipelineSchedule
-from shoal.pipeline.split_backward import WeightGradQueue, backward, deferring, rounds
-from shoal.pipeline.stage_io import tensors_in
+from shoal.pipeline.split_backward import WeightGradQueue, backward, deferring, weight_grad_passes
 from shoal.pipeline.text_grid import fault
+from shoal.pipeline.value_tree import tensors_in
 from shoal.transport.failure_board import FailureBoard, interruptible_wait, published_failure
 
 __all__ = ["Batches", "Executor"]
 
-_GRACE = 1.0
-"""Seconds for an abort to come through the channels, which leaves them whole, before word of it ends them."""
+_ABORT_GRACE = 1.0
+"""Seconds for an abort to arrive through the channels, which stay usable, before the failure board breaks their waits."""
 
-Pass = Callable[[int, Callable[[], None], bool, bool], None]
-"""(stage, what to call, last of the step, with communication): calls it as a backward pass of a stage, which counts as one
-even if nothing ran in it: other ranks of the stage may have had something to run.
+RunPass = Callable[[int, Callable[[], None], bool, bool], None]
+"""(stage, function, last pass of the step, with communication): runs the function as a backward pass of a stage.
+
+It counts as a pass even if it computes nothing, because other data ranks of the stage may compute something in theirs.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """What the microbatches of a step are: inputs on the first stage's rank, labels on the last one's.
+    """The microbatches of a step: inputs on the rank of the first stage, labels on the rank of the last.
 
-    Each is brought to the device when it is used, and forgotten then.
+    Each is moved to the device when it is used, and released here.
     """
 
     inputs: list[Any] = field(default_factory=list[Any])
     labels: list[Any] = field(default_factory=list[Any])
-    here: Callable[[Any], Any] = lambda value: value
+    to_device: Callable[[Any], Any] = lambda value: value
 
     def take(self, values: list[Any], microbatch: int) -> Any:
-        """Return one of `values`, on the device."""
+        """Remove one of `values`, and return it on the device."""
         value, values[microbatch] = values[microbatch], None
-        return self.here(value)
+        return self.to_device(value)
 
 
 @dataclass(slots=True, kw_only=True)
 class _SavedMicrobatch:
-    """What a microbatch leaves at a stage between its forward and its backward."""
+    """The tensors of one microbatch that a stage keeps between forward and backward."""
 
     inputs: list[Tensor]
-    """Those of the stage's inputs that want a gradient."""
+    """The stage's inputs that require a gradient."""
     outputs: list[Tensor]
-    """Those of its outputs that have one, or its loss."""
-    deferred: WeightGradQueue | None
-    """What its weights are owed; None where backward is whole."""
+    """The stage's outputs that require a gradient, or its loss."""
+    weight_grads: WeightGradQueue | None
+    """Its weight-gradient tasks; None where backward is not split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankSchedule:
-    """What a rank does in each step, and what follows from it."""
+    """A rank's instructions in each step, and facts derived from them."""
 
     instructions: tuple[Instruction, ...]
     final: frozenset[int]
-    """The positions at which a stage has its last backward."""
+    """The positions of each stage's last B or W."""
     split: frozenset[int]
-    """The stages whose backward is in two halves."""
-    payments: dict[int, tuple[Instruction, ...]]
-    """The W of one stage that come one after the other, by the position of their last."""
+    """The stages whose backward is split into I and W."""
+    weight_runs: dict[int, tuple[Instruction, ...]]
+    """Consecutive W of one stage, by the position of the last of them."""
 
     @classmethod
     def of(cls, instructions: tuple[Instruction, ...]) -> _RankSchedule:
         final = {instruction.stage: position for position, instruction in enumerate(instructions)
                  if instruction.kind in (Op.BACKWARD, Op.WEIGHT)}
         split = frozenset(instruction.stage for instruction in instructions if instruction.kind is Op.INPUT)
-        payments, position = dict[int, tuple[Instruction, ...]](), 0
+        weight_runs, position = dict[int, tuple[Instruction, ...]](), 0
         for (kind, _), run in groupby(instructions, key=lambda instruction: (instruction.kind, instruction.stage)):
-            together = tuple(run)
-            position += len(together)
+            consecutive = tuple(run)
+            position += len(consecutive)
             if kind is Op.WEIGHT:
-                payments[position - 1] = together
-        return cls(instructions=instructions, final=frozenset(final.values()), split=split, payments=payments)
+                weight_runs[position - 1] = consecutive
+        return cls(instructions=instructions, final=frozenset(final.values()), split=split,
+                   weight_runs=weight_runs)
 
 
 class Executor:
-    """Runs this rank's row of a schedule over its stages, by their numbers."""
+    """Runs this rank's row of a schedule over its stages, which are given by number; `last` is the pipeline's last stage."""
 
     def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
-                 as_pass: Pass, *, leaves: Callable[[Tensor], bool], where: str, board: FailureBoard):
-        """`leaves` says of a tensor whether its memory may be given up between forward and backward."""
+                 run_pass: RunPass, *, may_be_freed: Callable[[Tensor], bool], label: str, board: FailureBoard):
+        """`may_be_freed` tells whether a tensor's memory may be released between forward and backward.
+
+        `label` names this rank in errors.
+        """
         self._stages = stages
         self._last = last
         self._links = links
         self._loss_fn = loss_fn
-        self._pass = as_pass
-        self._leaves = leaves
-        self._where = where
+        self._run_pass = run_pass
+        self._may_be_freed = may_be_freed
+        self._label = label
         self._board = board
         self._failure: str | None = None
-        self._held: dict[tuple[int, int], _SavedMicrobatch] = {}
+        self._saved: dict[tuple[int, int], _SavedMicrobatch] = {}
         self._position = 0
         self._row = _RankSchedule.of(())
 
     def run(self, schedule: PipelineSchedule, rank: int, batches: Batches, factor: float) -> list[Tensor]:
-        """Run `rank`'s row for training, each loss times `factor`; return the losses, of the last stage, by microbatch.
+        """Run `rank`'s row for training, with each loss times `factor`; return the last stage's losses, by microbatch.
 
-        Raises `PipelineError` when an instruction fails here or on another rank; no step may follow.
+        Raises `PipelineError` when an instruction fails here or on another rank; no optimizer step may follow.
         """
         losses: list[Tensor] = []
-        if self._row.instructions is not schedule.rows[rank]:  # the same from step to step
+        if self._row.instructions is not schedule.rows[rank]:  # the same object from step to step
             self._row = _RankSchedule.of(schedule.rows[rank])
         row = self._row
-        with self._telling(schedule, rank):
+        with self._reporting(schedule, rank):
             for position, instruction in enumerate(row.instructions):
                 self._position = position
                 match instruction.kind:
@@ -132,17 +138,17 @@ class Executor:
                         losses += self._forward(instruction, batches, split=instruction.stage in row.split)
                     case Op.BACKWARD | Op.INPUT:
                         self._backward(instruction, factor, last=position in row.final)
-                    case Op.WEIGHT if position in row.payments:
-                        self._weights(row.payments[position], last=position in row.final)
+                    case Op.WEIGHT if position in row.weight_runs:
+                        self._weight_grads(row.weight_runs[position], last=position in row.final)
                     case Op.WEIGHT:
-                        pass  # the last of its run pays for all
+                        pass  # the last of its run computes all
         return losses
 
     def evaluate(self, schedule: PipelineSchedule, rank: int, batches: Batches, *, losses: bool,
                  outputs: bool) -> list[tuple[Any, Any]]:
-        """Run `rank`'s row of forwards; return (output, loss) of the last stage, each None unless asked for."""
+        """Run `rank`'s row of forwards; return (output, loss) of the last stage by microbatch, None where not requested."""
         found: list[tuple[Any, Any]] = []
-        with torch.no_grad(), self._telling(schedule, rank):
+        with torch.no_grad(), self._reporting(schedule, rank):
             for position, instruction in enumerate(schedule.rows[rank]):
                 self._position = position
                 output = self._stages[instruction.stage](self._input(instruction, batches))
@@ -154,60 +160,61 @@ class Executor:
         return found
 
     def refuse_failed(self) -> None:
-        """Raise `PipelineError` if a step failed."""
+        """Raise `PipelineError` if an earlier step failed."""
         if self._failure is not None:
-            raise PipelineError(f"{self._where}: an earlier step failed, and the stages are no longer at one point of "
-                                f"training: load a checkpoint into a new engine. What went wrong: {self._failure}")
+            raise PipelineError(f"{self._label}: an earlier step failed, and the stages are no longer at the same point "
+                                f"of training: load a checkpoint into a new engine. The failure was: {self._failure}")
 
     def close(self) -> None:
-        """End the channels."""
+        """Close the channels."""
         self._links.close()
 
     def _forward(self, instruction: Instruction, batches: Batches, *, split: bool) -> list[Tensor]:
-        """Run a stage; return its loss, if it is the last."""
+        """Run a stage forward; return its loss if it is the last."""
         value = self._input(instruction, batches)
-        deferred = WeightGradQueue(self._leaves) if split else None
-        with nullcontext() if deferred is None else deferring(deferred):
+        weight_grads = WeightGradQueue(self._may_be_freed) if split else None
+        with nullcontext() if weight_grads is None else deferring(weight_grads):
             output = self._stages[instruction.stage](value)
             if instruction.stage == self._last:
                 output = self._loss(output, instruction, batches)
         if instruction.stage < self._last:
             self._links.send(ACTIVATIONS, instruction.stage + 1, output)
         stage = instruction.stage
-        self._held[stage, instruction.microbatch] = _SavedMicrobatch(
-            inputs=_wanting(value, "the input", stage) if stage > 0 else [],
-            outputs=_wanting(output, "the output", stage), deferred=deferred)
+        self._saved[stage, instruction.microbatch] = _SavedMicrobatch(
+            inputs=_requiring_grad(value, "the input", stage) if stage > 0 else [],
+            outputs=_requiring_grad(output, "the output", stage), weight_grads=weight_grads)
         return [output.detach()] if instruction.stage == self._last else []
 
     def _backward(self, instruction: Instruction, factor: float, *, last: bool) -> None:
         stage, key = instruction.stage, (instruction.stage, instruction.microbatch)
         whole = instruction.kind is Op.BACKWARD
-        held = self._held.pop(key) if whole else self._held[key]
-        half = backward if held.deferred is None else held.deferred.backward
+        saved = self._saved.pop(key) if whole else self._saved[key]
+        run_backward = backward if saved.weight_grads is None else saved.weight_grads.backward_input
         if stage == self._last:
-            gradients: list[Tensor | None] = [torch.full_like(output, factor) for output in held.outputs]
+            gradients: list[Tensor | None] = [torch.full_like(output, factor) for output in saved.outputs]
         else:
             gradients = cast("list[Tensor | None]", self._links.receive(GRADIENTS, stage))
-        outputs = [output for output, gradient in zip(held.outputs, gradients, strict=True) if gradient is not None]
-        given = [gradient for gradient in gradients if gradient is not None]
-        inputs, held.outputs, held.inputs = held.inputs, [], []
-        onward = _Onward(inputs, partial(self._links.send, GRADIENTS, stage - 1)) if stage > 0 else None
-        if onward is not None and last and whole:
-            onward.early()
-        self._pass(stage, partial(half, outputs, given) if outputs else _nothing, last and whole, whole)
-        if onward is not None:
-            onward.finish()
+        outputs = [output for output, gradient in zip(saved.outputs, gradients, strict=True) if gradient is not None]
+        output_grads = [gradient for gradient in gradients if gradient is not None]
+        inputs, saved.outputs, saved.inputs = saved.inputs, [], []
+        input_grads = _InputGradSender(inputs, partial(self._links.send, GRADIENTS, stage - 1)) if stage > 0 else None
+        if input_grads is not None and last and whole:
+            input_grads.send_early()
+        run = partial(run_backward, outputs, output_grads) if outputs else _nothing
+        self._run_pass(stage, run, last and whole, whole)
+        if input_grads is not None:
+            input_grads.finish()
 
-    def _weights(self, instructions: Sequence[Instruction], *, last: bool) -> None:
-        """Give the weights of a stage what they are owed by the microbatches of `instructions`.
+    def _weight_grads(self, instructions: Sequence[Instruction], *, last: bool) -> None:
+        """Run the weight-gradient tasks of the microbatches of `instructions`, all of one stage.
 
-        Ranks may join products of different sizes, and so need different numbers of passes: the last one alone communicates.
+        Ranks may join products of different sizes, and so need different numbers of passes: only the last one communicates.
         """
-        held = [self._held.pop((instruction.stage, instruction.microbatch)).deferred for instruction in instructions]
-        passes = rounds(deferred for deferred in held if deferred is not None)
+        queues = [self._saved.pop((instruction.stage, instruction.microbatch)).weight_grads for instruction in instructions]
+        passes = weight_grad_passes(queue for queue in queues if queue is not None)
         for number, run in enumerate(passes, 1):
             final = number == len(passes)
-            self._pass(instructions[0].stage, run, last and final, final)
+            self._run_pass(instructions[0].stage, run, last and final, final)
 
     def _input(self, instruction: Instruction, batches: Batches) -> Any:
         if instruction.stage == 0:
@@ -233,55 +240,56 @@ class Executor:
         return loss
 
     @contextmanager
-    def _telling(self, schedule: PipelineSchedule, rank: int) -> Generator[None]:
-        """Run a row; what goes wrong is told to everybody."""
+    def _reporting(self, schedule: PipelineSchedule, rank: int) -> Generator[None]:
+        """Run a row; publish a failure to the other ranks, and raise it with the grid of the schedule."""
         self.refuse_failed()
-        self._held.clear()
+        self._saved.clear()
         self._position = 0
         self._links.begin(schedule.rows[rank])
         try:
-            with interruptible_wait(self._links.end_waits, grace=_GRACE):
+            with interruptible_wait(self._links.end_waits, grace=_ABORT_GRACE):
                 yield
                 self._links.flush()
         except BaseException as error:
-            text = self._words(f"{schedule.rows[rank][self._position]} failed", error)
+            text = self._message(f"{schedule.rows[rank][self._position]} failed", error)
             self._fail(text)
-            if not isinstance(error, Exception):  # somebody wants to end the program
+            if not isinstance(error, Exception):  # KeyboardInterrupt or SystemExit
                 raise
             raise PipelineError(f"{text}\n{fault(schedule, rank, self._position)}") from error
 
     @contextmanager
     def together(self, what: str) -> Generator[None]:
-        """Do something with the other ranks after a row; what goes wrong is told to them, and is the end as within a row."""
+        """Run `what`, a joint operation of all ranks after a row; publish a failure like that of a row."""
         try:
             yield
-        except (UsageError, LossScaleError):  # of all ranks alike
+        except (UsageError, LossScaleError):  # raised by all ranks
             raise
         except Exception as error:
-            text = self._words(f"{what} failed", error)
+            text = self._message(f"{what} failed", error)
             self._fail(text)
             raise PipelineError(text) from error
 
-    def _words(self, what: str, error: BaseException) -> str:
-        """Return what to say of an error: what another rank said, if it came from there."""
+    def _message(self, what: str, error: BaseException) -> str:
+        """Return the message for an error; the failed rank's own message if another rank failed."""
         if isinstance(error, PipelineError | PeerFailed):
             return str(error)
-        if isinstance(error, CollectiveFailed) and (word := published_failure()) is not None:
-            return word
-        return f"{self._where}: {what}: {type(error).__name__}: {error}"
+        if isinstance(error, CollectiveFailed) and (published := published_failure()) is not None:
+            return published
+        return f"{self._label}: {what}: {type(error).__name__}: {error}"
 
     def _fail(self, message: str) -> None:
+        """Publish a failure to the other ranks, and refuse further steps."""
         self._failure = message
-        self._held.clear()
+        self._saved.clear()
         self._board.publish(message)
         self._links.abort(message)
 
 
-class _Onward:
-    """The gradients of a stage's inputs, which the stage before waits for.
+class _InputGradSender:
+    """Sends the gradients of a stage's inputs to the stage before.
 
-    They are sent when the pass is over. One that reduces gradients of weights before it ends sends them early, as soon as
-    the last of them is there: who waits for them need not wait for a reduction too.
+    They are sent at the end of the backward pass. The last pass of a step also reduces weight gradients, so it sends them
+    early, when the last of them is accumulated: the stage before does not wait for the reduction.
     """
 
     def __init__(self, inputs: list[Tensor], send: Callable[[list[Tensor | None]], None]):
@@ -290,29 +298,30 @@ class _Onward:
         self._sent = False
         self._missing = len(inputs)
 
-    def early(self) -> None:
+    def send_early(self) -> None:
+        """Send them as soon as all are accumulated."""
         for tensor in self._inputs:
-            tensor.register_post_accumulate_grad_hook(self._came)
+            tensor.register_post_accumulate_grad_hook(self._on_accumulated)
 
     def finish(self) -> None:
-        """Send them, unless that is done; an input that nothing led to has none."""
+        """Send them unless that is done; None for an input that backward did not reach."""
         if not self._sent:
             self._sent = True
-            inputs, self._inputs = self._inputs, []  # whose hooks lead here
+            inputs, self._inputs = self._inputs, []  # their hooks hold this object
             self._send([tensor.grad for tensor in inputs])
 
-    def _came(self, tensor: Tensor) -> None:
+    def _on_accumulated(self, tensor: Tensor) -> None:
         self._missing -= 1
         if self._missing == 0:
             self.finish()
 
 
 def _nothing() -> None:
-    """Be a pass in which nothing runs."""
+    """Run a pass without any computation."""
 
 
-def _wanting(value: object, what: str, stage: int) -> list[Tensor]:
-    """Return the tensors within `value` that take part in backward."""
+def _requiring_grad(value: object, what: str, stage: int) -> list[Tensor]:
+    """Return the tensors within `value` that require a gradient."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
     return [tensor for tensor in tensors_in(value, f"{what} of stage {stage}") if tensor.requires_grad]

@@ -1,12 +1,12 @@
-"""An instruction is one piece of compute of a pipeline: a stage, what is done there, and to which microbatch.
+"""An instruction is one piece of a pipeline's compute: an operation on one microbatch at one stage.
 
-It prints and parses as `2F0`: stage 2, forward, microbatch 0. What it needs before it can start is a law of backpropagation,
-the same under every schedule:
+It prints and parses as `2F0`: stage 2, forward, microbatch 0. The dependencies between instructions follow from
+backpropagation and are the same under every schedule:
 
-    F of stage s    F of stage s-1
-    I of stage s    F of stage s, and I of stage s+1
-    W of stage s    I of stage s
-    B               what I needs: it is I and W in one, and both are there when it ends
+    F of stage s    needs F of stage s-1
+    I of stage s    needs F of stage s, and I of stage s+1
+    W of stage s    needs I of stage s
+    B of stage s    needs what I needs; it is I and W in one, and both are done when it ends
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Instruction", "Op"]
 
 
 class Op(StrEnum):
-    """What is done to a microbatch at a stage."""
+    """The operations that a stage runs on a microbatch."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Both halves of backward."""
+    """The whole backward: input gradient and weight gradients."""
     INPUT = "I"
-    """The half of backward that gives the gradient of the stage's input."""
+    """The part of backward that computes the gradient of the stage's input."""
     WEIGHT = "W"
-    """The half of backward that gives the gradients of the stage's weights."""
+    """The part of backward that computes the gradients of the stage's weights."""
 
 
 _TEXT = re.compile(rf"(\d+)([{''.join(Op)}])(\d+)", re.ASCII)
@@ -49,20 +49,20 @@ class Instruction:
 
     @classmethod
     def parse(cls, text: str) -> Instruction:
-        """Read what `str` wrote. Raises `UsageError` for anything else."""
+        """Parse the output of `str`. Raises `UsageError` for any other text."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise UsageError(f"instruction: got {text!r}; write stage, one of {', '.join(Op)}, microbatch, such as 2F0")
         return cls(int(found[1]), Op(found[2]), int(found[3]))
 
-    def halves(self) -> tuple[Instruction, ...]:
-        """Return what is there when this has ended: of a B its I and its W, of any other itself."""
+    def completes(self) -> tuple[Instruction, ...]:
+        """Return the instructions that are done when this one ends: the I and the W of a B, otherwise itself."""
         if self.kind is not Op.BACKWARD:
             return (self,)
         return tuple(Instruction(self.stage, kind, self.microbatch) for kind in (Op.INPUT, Op.WEIGHT))
 
-    def needs(self, stages: int) -> Iterator[Instruction]:
-        """Yield what must be there before this can start, in a pipeline of `stages`; never a B, but its halves."""
+    def dependencies(self, stages: int) -> Iterator[Instruction]:
+        """Yield the instructions that must end before this one starts, in a pipeline of `stages`; F, I and W, never B."""
         match self.kind:
             case Op.FORWARD:
                 if self.stage > 0:

@@ -1,12 +1,15 @@
-"""The layers of a pipeline: each with its name and place in the whole, and what it holds, known without building it all.
+"""The layers of a pipeline: specs that are built on the ranks that run them, their names, and their parameter counts.
 
-Names are those of the mapping that was given, or the layers' numbers, and never contain a stage: they name parameters and
-checkpoints the same wherever a layer runs.
+A layer receives the return value of the layer before it as its one argument: a tensor, a tuple, a dict, or any other object.
+`Unpacked` makes a layer receive the parts of that value as separate arguments.
+
+Layers are named by the keys of the given mapping, or by their numbers; names never contain a stage. So parameters and
+checkpoints have the same names wherever a layer runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
@@ -15,16 +18,74 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.pipeline.spec import LayerSpec, TiedLayerSpec, Unpacked
 
-__all__ = ["Built", "Contents", "Layer", "TiedWeightSpec", "contents_of", "generators", "named"]
+__all__ = ["Built", "Contents", "Layer", "LayerSpec", "TiedLayerSpec", "TiedWeightSpec", "Unpacked", "contents_of",
+           "generators", "named"]
+
+
+class LayerSpec:
+    """A layer that is built later: `LayerSpec(nn.Linear, 4, 4, bias=False)` becomes `nn.Linear(4, 4, bias=False)`.
+
+    Only the ranks of its stage build it, so no rank ever holds the whole model. To count its parameters every rank also
+    builds it once on the `meta` device, without memory. A constructor that reads tensor values fails there; then every rank
+    builds the layer on the CPU and drops it. Raises `UsageError` unless `typename` is a subclass of `nn.Module`.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any):
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"{type(self).__name__}: typename: got {typename!r}; give a class of torch.nn.Module (put a "
+                             f"function, or a module that is already built, into the list of layers as it is)")
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(given)})"
+
+    def build(self) -> nn.Module:
+        """Build the layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its weights `tied_weight_attr` with every other layer of the same `key`.
+
+    The i-th weight named here is tied to the i-th weight of each other layer of the key, whatever its name there; a name may
+    be dotted. Tied weights on one rank are one Parameter; across ranks their copies start equal and get the summed gradient.
+    The layer's other parameters are not shared. `forward_fn(module, value)` is called in place of `module(value)`.
+    """
+
+    def __init__(self, key: str, typename: type[nn.Module], *module_args: Any,
+                 forward_fn: Callable[..., Any] | None = None, tied_weight_attr: str | Sequence[str] = "weight",
+                 **module_kwargs: Any):
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
+
+
+class Unpacked:
+    """A layer that receives the parts of its input: `layer(*value)` for a tuple or list, `layer(**value)` for a mapping.
+
+    `Unpacked(LayerSpec(Embedding, 100, 8))` is called as `embedding(input_ids=..., attention_mask=...)` on the output of a
+    tokenizer. Any other value raises a `UsageError` that names the layer. A tied layer's `forward_fn` receives the parts
+    after its module.
+    """
+
+    def __init__(self, layer: LayerSpec | nn.Module | Callable[..., Any]):
+        self.layer = layer
+
+    def __repr__(self) -> str:
+        return f"Unpacked({self.layer!r})"
+
 
 Source = LayerSpec | nn.Module | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of the whole model."""
+    """One layer of the whole model, not yet built."""
 
     index: int
     name: str
@@ -33,7 +94,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """The name of its class, or of the function."""
+        """The name of the layer's class or function."""
         if isinstance(self.source, LayerSpec):
             return self.source.typename.__name__
         if isinstance(self.source, FunctionType | BuiltinFunctionType | MethodType):
@@ -44,7 +105,7 @@ class Layer:
         return f"'{self.name}' ({self.kind})"
 
     def build(self) -> Built:
-        """Build the layer, or take what was given."""
+        """Build the layer from its spec, or use the given module or function."""
         source = self.source
         body = source.build() if isinstance(source, LayerSpec) else source
         call = source.forward_fn if isinstance(source, TiedLayerSpec) else None
@@ -53,23 +114,23 @@ class Layer:
 
 @dataclass(slots=True, kw_only=True)
 class Built:
-    """A layer that runs on this rank."""
+    """A layer that is built on this rank."""
 
     index: int
     name: str
     kind: str
     body: nn.Module | Callable[..., Any]
     call: Callable[..., Any] | None
-    """Called with the body in front, in place of it."""
+    """Called with the body as first argument, in place of the body."""
     unpack: bool
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, None for a plain function."""
+        """The layer as a module; None for a plain function."""
         return self.body if isinstance(self.body, nn.Module) else None
 
     def __call__(self, value: Any) -> Any:
-        """Run the layer on what the one before it returned."""
+        """Run the layer on the return value of the layer before it."""
         args, keywords = self._parts(value) if self.unpack else ((value,), {})
         if self.call is not None:
             return self.call(self.body, *args, **keywords)
@@ -81,12 +142,12 @@ class Built:
         if isinstance(value, tuple | list):
             return tuple(cast("Iterable[Any]", value)), {}
         raise UsageError(f"layer '{self.name}' ({self.kind}) is Unpacked and got a {type(value).__name__}; the layer before "
-                         f"it must return a tuple, a list or a mapping, or this one be given without Unpacked")
+                         f"it must return a tuple, a list or a mapping; else give this layer without Unpacked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedWeightSpec:
-    """What two weights that are one have to agree in."""
+    """The facts in which tied weights must agree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,7 +159,7 @@ class TiedWeightSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a layer holds."""
+    """The parameter counts of a layer."""
 
     parameters: int
     trainable: int
@@ -107,9 +168,9 @@ class Contents:
 
 
 def named(layers: Any) -> tuple[Layer, ...]:
-    """Return the layers that were given as a sequence, an `nn.Sequential`, or a mapping of names.
+    """Return the layers of a sequence, an `nn.Sequential`, or a mapping of names to layers.
 
-    Raises `UsageError` for what is no layer, for names that cannot be those of modules, and for one within another.
+    Raises `UsageError` for an item that is no layer, a name that is no module path, and a name that lies within another.
     """
     found = tuple(Layer(index=index, name=name, source=_source(name, item), unpack=isinstance(item, Unpacked))
                   for index, (name, item) in enumerate(_items(layers)))
@@ -127,14 +188,14 @@ def named(layers: Any) -> tuple[Layer, ...]:
 
 
 def contents_of(layer: Layer) -> Contents:
-    """Count what a layer holds; one that is not built yet is, without memory where it can be."""
+    """Count the parameters of a layer; a spec is built for that, on the meta device if its constructor allows."""
     source = layer.source
     if not isinstance(source, LayerSpec):
         return _count(source, layer) if isinstance(source, nn.Module) else Contents(parameters=0, trainable=0)
     try:
         with torch.device("meta"):
             module = source.build()
-    except Exception:  # a constructor that reads values: it is built for real, and dropped; if that fails, it fails
+    except Exception:  # the constructor reads values: build on the CPU, which raises the true error if there is one
         with torch.random.fork_rng(devices=generators()):
             module = _built(layer, source)
     return _count(module, layer)
@@ -149,7 +210,7 @@ def _built(layer: Layer, source: LayerSpec) -> nn.Module:
 
 
 def generators() -> list[int]:
-    """Return the devices, beside the host, whose random numbers layers may draw."""
+    """Return the accelerators, beside the CPU, whose random generators layers may use."""
     return [torch.cuda.current_device()] if torch.cuda.is_available() else []
 
 
@@ -186,7 +247,7 @@ def _source(name: str, item: Any) -> Source:
     source: Any = item.layer if isinstance(item, Unpacked) else item
     if isinstance(source, type):
         raise UsageError(f"layers: '{name}' is the class {source.__name__}; write LayerSpec({source.__name__}, ...), or "
-                         f"give one that is built")
+                         f"give an instance")
     if isinstance(source, LayerSpec) or callable(source):
         return source
     raise UsageError(f"layers: '{name}' is {source!r}, a {type(source).__name__}; give a LayerSpec, a module or a function")

@@ -1,10 +1,14 @@
-"""What the stages of one rank exchange with the stages before and behind them.
+"""Links connect the stages of this rank to the stages before and after them.
 
-    activations   out of stage s, into stage s+1
-    gradients     out of stage s+1, into stage s: of the activations that want one, in their order
+    activations   from stage s to stage s+1
+    gradients     from stage s+1 to stage s: one for each activation that requires a gradient, in their order
 
-Between stages of two ranks this is a channel with threads at its ends; between stages of one rank a value is put on a shelf.
-Either way what arrives are leaves: autograd ends at the border of a stage.
+Stages on different ranks exchange values over a channel, stages of one rank over an in-process queue. Either way the
+received tensors are leaves, so autograd ends at the boundary of a stage.
+
+The channels of two engines never mix. Where gloo carries the device's tensors, all edges share the pipeline axis' group, and
+each channel has its own number there. NCCL has no tags, so there each edge has its own group; its headers still go by gloo.
+So no rank occupies the device with a wait for a message that may not come: NCCL only receives tensors whose header arrived.
 """
 
 from __future__ import annotations
@@ -14,26 +18,34 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
 
 from shoal.errors import CollectiveFailed
-from shoal.pipeline.channel import Receiver, Sender
+from shoal.mesh.mesh import Mesh
 from shoal.pipeline.instruction import Instruction, Op
-from shoal.pipeline.stage_io import detached
+from shoal.pipeline.receiver import Receiver
+from shoal.pipeline.sender import Sender
+from shoal.pipeline.value_tree import detached
+from shoal.transport import process_group
+from shoal.transport.failure_board import abort_waits
 
-__all__ = ["Edge", "Links"]
+__all__ = ["ACTIVATIONS", "GRADIENTS", "Connector", "Edge", "Links"]
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
 class Edge(NamedTuple):
-    """What goes into a stage, of one of two kinds."""
+    """The input of a stage of one kind: its activations, or its gradients."""
 
     kind: str
     stage: int
 
     @property
     def number(self) -> int:
-        """A number that no other edge of the pipeline has."""
+        """A number unique among the edges of the pipeline."""
         return 2 * self.stage + (self.kind == GRADIENTS)
 
     def __str__(self) -> str:
@@ -41,7 +53,7 @@ class Edge(NamedTuple):
 
 
 class StageInput(Protocol):
-    """An end that values come out of."""
+    """The receiving end of an edge."""
 
     def expect(self, count: int) -> None: ...
     def receive(self) -> object: ...
@@ -49,7 +61,7 @@ class StageInput(Protocol):
 
 
 class StageOutput(Protocol):
-    """An end that values go into."""
+    """The sending end of an edge."""
 
     def expect(self, count: int) -> None: ...
     def send(self, value: object) -> None: ...
@@ -59,47 +71,47 @@ class StageOutput(Protocol):
 
 
 class Links:
-    """The ends that this rank's stages hold, by edge."""
+    """The ends of all edges at this rank's stages."""
 
-    def __init__(self, owner: tuple[int, ...], rank: int, connect: Connect):
+    def __init__(self, owner: tuple[int, ...], rank: int, connector: Connector):
         self._owner = owner
-        self._connect = connect
+        self._connector = connector
         self._sources: dict[Edge, StageInput] = {}
         self._sinks: dict[Edge, StageOutput] = {}
-        self._begun = _Announced(row=(), outputs={}, inputs={}, later={})
-        self._later: Mapping[Edge, int] = {}
-        for edge, giver in _edges(len(owner)):
-            ends = owner[giver], owner[edge.stage]
-            if ends == (rank, rank):
+        self._counts = _MessageCounts(row=(), outputs={}, early_inputs={}, late_inputs={})
+        self._late_inputs: Mapping[Edge, int] = {}
+        for edge, source_stage in _edges(len(owner)):
+            ranks = owner[source_stage], owner[edge.stage]
+            if ranks == (rank, rank):
                 self._sources[edge] = self._sinks[edge] = _LocalLink(str(edge))
-            elif rank == ends[0]:
-                self._sinks[edge] = connect.sender(edge, ends[1])
-            elif rank == ends[1]:
-                self._sources[edge] = connect.receiver(edge, ends[0])
+            elif rank == ranks[0]:
+                self._sinks[edge] = connector.sender(edge, ranks[1])
+            elif rank == ranks[1]:
+                self._sources[edge] = connector.receiver(edge, ranks[0])
 
     def begin(self, row: tuple[Instruction, ...]) -> None:
-        """Announce what the instructions of `row` will ask for, and what they will give."""
-        if self._begun.row is not row:  # the same from step to step
-            self._begun = self._announced(row)
-        for edge, count in self._begun.outputs.items():
+        """Announce to every edge how many values the instructions of `row` send and receive."""
+        if self._counts.row is not row:  # the same object from step to step
+            self._counts = self._count_messages(row)
+        for edge, count in self._counts.outputs.items():
             self._sinks[edge].expect(count)
-        self._expect(self._begun.inputs)
-        self._later = self._begun.later
+        self._expect(self._counts.early_inputs)
+        self._late_inputs = self._counts.late_inputs
 
-    def _announced(self, row: tuple[Instruction, ...]) -> _Announced:
-        first = next((place for place, each in enumerate(row) if self.outputs(each)), len(row))
-        inputs = Counter(edge for each in row for edge in self.inputs(each))
-        at_once = {edge for each in row[:first + 1] for edge in self.inputs(each)} | self._sinks.keys()  # shelves
-        return _Announced(row=row, outputs=Counter(edge for each in row for edge in self.outputs(each)),
-                          inputs={edge: count for edge, count in inputs.items() if edge in at_once},
-                          later={edge: count for edge, count in inputs.items() if edge not in at_once})
+    def _count_messages(self, row: tuple[Instruction, ...]) -> _MessageCounts:
+        first = next((place for place, each in enumerate(row) if self.output_edges(each)), len(row))
+        inputs = Counter(edge for each in row for edge in self.input_edges(each))
+        early = {edge for each in row[:first + 1] for edge in self.input_edges(each)} | self._sinks.keys()  # local links
+        return _MessageCounts(row=row, outputs=Counter(edge for each in row for edge in self.output_edges(each)),
+                              early_inputs={edge: count for edge, count in inputs.items() if edge in early},
+                              late_inputs={edge: count for edge, count in inputs.items() if edge not in early})
 
     def _expect(self, counts: Mapping[Edge, int]) -> None:
         for edge, count in counts.items():
             self._sources[edge].expect(count)
 
-    def inputs(self, instruction: Instruction) -> list[Edge]:
-        """Return the edge that `instruction` takes a value from, if it does."""
+    def input_edges(self, instruction: Instruction) -> list[Edge]:
+        """Return the edge from which `instruction` receives, if it does."""
         stage, last = instruction.stage, len(self._owner) - 1
         match instruction.kind:
             case Op.FORWARD:
@@ -109,8 +121,8 @@ class Links:
             case Op.WEIGHT:
                 return []
 
-    def outputs(self, instruction: Instruction) -> list[Edge]:
-        """Return the edge that `instruction` gives a value to, if it does."""
+    def output_edges(self, instruction: Instruction) -> list[Edge]:
+        """Return the edge to which `instruction` sends, if it does."""
         stage, last = instruction.stage, len(self._owner) - 1
         match instruction.kind:
             case Op.FORWARD:
@@ -121,30 +133,30 @@ class Links:
                 return []
 
     def receive(self, kind: str, stage: int) -> object:
-        """Return the next of what goes into `stage`."""
+        """Return the next value of `kind` for `stage`."""
         return self._sources[Edge(kind, stage)].receive()
 
     def send(self, kind: str, stage: int, value: object) -> None:
-        """Let `value` go into `stage`."""
+        """Send `value` to `stage` as its next input of `kind`."""
         self._sinks[Edge(kind, stage)].send(value)
-        if self._later:
-            self._expect(self._later)
-            self._later = {}
+        if self._late_inputs:
+            self._expect(self._late_inputs)
+            self._late_inputs = {}
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Return when all values are sent."""
         for sink in self._sinks.values():
             sink.flush()
 
     def abort(self, message: str) -> None:
-        """Let every neighbour know that no more will come, and why, as far as it can be reached."""
+        """Tell every reachable neighbour that no more values will come, and why."""
         for sink in self._sinks.values():
             with suppress(CollectiveFailed):
                 sink.abort(message)
 
     def end_waits(self) -> None:
-        """End whatever waits for other ranks of the pipeline, for good."""
-        self._connect.end_waits()
+        """End all waits for other ranks of the pipeline, for good."""
+        self._connector.end_waits()
 
     def close(self) -> None:
         for end in (*self._sinks.values(), *self._sources.values()):
@@ -152,37 +164,29 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Announced:
-    """How many values the instructions of a row give to each edge, and take from it."""
+class _MessageCounts:
+    """How many values the instructions of a row send to each edge, and receive from it."""
 
     row: tuple[Instruction, ...]
     outputs: Mapping[Edge, int]
-    inputs: Mapping[Edge, int]
-    """Those that are taken before anything is given."""
-    later: Mapping[Edge, int]
-    """The others: the first value that somebody waits for goes out before room is made for them."""
-
-
-class Connect(Protocol):
-    """Opens the ends of an edge to another rank of the pipeline."""
-
-    def sender(self, edge: Edge, peer: int) -> Sender: ...
-    def receiver(self, edge: Edge, peer: int) -> Receiver: ...
-    def end_waits(self) -> None: ...
+    early_inputs: Mapping[Edge, int]
+    """Edges that the row receives from before its first send; announced when the row begins."""
+    late_inputs: Mapping[Edge, int]
+    """The other edges; announced after the first send, so that posting their receives does not delay it."""
 
 
 class _LocalLink:
-    """Both ends of an edge within a rank."""
+    """Both ends of an edge between two stages of one rank."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._values: deque[object] = deque()
 
     def expect(self, count: int) -> None:
-        self._values.clear()  # of a step that an error ended
+        self._values.clear()  # values of a step that an error ended
 
     def send(self, value: object) -> None:
-        self._values.append(detached(value, self._what))
+        self._values.append(detached(value, self._name))
 
     def receive(self) -> object:
         return self._values.popleft()
@@ -195,7 +199,56 @@ class _LocalLink:
 
 
 def _edges(stages: int) -> Iterable[tuple[Edge, int]]:
-    """Yield every edge of a pipeline and the stage that it comes from."""
+    """Yield every edge of a pipeline and the stage that sends on it."""
     for stage in range(1, stages):
         yield Edge(ACTIVATIONS, stage), stage - 1
         yield Edge(GRADIENTS, stage - 1), stage
+
+
+# Channels to other ranks
+
+_channel_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""The number of channels opened in each group, over all its engines."""
+
+
+class Connector:
+    """Opens the channels of one pipeline over the pipeline axis of a mesh."""
+
+    def __init__(self, mesh: Mesh, stages: int, device: torch.device, timeout: float):
+        self._group = mesh.group("pipeline")
+        self._device = device
+        self._timeout = timeout
+        self._first = _channel_counts.get(self._group, 0)
+        _channel_counts[self._group] = self._first + 2 * stages
+        self._edge_groups: list[dist.ProcessGroup | None] = []
+        if (backends := edge_backends(process_group.backends(self._group), device)) is not None:
+            self._edge_groups = [process_group.group_of(mesh.lines("pipeline"), backend=backends) for _ in range(2 * stages)]
+
+    def sender(self, edge: Edge, peer: int) -> Sender:
+        return Sender(self._group_of(edge), peer, self._first + edge.number, device=self._device, timeout=self._timeout,
+                      name=str(edge))
+
+    def receiver(self, edge: Edge, peer: int) -> Receiver:
+        return Receiver(self._group_of(edge), peer, self._first + edge.number, device=self._device, timeout=self._timeout,
+                        name=str(edge))
+
+    def end_waits(self) -> None:
+        """End all waits in the channels."""
+        for group in self._edge_groups or [self._group]:
+            if group is not None:
+                abort_waits(group)
+
+    def _group_of(self, edge: Edge) -> dist.ProcessGroup:
+        own = self._edge_groups[edge.number] if self._edge_groups else None
+        return own or self._group
+
+
+def edge_backends(backends: Mapping[str, str], device: torch.device) -> str | None:
+    """Return the backends of a group for each edge; None where gloo's tags keep the edges apart in one group.
+
+    `backends` are those of the pipeline axis, by type of device; the edges carry tensors of `device`.
+    """
+    carrier = backends.get(device.type, "gloo")
+    if carrier == "gloo":
+        return None
+    return "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{carrier}"

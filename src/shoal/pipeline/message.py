@@ -1,17 +1,19 @@
-"""A message on the wire: a header, what it announces, and the tensors of the value.
+"""The wire format of a channel: a message is an optional header, its text, and the tensors of one value.
 
-    16 bytes                    number of its form, 0                                  the form is known
-    16 bytes + the skeleton     -1, bytes of the skeleton                              the form is new
-    16 bytes + the text         -2, bytes of the text                                  an abort; nothing follows
-    nothing                                                                            the form is foreseen, and small
-    the tensors                 each once, contiguous, as they are
+The *form* of a message is its tree spec: structure, shapes and dtypes. Both ends number the forms in the order of arrival.
 
-Both ends number the forms as they come, and remember the `KNOWN` that were used last. Both foresee the form of a message
-from the same two before it; where it is so, and small, the message is its tensors alone. Where a small one was foreseen
-and something else comes, the tensors that the receiver has made room for are filled with `FILLER` first.
+    16 bytes                    form number, 0                         the form is known
+    16 bytes + the tree spec    -1, bytes of the tree spec             the form is new
+    16 bytes + the text         -2, bytes of the text                  an abort; nothing follows
+    no bytes                                                           the form was predicted, and the message is small
+    the tensors                 each once, contiguous, unconverted
 
-Headers, texts and tensors have tags of their own, and the tensors of each of the first `KNOWN` forms have one to themselves,
-so that a receiver may ask for what it foresees: if something else comes, what it asked for waits.
+Both ends keep the `KNOWN_FORMS` forms used last, and both predict the form of a message from the same two messages before
+it. A small message whose form was predicted is sent as its tensors alone. If a small message was predicted and another form
+follows, the sender first fills the tensors that the receiver has posted with `FILLER`.
+
+Headers, texts and tensors have separate tags, and each of the first `KNOWN_FORMS` forms has a tag for its tensors. So a
+receiver may post receives for a predicted form: if another form arrives, those receives stay pending.
 """
 
 from __future__ import annotations
@@ -21,58 +23,57 @@ from collections.abc import Sequence
 
 from shoal.pipeline.wire import TAGS
 
-__all__ = ["ABORT", "AHEAD", "FILLER", "HEADERS", "HEADER_BYTES", "KNOWN", "NEW", "SMALL", "TEXTS", "FormPredictor",
-           "is_small",
-           "tag_of"]
+__all__ = ["ABORT", "AHEAD", "FILLER", "HEADER_BYTES", "HEADER_TAG", "KNOWN_FORMS", "NEW_FORM", "SMALL_BYTES", "TEXT_TAG",
+           "FormPredictor", "is_small", "tensor_tag"]
 
 HEADER_BYTES = 16
-NEW, ABORT = -1, -2
+NEW_FORM, ABORT = -1, -2
+"""Header values in place of a form number."""
 
-KNOWN = 64
-"""The forms that both ends remember; the one not used for longest makes room for a new one."""
+KNOWN_FORMS = 64
+"""Forms that both ends keep; a new form evicts the least recently used one."""
 
 AHEAD = 2
-"""The messages that a receiver takes in before they are asked for."""
+"""Messages that a receiver takes in before its caller asks for them."""
 
-SMALL = 1 << 16
-"""The most bytes of a message that a header would make notably slower."""
+SMALL_BYTES = 1 << 16
+"""Messages up to this size omit the header when their form was predicted; for larger ones a header costs next to nothing."""
 
 FILLER = bytes.fromhex("829e8a1caea52d84ff40d3b66bb38abd")
-"""The first bytes of tensors that are none; no number that is meant looks like it."""
+"""The first bytes of tensors that carry no value; a random constant that real data does not start with."""
 
-HEADERS, TEXTS, _OTHERS, _FIRST = range(4)
-"""Tags of the wire."""
+HEADER_TAG, TEXT_TAG, _OTHER_TENSORS_TAG, _FIRST_TENSOR_TAG = range(4)
 
 
-def tag_of(number: int) -> int:
-    """Return the tag of the tensors of form `number`."""
-    assert _FIRST + KNOWN <= TAGS
-    return _FIRST + number if number < KNOWN else _OTHERS
+def tensor_tag(form: int) -> int:
+    """Return the tag for the tensors of form number `form`."""
+    assert _FIRST_TENSOR_TAG + KNOWN_FORMS <= TAGS
+    return _FIRST_TENSOR_TAG + form if form < KNOWN_FORMS else _OTHER_TENSORS_TAG
 
 
 def is_small(sizes: Sequence[int]) -> bool:
-    """Whether a foreseen message of tensors of `sizes` bytes travels without a header."""
+    """Return whether a message with tensors of `sizes` bytes omits its header when its form was predicted."""
     first = next((size for size in sizes if size), 0)
-    return first >= len(FILLER) and sum(sizes) <= SMALL
+    return first >= len(FILLER) and sum(sizes) <= SMALL_BYTES
 
 
 class FormPredictor:
-    """The forms that came last, and what they say of those to come: two alike in a row go on.
+    """Predicts the forms of the next messages: a form that came twice in a row will come again.
 
-    What a receiver may ask for early, it does before it has the `AHEAD` messages in between: they say nothing.
+    A receiver posts receives up to `AHEAD` messages early, so the prediction for message i uses messages up to i-AHEAD-1.
     """
 
     def __init__(self) -> None:
         self._forms = deque(range(-AHEAD - 2, 0), maxlen=AHEAD + 2)
         self._count = 0
 
-    def came(self, number: int) -> None:
-        """Take note of the form of the next message."""
-        self._forms.append(number)
+    def record(self, form: int) -> None:
+        """Record the form of the next message."""
+        self._forms.append(form)
         self._count += 1
 
-    def of(self, index: int) -> int:
-        """Return the form that is foreseen for message `index`, at most `AHEAD` after those that came; -1 for none."""
+    def predict(self, index: int) -> int:
+        """Return the form predicted for message `index`, at most `AHEAD` after the recorded ones; -1 for no prediction."""
         place = index - AHEAD - 1 - self._count
         form = self._forms[place]
-        return form if form == self._forms[place - 1] and form < KNOWN else -1
+        return form if form == self._forms[place - 1] and form < KNOWN_FORMS else -1

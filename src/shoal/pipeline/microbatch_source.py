@@ -1,8 +1,8 @@
-"""The microbatches of a step: drawn where the first or the last stage is, and the same wherever they are of one data rank.
+"""The microbatches of a step: the ranks of the first and the last stage draw the same samples from their data iterators.
 
-The first stage uses the inputs and the last one the labels, on every tensor rank; each draws both, so that what a rank uses
-can be held against what another drew. Ranks of one data rank whose iterators differ train on samples with the labels of
-others, without a sign in the loss.
+The first stage uses the inputs and the last one the labels, on every tensor rank; each draws both, so that ranks can compare
+them. Without the comparison, iterators that differ between ranks of one data rank would train on inputs with the labels of
+other samples, and the loss would not show it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _FIX = ("the ranks of the first and the last stage, and all their tensor ranks, 
 
 
 def draw(data: object, count: int, call: str, change: Callable[[Any], Any] | None) -> list[tuple[Any, Any]]:
-    """Return `count` microbatches (inputs, labels) of an iterator, each as `change` makes it.
+    """Return `count` microbatches (inputs, labels) of an iterator, with `change` applied to each item.
 
-    Raises `UsageError` for what is no iterator, one that ends early or fails, and items of another form.
+    `call` names the caller in errors. Raises `UsageError` for an object that is no iterator, an iterator that ends early or
+    fails, and items that are not pairs.
     """
     if not isinstance(data, Iterator):
         raise UsageError(f"{call}: got a {type(data).__name__}, which would start anew at every step; pass an iterator: "
-                         f"iter(...) of it once, before the loop, or of shoal.RepeatingLoader(...)")
+                         f"call iter(...) on it once before the loop, or on shoal.RepeatingLoader(...)")
     try:
         found = [change(item) if change is not None else item for item in islice(cast("Iterator[Any]", data), count)]
     except Exception as error:
@@ -49,61 +50,62 @@ def draw(data: object, count: int, call: str, change: Callable[[Any], Any] | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchSource:
-    """What a rank has drawn, as other ranks hear of it."""
+    """Fingerprints of the microbatches that a rank drew, to compare with other ranks."""
 
     samples: tuple[int, ...]
-    """The coordinates of ranks that see the same samples."""
+    """The rank's coordinates on the data axes; ranks with equal ones draw the same samples."""
     stage: str
-    """Where it is, in words."""
+    """The rank and its stages, for errors."""
     first: bool
-    """It uses the inputs."""
+    """Whether the rank has the first stage, which uses the inputs."""
     inputs: list[Fingerprint]
     labels: list[Fingerprint]
 
     @classmethod
     def of(cls, items: Sequence[tuple[Any, Any]], *, samples: tuple[int, ...], stage: str, first: bool,
            values: bool) -> MicrobatchSource:
-        """Describe microbatches, by their `values` too or by their shapes alone."""
+        """Fingerprint microbatches: shapes and dtypes, and with `values` their contents."""
         return cls(samples=samples, stage=stage, first=first,
                    inputs=[fingerprint_of(inputs, values=values) for inputs, _ in items],
                    labels=[fingerprint_of(labels, values=values) for _, labels in items])
 
     def words(self) -> tuple[int, int, int]:
-        """Return whose samples they are, and a number for the shapes of the inputs and of the labels, 0 without tensors."""
+        """Return three hashes: of the coordinates, of the shapes of the inputs, and of the labels' (0 without tensors)."""
         return digest(self.samples), _shapes(self.inputs), _shapes(self.labels)
 
 
 def digest(value: object) -> int:
-    """Return a number that stands for what `value` shows, the same on every rank."""
+    """Return a hash of `repr(value)` that is the same on every rank."""
     return crc32(repr(value).encode())
 
 
 def _shapes(values: Sequence[Fingerprint]) -> int:
-    shown = [(value.shapes, value.dtypes) for value in values]
-    return digest(shown) if any(shapes for shapes, _ in shown) else 0
+    shapes = [(value.shapes, value.dtypes) for value in values]
+    return digest(shapes) if any(each for each, _ in shapes) else 0
 
 
-def compare(said: Sequence[MicrobatchSource], call: str) -> None:
-    """Raise `RanksDisagree`, on every rank, where two that see the same samples drew others.
+def compare(sources: Sequence[MicrobatchSource], call: str) -> None:
+    """Raise `RanksDisagree`, on every rank, if two ranks with equal coordinates drew different samples.
 
-    What holds no tensor is not compared: a rank may leave out what it does not use. Inputs that differ where the labels do
-    not may be the same samples, changed at random, of which the last stage uses the labels alone: that is warned of.
+    Items without tensors are not compared, so a rank may omit the part that it does not use. If inputs differ and labels
+    do not, they may be the same samples under random augmentation, of which the last stage uses only the labels: that case
+    is a warning.
     """
     known: dict[tuple[int, ...], MicrobatchSource] = {}
-    for drawn in (each for each in said if each.inputs):
+    for drawn in (each for each in sources if each.inputs):
         other = known.setdefault(drawn.samples, drawn)
         for number in range(min(len(drawn.inputs), len(other.inputs))):
             pairs = {"labels": (other.labels[number], drawn.labels[number]),
                      "inputs": (other.inputs[number], drawn.inputs[number])}
-            told = {what: pair for what, pair in pairs.items() if all(each.shapes for each in pair)}
-            for what, (one, two) in sorted(told.items()):
+            comparable = {part: pair for part, pair in pairs.items() if all(each.shapes for each in pair)}
+            for part, (one, two) in sorted(comparable.items()):
                 if (one.shapes, one.dtypes) != (two.shapes, two.dtypes):
-                    raise RanksDisagree(f"{call}: microbatch {number}: {other.stage} drew {what} of {one}, {drawn.stage} of "
+                    raise RanksDisagree(f"{call}: microbatch {number}: {other.stage} drew {part} of {one}, {drawn.stage} of "
                                         f"{two}; {_FIX}")
-            differ = [what for what, (one, two) in told.items() if one.bits != two.bits]
+            differ = [part for part, (one, two) in comparable.items() if one.bits != two.bits]
             if "labels" in differ or (differ and drawn.first and other.first):
                 raise RanksDisagree(f"{call}: microbatch {number}: {other.stage} and {drawn.stage} drew {differ[0]} of one "
-                                    f"shape ({told[differ[0]][0]}) and other values; {_FIX}")
-            if differ and "labels" in told:
+                                    f"shape ({comparable[differ[0]][0]}) and other values; {_FIX}")
+            if differ and "labels" in comparable:
                 warn_once(f"{call}: {other.stage} and {drawn.stage} drew the same labels with other inputs; that is right "
-                          f"only if they are the same samples, changed at random. Else {_FIX}")
+                          f"only if they are the same samples under random augmentation. Otherwise {_FIX}")

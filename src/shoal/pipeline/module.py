@@ -1,10 +1,10 @@
-"""A model in stages, of which each rank builds its own.
+"""A model as a list of layers that is divided into pipeline stages; each rank builds only the stages that it owns.
 
     layers      0  1  2 | 3  4 | 5  6  7 | 8        the same list on every rank
     stages         0       1        2      3        contiguous layers, balanced
-    ranks          0       1        0      1        each builds and holds the stages that it owns
+    ranks          0       1        0      1        the owner of each stage
 
-Parameters have the names of their layers, whatever the stages: state moves between any two divisions of one list.
+Parameters are named by layer, whatever the stages, so a checkpoint loads into any other division of the same list.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from shoal.errors import PipelineError, UsageError
 from shoal.mesh.topology import PipeDataParallelTopology, ProcessTopology
-from shoal.pipeline.layer import Built, Layer, generators, named
+from shoal.pipeline.layer import Built, Layer, LayerSpec, generators, named
 from shoal.pipeline.schedules import make_schedule
-from shoal.pipeline.spec import LayerSpec
 from shoal.pipeline.stage import PipelineStage, Recompute
 from shoal.pipeline.stage_partition import divide
 from shoal.pipeline.tying import Tied, tie
@@ -34,30 +33,31 @@ __all__ = ["PipelineModule"]
 
 
 class PipelineModule(nn.Module):
-    """The layers of a model that run one after the other, divided into pipeline stages; a rank holds its own.
+    """A sequence of layers that is divided into pipeline stages; each rank builds its own stages.
 
     `layers` is a list of `LayerSpec`, `TiedLayerSpec`, modules and functions, an `nn.Sequential`, or a mapping of names to
-    these. Names of a mapping, dots included, become the parameters' ("transformer.h.0" gives "transformer.h.0.weight"), so
-    that a plain model of the same names shares checkpoints with the pipeline; layers of a list are named by their number.
-    Specs are built on the ranks of their stage only; modules that are there already are held by every rank until the caller
-    drops the list. Each layer takes what the one before it returned as one argument (see `Unpacked`).
+    these. The keys of a mapping, dots included, prefix the parameter names ("transformer.h.0" gives
+    "transformer.h.0.weight"), so a plain model with the same names shares checkpoints with the pipeline; layers of a list
+    are named by their number. Specs are built only on the ranks of their stage; modules given as instances stay in memory on
+    every rank until the caller drops the list. Each layer receives the return value of the layer before it as one argument
+    (see `Unpacked`).
 
-    Pipeline ranks are `num_stages`, or the axis `pipe` of `topology`: the slowest, unless a topology says otherwise. Each
-    holds `stages_per_rank` stages, laid in loops over the ranks, or with the schedule "zbv" there and back.
-    `partition_method` divides the layers so that the heaviest stage is as light as it can be:
+    The number of pipeline ranks is `num_stages`, or the axis `pipe` of `topology`; without a topology it is the slowest
+    axis. Each rank owns `stages_per_rank` stages: stage s is on rank s mod p, or with the schedule "zbv" in a V (rank r owns
+    r and 2p-1-r). `partition_method` divides the layers so that the heaviest stage is as light as possible:
 
         "parameters", "best"    by trainable parameters
-        "uniform"               by number
-        "type:REGEX"            by the number of layers whose class name matches, in any case
+        "uniform"               by number of layers
+        "type:REGEX"            by the number of layers whose class name matches, ignoring case
         "profile"               by the time of forward and backward, measured on `sample`, one microbatch (inputs, labels)
         [0, 3, 7, 9]            as given: stage k is layers b[k] to b[k+1]-1
 
     With `seed_layers`, torch is seeded with `base_seed` + the layer's number before each build (or `seed_fn` is called with
-    that), so that every division builds the same weights; torch's generators are then left as they were found. Activations
-    are recomputed in groups of `activation_checkpoint_interval` layers (0: none), by `activation_checkpoint_func(function,
-    *args)`, torch's non-reentrant checkpoint by default, and only those of the classes named in `checkpointable_layers`.
-    `dynamic_shape` changes nothing: every microbatch may have its own shapes. `loss_fn(output, labels)` runs in the last
-    stage; it holds no parameters.
+    that number), so that every division builds the same weights; torch's generators are restored afterwards. Activations
+    are recomputed in groups of `activation_checkpoint_interval` layers (0: none) by `activation_checkpoint_func(function,
+    *args)`, torch's non-reentrant checkpoint by default, and only for the classes named in `checkpointable_layers`.
+    `dynamic_shape` has no effect: every microbatch may have its own shapes. `loss_fn(output, labels)` runs in the last
+    stage; it must have no parameters.
 
     Raises `UsageError` for sizes that do not fit the world, layers that cannot be divided, and a stage without parameters.
     """
@@ -81,7 +81,7 @@ class PipelineModule(nn.Module):
         self.dynamic_shape = dynamic_shape
         self.schedule = schedule
         self.topology_given = topology is not None
-        """Whether a topology was given, which then is the mesh; else the configuration says what the other axes are."""
+        """Whether a topology was given, which then defines the mesh; otherwise the configuration defines the other axes."""
         self._topology = _topology(num_stages, topology)
         self.num_stages = self._topology.get_dim("pipe")
         """Pipeline ranks."""
@@ -93,25 +93,25 @@ class PipelineModule(nn.Module):
         """The stages of this rank."""
         self.names = tuple(layer.name for layer in found)
         """The names of all layers, in order."""
-        self._loss = (loss_fn,)  # not a module of this one: its state is not the model's
-        self._division = divide(found, len(self.owner), partition_method, sample=sample, loss_fn=loss_fn)
+        self._loss = (loss_fn,)  # in a tuple, so that a loss module is no submodule: its state is not the model's
+        self._partition = divide(found, len(self.owner), partition_method, sample=sample, loss_fn=loss_fn)
         seeding = _Seeding(seed_layers, seed_fn, base_seed)
         self.stages = tuple(
-            PipelineStage(number, seeding.build(found[self._division.of(number)])) for number in self.numbers)
+            PipelineStage(number, seeding.build(found[self._partition.of(number)])) for number in self.numbers)
         """The stages of this rank, as modules."""
         self.tied: Mapping[str, Tied] = {}
-        """This rank's parameters that other layers hold too, by the names that `named_parameters` gives."""
+        """This rank's parameters that several layers share, by their names in `named_parameters`."""
         self.tied = self._register([layer for stage in self.stages for layer in stage.layers])
         self._recompute = Recompute(function=activation_checkpoint_func, kinds=checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """What the last stage calls with its output and the labels."""
+        """The loss function: the last stage calls it with its output and the labels."""
         return self._loss[0]
 
     def forward(self, inputs: Any) -> Any:
-        """Run all layers, where one rank has them all. Raises `PipelineError` elsewhere."""
+        """Run all layers, if one rank has them all. Raises `PipelineError` otherwise."""
         if self.num_stages > 1:
             raise PipelineError(f"PipelineModule.forward: its layers are divided over {self.num_stages} pipeline ranks; use "
                                 f"train_batch and eval_batch of the engine, or num_stages=1 to call it as a plain model")
@@ -120,17 +120,17 @@ class PipelineModule(nn.Module):
         return inputs
 
     def partitions(self) -> tuple[int, ...]:
-        """Return where stages begin and the last one ends: stage k is layers p[k] to p[k+1]-1."""
-        return self._division.boundaries
+        """Return the boundaries of the stages: stage k is layers p[k] to p[k+1]-1."""
+        return self._partition.boundaries
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the pipeline rank that holds a layer. Raises `UsageError` for no such layer."""
+        """Return the pipeline rank of a layer. Raises `UsageError` for an index out of range."""
         if not 0 <= layer_idx < len(self.names):
             raise UsageError(f"stage_owner: got layer {layer_idx}; there are the layers 0 to {len(self.names) - 1}")
-        return self.owner[bisect_right(self._division.boundaries, layer_idx) - 1]
+        return self.owner[bisect_right(self._partition.boundaries, layer_idx) - 1]
 
     def topology(self) -> ProcessTopology:
-        """Return where ranks sit."""
+        """Return the topology: the coordinates of all ranks."""
         return self._topology
 
     def num_pipeline_stages(self) -> int:
@@ -138,14 +138,14 @@ class PipelineModule(nn.Module):
         return self.num_stages
 
     def facts(self) -> Mapping[str, str]:
-        """Return what every rank must have given alike, by what it is."""
+        """Return the facts that must be equal on every rank, by their name in error messages."""
         return {"the number of layers": str(len(self.names)),
-                **{f"layer {index}": layer for index, layer in enumerate(self._division.described)},
+                **{f"layer {index}": layer for index, layer in enumerate(self._partition.described)},
                 "where stages begin": str(list(self.partitions())), "the stages of ranks": str(list(self.owner)),
-                "the schedule": repr(self.schedule), "tied weights": "; ".join(map(str, self._division.ties)) or "none"}
+                "the schedule": repr(self.schedule), "tied weights": "; ".join(map(str, self._partition.ties)) or "none"}
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute activations in groups of `interval` layers from now on; 0: not at all."""
+        """Recompute activations in groups of `interval` layers from now on; 0: no recomputation."""
         if interval < 0:
             raise UsageError(f"activation_checkpoint_interval: got {interval}; give layers per group, or 0 for no recompute")
         self._recompute = replace(self._recompute, interval=interval)
@@ -153,7 +153,7 @@ class PipelineModule(nn.Module):
             stage.set_recompute(self._recompute)
 
     def settle(self) -> None:
-        """Have the stages run what stands under the layers' names now: a plan may have put others in their place."""
+        """Make the stages run the modules that now have the layers' names: a tensor-parallel plan may have replaced them."""
         for stage in self.stages:
             for layer in stage.layers:
                 if layer.module is not None:
@@ -161,7 +161,7 @@ class PipelineModule(nn.Module):
                     setattr(stage, str(layer.index), layer.body)
 
     def get_additional_losses(self) -> Mapping[str, Tensor] | None:
-        """Return losses to report beside the loss: none, unless a subclass has some."""
+        """Return further losses to report; None, unless a subclass overrides it."""
         return None
 
     def train(self, mode: bool = True) -> Self:
@@ -180,16 +180,16 @@ class PipelineModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def _register(self, layers: Sequence[Built]) -> Mapping[str, Tied]:
-        """Make layers submodules under their names, with one parameter for each weight that they share; return these."""
-        shared = [(each, parameter) for each, parameter in tie(self._division.ties, layers)]
+        """Register the layers as submodules under their names, tie their shared weights, and return these by name."""
+        shared = [(each, parameter) for each, parameter in tie(self._partition.ties, layers)]
         for layer in layers:
             if layer.module is not None:
-                self._name(layer.name, layer.module)
+                self._add_submodule(layer.name, layer.module)
         names = {parameter: name for name, parameter in self.named_parameters()}
         return {names[parameter]: Tied(name=each.name, stages=each.stages) for each, parameter in shared}
 
-    def _name(self, name: str, module: nn.Module) -> None:
-        """Register a module under a name, with a module for each part of a dotted one."""
+    def _add_submodule(self, name: str, module: nn.Module) -> None:
+        """Register a module under a name, with a parent module for each part of a dotted name."""
         *path, leaf = name.split(".")
         parent: nn.Module = self
         try:
@@ -204,17 +204,19 @@ class PipelineModule(nn.Module):
 
 
 class _Branch(nn.Module):
-    """A part of a dotted name."""
+    """A parent module for one part of a dotted name."""
 
 
 class _Seeding:
+    """Builds layers, each from its own seed if `seeded`."""
+
     def __init__(self, seeded: bool, function: Callable[[int], Any] | None, base: int):
         self._seeded = seeded
         self._function = torch.manual_seed if function is None else function
         self._base = base
 
     def build(self, layers: Iterable[Layer]) -> list[Built]:
-        """Build layers in order, each from its own seed if they are seeded."""
+        """Build layers in order."""
         built: list[Built] = []
         with torch.random.fork_rng(devices=generators()) if self._seeded else nullcontext():
             for layer in layers:
@@ -225,7 +227,7 @@ class _Seeding:
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
-    """Return where ranks sit, by the one or the other, if it fits the world."""
+    """Return the given topology, or that of `num_stages` pipeline ranks. Raises `UsageError` if it does not fit the job."""
     world = dist.get_world_size()
     if topology is None and num_stages is None:
         raise UsageError("PipelineModule: give num_stages, or a topology with an axis 'pipe'")
@@ -250,10 +252,10 @@ def _refuse_nested(layers: Sequence[Layer]) -> None:
     for layer in layers:
         kind = layer.source.typename if isinstance(layer.source, LayerSpec) else type(layer.source)
         if issubclass(kind, PipelineModule):
-            raise UsageError(f"layers: {layer} is a PipelineModule itself, and pipelines do not nest; give its layers")
+            raise UsageError(f"layers: {layer} is a PipelineModule, and pipelines do not nest; give its layers instead")
 
 
 def _refuse_parameters(loss_fn: Callable[..., Any] | None) -> None:
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise UsageError(f"PipelineModule: loss_fn: {type(loss_fn).__name__} has parameters, which no stage would train; "
-                         f"make what has them the last layer")
+                         f"make the module with the parameters the last layer")

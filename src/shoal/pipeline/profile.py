@@ -1,4 +1,4 @@
-"""How long each layer takes: its forward and backward, measured on one microbatch by one rank, one layer at a time."""
+"""Measures the forward and backward time of each layer: rank 0 runs one microbatch through one layer at a time."""
 
 from __future__ import annotations
 
@@ -17,62 +17,62 @@ from torch import Tensor, nn
 
 from shoal.errors import RanksDisagree, UsageError
 from shoal.pipeline.layer import Built, Contents, Layer, generators
-from shoal.pipeline.value_tree import Skeleton, flatten_tree
+from shoal.pipeline.value_tree import TreeSpec, flatten_tree
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 
 __all__ = ["measured"]
 
-_ROUNDS = 4  # times that a layer is run; the fastest counts
-_PATIENCE = 3600.0  # seconds for the whole model to be built and run, layer by layer
+_ROUNDS = 4  # runs of each layer; the fastest counts
+_TIMEOUT = 3600.0  # seconds to build and run the whole model, layer by layer
 
 
 def measured(layers: Sequence[Layer], contents: Sequence[Contents], sample: Any,
              loss_fn: Callable[..., Any] | None) -> list[float]:
     """Return the seconds of each layer, the same on every rank: rank 0 measures. A collective.
 
-    `sample` is one microbatch, (inputs, labels). The loss belongs to the last layer. Recompute is left out: it adds to each
-    layer in the same proportion. Layers of one class with as many parameters count as equal, by their median. Raises
-    `UsageError`, on every rank, where a layer fails.
+    `sample` is one microbatch, (inputs, labels). The last layer's time includes the loss. Recomputation is not measured: it
+    adds to every layer in the same proportion. Layers of one class with equal parameter counts get the median of their
+    times. Raises `UsageError` on every rank if a layer fails.
     """
     group = dist.group.WORLD
     assert group is not None
-    found: list[float] = []
+    measured_times: list[float] = []
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             with torch.random.fork_rng(devices=generators()):
-                found = _measure(layers, sample, loss_fn, process_group.device())
-        except Exception as error:  # told to the other ranks, which wait
+                measured_times = _measure(layers, sample, loss_fn, process_group.device())
+        except Exception as error:  # sent to the other ranks, which wait for the result
             failure = error
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
     names = [f"{layer} of {held.parameters} parameters" for layer, held in zip(layers, contents, strict=True)]
-    everyone = Communicator(group, timeout=_PATIENCE).gather_objects((found, said, names))
-    times, problem, first = everyone[0]
-    for rank, (_, _, theirs) in enumerate(everyone):
-        for index, (mine, other) in enumerate(zip_longest(first, theirs, fillvalue="none")):
-            if mine != other:
-                raise RanksDisagree(f"PipelineModule: ranks differ in layer {index}: rank 0 has {mine}, rank {rank} has "
+    reports = Communicator(group, timeout=_TIMEOUT).gather_objects((measured_times, problem, names))
+    times, problem, expected = reports[0]
+    for rank, (_, _, names) in enumerate(reports):
+        for index, (first, other) in enumerate(zip_longest(expected, names, fillvalue="none")):
+            if first != other:
+                raise RanksDisagree(f"PipelineModule: ranks differ in layer {index}: rank 0 has {first}, rank {rank} has "
                                     f"{other}; give every rank the same layers, in the same order")
     if problem is not None:
         raise UsageError(f"partition_method 'profile': rank 0 could not measure the layers: {problem}") from failure
-    alike: dict[tuple[str, Contents], list[float]] = defaultdict(list)
+    equal: dict[tuple[str, Contents], list[float]] = defaultdict(list)
     for layer, held, seconds in zip(layers, contents, times, strict=True):
-        alike[layer.kind, held].append(seconds)
-    return [median(alike[layer.kind, held]) for layer, held in zip(layers, contents, strict=True)]
+        equal[layer.kind, held].append(seconds)
+    return [median(equal[layer.kind, held]) for layer, held in zip(layers, contents, strict=True)]
 
 
 def _measure(layers: Sequence[Layer], sample: Any, loss_fn: Callable[..., Any] | None, device: torch.device) -> list[float]:
     if not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise UsageError(f"sample: got a {type(sample).__name__}; give one microbatch as the data iterator does: "
                          f"(inputs, labels)")
-    value, labels = (_mapped(part, lambda tensor: tensor.to(device)) for part in sample)
+    value, labels = (_map_tensors(part, lambda tensor: tensor.to(device)) for part in sample)
     times: list[float] = []
     for layer in layers:
-        built = _placed(layer, device)
-        ending = loss_fn if layer is layers[-1] else None
+        built = _build_for_measuring(layer, device)
+        layer_loss = loss_fn if layer is layers[-1] else None
         try:
-            rounds = [_round(built, value, device, ending, labels, first=layer is layers[0]) for _ in range(_ROUNDS)]
+            rounds = [_run_once(built, value, device, layer_loss, labels, first=layer is layers[0]) for _ in range(_ROUNDS)]
             value = rounds[-1].value
         except Exception as error:
             raise UsageError(f"layer {layer}: {type(error).__name__}: {error}") from error
@@ -81,34 +81,34 @@ def _measure(layers: Sequence[Layer], sample: Any, loss_fn: Callable[..., Any] |
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _Run:
     value: Any
     seconds: float
 
 
-def _round(layer: Built, value: Any, device: torch.device, loss_fn: Callable[..., Any] | None, labels: Any, *,
-           first: bool) -> _Round:
-    """Run a layer forward, with the loss if that is given, and backward as far as its results have gradients."""
-    given = _mapped(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() and not first))
+def _run_once(layer: Built, value: Any, device: torch.device, loss_fn: Callable[..., Any] | None, labels: Any, *,
+              first: bool) -> _Run:
+    """Run a layer forward, then the loss if one is given, then backward from the results that require gradients."""
+    inputs = _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() and not first))
     start = _now(device)
     with torch.enable_grad():
-        result = layer(given)
+        result = layer(inputs)
         result = result if loss_fn is None else loss_fn(result, labels)
-        ends = [tensor for tensor in flatten_tree(result, "a layer's result")[1] if tensor.requires_grad]
-        if ends:
-            torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
+        outputs = [tensor for tensor in flatten_tree(result, "a layer's result")[1] if tensor.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
     seconds = _now(device) - start
-    return _Round(_mapped(result, Tensor.detach), seconds)
+    return _Run(_map_tensors(result, Tensor.detach), seconds)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with each of its tensors changed."""
-    skeleton, tensors = flatten_tree(value, "the sample")
-    return Skeleton(skeleton).build([change(tensor) for tensor in tensors])
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `function` applied to each of its tensors."""
+    spec, tensors = flatten_tree(value, "the sample")
+    return TreeSpec(spec).unflatten([function(tensor) for tensor in tensors])
 
 
-def _placed(layer: Layer, device: torch.device) -> Built:
-    """Build a layer, or copy one that is there, for measuring."""
+def _build_for_measuring(layer: Layer, device: torch.device) -> Built:
+    """Build a layer from its spec, or copy the given module, on `device` and in training mode."""
     built = layer.build()
     if isinstance(built.body, nn.Module):
         built.body = (deepcopy(built.body) if built.body is layer.source else built.body).to(device).train()

@@ -1,11 +1,11 @@
-"""The far end of a channel: it takes messages in before they are asked for, some of them.
+"""The receiving end of a channel: it accepts a few messages before the caller asks for them.
 
-    the form of the next message    who takes it in
-    is foreseen                     the caller of `receive`, for whom the tensors were asked for early
-    is not                          a thread, which reads the header, makes room, and waits for the tensors
+    form of the next message    accepted by
+    predicted                   the caller of `receive`, from receives posted early
+    not predicted               a thread, which reads the header, allocates, and waits for the tensors
 
-The second takes a round trip more, and a thread to wake, but overlaps with whatever the caller does. Forms are foreseen on
-gloo alone. At any time either the thread has turns or the caller has posts, never both, so that they share no lock.
+The thread costs one more round trip and a wake-up, but overlaps with the caller's work. Forms are predicted on gloo alone.
+At any time either the thread has jobs or the caller has early posts, never both, so they share no lock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CollectiveFailed, CollectiveTimeout, ShoalError, StageFailed
-from shoal.pipeline.channel_endpoint import ChannelEndpoint
-from shoal.pipeline.message import ABORT, AHEAD, FILLER, HEADERS, KNOWN, NEW, TEXTS, FormPredictor, tag_of
-from shoal.pipeline.value_tree import Form, Skeleton
-from shoal.pipeline.wire import EVER, WireTransfer
+from shoal.pipeline.channel import ChannelEndpoint
+from shoal.pipeline.message import (
+    ABORT,
+    AHEAD,
+    FILLER,
+    HEADER_TAG,
+    KNOWN_FORMS,
+    NEW_FORM,
+    TEXT_TAG,
+    FormPredictor,
+    tensor_tag,
+)
+from shoal.pipeline.value_tree import TensorMeta, TreeSpec
+from shoal.pipeline.wire import NO_TIMEOUT, WireTransfer
 from shoal.tier.streams import CopyEvent
 
 __all__ = ["Receiver"]
@@ -33,171 +43,170 @@ __all__ = ["Receiver"]
 
 @dataclass(slots=True)
 class _Post:
-    """A message that was asked for: a form that is foreseen, or -1, and a header, unless that is foreseen too."""
+    """The receives posted for one message: its predicted form, or -1, and a header unless the prediction implies it."""
 
-    foreseen: int
-    words: Tensor | None
+    predicted: int
+    integers: Tensor | None
     header: WireTransfer | None
 
 
 @dataclass(slots=True)
 class _ArrivingMessage:
-    number: int
-    skeleton: Skeleton
+    form: int
+    spec: TreeSpec
     tensors: list[Tensor]
     event: CopyEvent
-    """Where the tensors are written."""
+    """The point of the stream at which the tensors are written."""
 
 
 class Receiver(ChannelEndpoint):
-    """The far end of channel `number` from rank `peer` of `group`; holds at most `AHEAD` messages that nobody asked for."""
+    """The receiving end of channel `number` from rank `peer` of `group`; buffers at most `AHEAD` messages."""
 
-    patience = 0.1
+    close_timeout = 0.1
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, number: int, *, device: torch.device, timeout: float, what: str):
-        self._expected = self._asked = self._begun = self._taken = 0
-        self._turns: SimpleQueue[bool] = SimpleQueue()
+    def __init__(self, group: dist.ProcessGroup, peer: int, number: int, *, device: torch.device, timeout: float, name: str):
+        self._expected = self._asked = self._started = self._received = 0
+        self._jobs: SimpleQueue[bool] = SimpleQueue()
         self._arrived: SimpleQueue[_ArrivingMessage | ShoalError] = SimpleQueue()
         self._posts: deque[_Post] = deque()
-        self._over: ShoalError | None = None
-        self._known: dict[int, Skeleton] = {}
-        self._forms = 0
-        self._foresight = FormPredictor()
-        self._offered: dict[int, deque[WireTransfer]] = {}
-        super().__init__(group, peer, number, device=device, timeout=timeout, what=what)
+        self._failure: ShoalError | None = None
+        self._specs: dict[int, TreeSpec] = {}
+        self._form_count = 0
+        self._predictor = FormPredictor()
+        self._posted_tensors: dict[int, deque[WireTransfer]] = {}
+        super().__init__(group, peer, number, device=device, timeout=timeout, name=name)
 
     def expect(self, count: int) -> None:
-        """Announce that `count` more messages will be received."""
+        """Announce that the caller will receive `count` more messages."""
         self._expected += count
-        self._begin()
+        self._start()
 
     def receive(self) -> Any:
-        """Return the next value; its floating tensors are leaves that require gradients if they did at the other end.
+        """Return the next value; its floating tensors are leaves that require gradients if they did at the sender.
 
-        Raises `StageFailed` with the words of an abort, `CollectiveFailed` where the other end is gone, and
-        `CollectiveTimeout` after `timeout` seconds.
+        Raises `StageFailed` with the text of an abort, `CollectiveFailed` if the peer is gone, and `CollectiveTimeout`
+        after `timeout` seconds.
         """
-        assert self._asked < self._expected, f"{self._what}: receive without expect"
-        if self._over is not None:
-            raise self._over
+        assert self._asked < self._expected, f"{self._name}: receive without expect"
+        if self._failure is not None:
+            raise self._failure
         self._asked += 1
-        self._begin()
-        arrival = self._finish_here(self._posts.popleft()) if self._posts else self._wait()
+        self._start()
+        arrival = self._finish_post(self._posts.popleft()) if self._posts else self._wait_for_thread()
         if isinstance(arrival, ShoalError):
-            self._over = arrival
+            self._failure = arrival
             raise arrival
-        self._taken += 1
-        self._foresight.came(arrival.number)
+        self._received += 1
+        self._predictor.record(arrival.form)
         arrival.event.stream_wait()
-        for tensor, form in zip(arrival.tensors, arrival.skeleton.forms, strict=True):
+        for tensor, meta in zip(arrival.tensors, arrival.spec.metas, strict=True):
             self._stream.keep_for_compute(tensor)
-            tensor.requires_grad_(form.requires_grad)
-        return arrival.skeleton.build(arrival.tensors)
+            tensor.requires_grad_(meta.requires_grad)
+        return arrival.spec.unflatten(arrival.tensors)
 
     def stop(self) -> None:
-        self._turns.put(False)
+        self._jobs.put(False)
 
-    def _begin(self) -> None:
-        """Begin to take in what is expected, as far as there is room."""
-        while self._begun < min(self._expected, self._asked + AHEAD):
-            turns = self._begun - self._taken - len(self._posts)
-            foreseen = self._foresight.of(self._begun) if self._wire.waits_idly else -1
-            if foreseen >= 0 and not turns:
-                self._posts.append(self._post(foreseen))
-            elif foreseen < 0 and not self._posts:
-                self._turns.put(True)
-            else:  # whoever is at it goes on until nothing is left
+    def _start(self) -> None:
+        """Start accepting the expected messages, as far as there is room."""
+        while self._started < min(self._expected, self._asked + AHEAD):
+            jobs = self._started - self._received - len(self._posts)
+            predicted = self._predictor.predict(self._started) if self._wire.early_receives_are_free else -1
+            if predicted >= 0 and not jobs:
+                self._posts.append(self._post(predicted))
+            elif predicted < 0 and not self._posts:
+                self._jobs.put(True)
+            else:  # the thread or the posts in use must drain before the other takes over
                 return
-            self._begun += 1
+            self._started += 1
 
-    def _post(self, foreseen: int) -> _Post:
-        """Ask for the tensors that are foreseen, and for a header where one comes."""
-        if foreseen < 0:
-            return self._with_header(foreseen)
-        offered = self._offered.setdefault(foreseen, deque())
-        if len(offered) == sum(post.foreseen == foreseen for post in self._posts):  # else one was left over
-            offered.append(self._offer(foreseen))
-        return _Post(foreseen, None, None) if self._known[foreseen].small else self._with_header(foreseen)
+    def _post(self, predicted: int) -> _Post:
+        """Post receives for the tensors that are predicted, and for a header unless none will come."""
+        if predicted < 0:
+            return self._with_header(predicted)
+        posted = self._posted_tensors.setdefault(predicted, deque())
+        if len(posted) == sum(post.predicted == predicted for post in self._posts):  # else a receive is left over
+            posted.append(self._post_tensors(predicted))
+        return _Post(predicted, None, None) if self._specs[predicted].small else self._with_header(predicted)
 
-    def _with_header(self, foreseen: int) -> _Post:
-        words = self._wire.words(0, 0)
-        return _Post(foreseen, words, self._wire.receive([words], HEADERS))
+    def _with_header(self, predicted: int) -> _Post:
+        integers = self._wire.pack_integers(0, 0)
+        return _Post(predicted, integers, self._wire.receive([integers], HEADER_TAG))
 
-    def _wait(self) -> _ArrivingMessage | ShoalError:
-        """Wait for the thread."""
+    def _wait_for_thread(self) -> _ArrivingMessage | ShoalError:
         try:
             return self._arrived.get(timeout=self._timeout)
         except Empty:
-            return self._late()
+            return self._timed_out()
 
-    def _finish_here(self, post: _Post) -> _ArrivingMessage | ShoalError:
+    def _finish_post(self, post: _Post) -> _ArrivingMessage | ShoalError:
         try:
             return self._finish(post, timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            return self._late() if "imed out" in str(error) else self._broke(error)
+            return self._timed_out() if "imed out" in str(error) else self._broken(error)
 
-    def _next(self) -> bool:
-        if not self._turns.get():
+    def _run_next(self) -> bool:
+        if not self._jobs.get():
             return False
         try:
-            arrival = self._finish(self._post(-1), EVER)
-        except Exception as error:  # whatever it is, it is raised where the caller waits
-            arrival = self._broke(error)
+            arrival = self._finish(self._post(-1), NO_TIMEOUT)
+        except Exception as error:  # raised by `receive`
+            arrival = self._broken(error)
         self._arrived.put(arrival)
         return not isinstance(arrival, ShoalError)
 
     def _finish(self, post: _Post, timeout: timedelta) -> _ArrivingMessage | StageFailed:
-        """Take in one message."""
+        """Receive the rest of one message."""
         if post.header is None:
-            transfer = self._offered[post.foreseen].popleft()
+            transfer = self._posted_tensors[post.predicted].popleft()
             transfer.wait(timeout)
             if not _is_filler(transfer):
-                return self._arrival(post.foreseen, self._learn(post.foreseen), transfer)
+                return self._arrival(post.predicted, self._spec_of(post.predicted), transfer)
             post = self._with_header(-1)
-        number, text = self._read(post, timeout)
-        if number == ABORT:
+        form, text = self._read(post, timeout)
+        if form == ABORT:
             return StageFailed(text.decode())
-        if number == NEW:
-            number, self._forms = self._forms, self._forms + 1
-        skeleton = self._learn(number, text)
-        offered = self._offered.get(number)
-        transfer = offered.popleft() if offered else self._offer(number)
+        if form == NEW_FORM:
+            form, self._form_count = self._form_count, self._form_count + 1
+        spec = self._spec_of(form, text)
+        posted = self._posted_tensors.get(form)
+        transfer = posted.popleft() if posted else self._post_tensors(form)
         transfer.wait(timeout)
-        return self._arrival(number, skeleton, transfer)
+        return self._arrival(form, spec, transfer)
 
-    def _arrival(self, number: int, skeleton: Skeleton, transfer: WireTransfer) -> _ArrivingMessage:
-        tensors = [tensor.to(self._wire.rest(on_host=form.on_host))
-                   for tensor, form in zip(transfer.tensors, skeleton.forms, strict=True)]
-        return _ArrivingMessage(number, skeleton, tensors, self._stream.record_event())
+    def _arrival(self, form: int, spec: TreeSpec, transfer: WireTransfer) -> _ArrivingMessage:
+        tensors = [tensor.to(self._wire.destination(on_host=meta.on_host))
+                   for tensor, meta in zip(transfer.tensors, spec.metas, strict=True)]
+        return _ArrivingMessage(form, spec, tensors, self._stream.record_event())
 
     def _read(self, post: _Post, timeout: timedelta) -> tuple[int, bytes]:
-        """Return what a header announces: the number of a form, or what it is in its place, and the text."""
-        assert post.words is not None and post.header is not None
+        """Return the form number of a header, or the value in its place, and the text that follows."""
+        assert post.integers is not None and post.header is not None
         post.header.wait(timeout)
-        number, size = post.words.tolist()
+        form, size = post.integers.tolist()
         if size == 0:
-            return number, b""
-        text = self._wire.text(bytes(size))
-        self._wire.receive([text], TEXTS).wait(timeout)
-        return number, text.cpu().numpy().tobytes()
+            return form, b""
+        text = self._wire.pack_bytes(bytes(size))
+        self._wire.receive([text], TEXT_TAG).wait(timeout)
+        return form, text.cpu().numpy().tobytes()
 
-    def _learn(self, number: int, text: bytes = b"") -> Skeleton:
-        """Return the form of a message; the sender numbers and forgets likewise."""
-        skeleton = self._known.pop(number, None) or Skeleton(text)
-        if len(self._known) == KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[number] = skeleton
-        return skeleton
+    def _spec_of(self, form: int, text: bytes = b"") -> TreeSpec:
+        """Return the tree spec of a form, new ones from `text`; the sender numbers and evicts forms in the same way."""
+        spec = self._specs.pop(form, None) or TreeSpec(text)
+        if len(self._specs) == KNOWN_FORMS:
+            del self._specs[next(iter(self._specs))]
+        self._specs[form] = spec
+        return spec
 
-    def _offer(self, number: int) -> WireTransfer:
-        """Make room for the tensors of a message of a known form, and ask for them."""
-        return self._wire.receive([self._room(form) for form in self._known[number].forms], tag_of(number))
+    def _post_tensors(self, form: int) -> WireTransfer:
+        """Allocate the tensors of a known form, and post receives for them."""
+        return self._wire.receive([self._allocate(meta) for meta in self._specs[form].metas], tensor_tag(form))
 
-    def _room(self, form: Form) -> Tensor:
-        return torch.empty(form.shape, dtype=form.dtype, device=self._wire.way(on_host=form.on_host))
+    def _allocate(self, meta: TensorMeta) -> Tensor:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._wire.carrier(on_host=meta.on_host))
 
-    def _late(self) -> CollectiveFailed:
-        return CollectiveTimeout(f"{self._where} did not come from rank {self._wire.peer} within {self._timeout:g} s: it "
+    def _timed_out(self) -> CollectiveFailed:
+        return CollectiveTimeout(f"{self._label} did not come from rank {self._wire.peer} within {self._timeout:g} s: it "
                                  f"took a different path, stopped, or is that slow; raise \"timeout\"")
 
 

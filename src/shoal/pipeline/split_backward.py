@@ -1,14 +1,14 @@
-"""Backward in two halves: the gradient of the input at once, those of weights when there is time for them.
+"""Split backward: I computes the gradient of a stage's input at once, W computes the gradients of its weights later.
 
-The matrix products with weights are where the time of backward goes, half of it for either half. Within `deferring` a
-product of an activation and a weight remembers, in its backward, what the weight's gradient is made of, and computes only
-the input's; `WeightGradQueue.run` does the rest, in a backward pass of its own. Everything else (norms, embeddings, biases
-added apart) gives its gradient in the first half, which is right too, and little.
+The matrix products with weights take most of the time of backward, half of it each for I and W. Within `deferring`, a
+product of an activation and a weight computes only the input gradient in its backward and adds a `WeightGradTask` to a
+`WeightGradQueue`; the task runs later, in a backward pass of its own. All other parameters (norms, embeddings, biases that
+are added separately) get their gradients in I, which is correct too and takes little time.
 
-Debts of several microbatches that are paid together are one product for each weight, of all their rows, where that moves
-fewer bytes than adding a gradient to another. It is also a better product: those of few rows are slow.
+If the tasks of several microbatches run together, those of one weight become one product over all their rows, where that
+moves fewer bytes than adding one gradient to another. It is also faster: products of few rows are inefficient.
 
-A function of one's own takes part by asking for `current()` in its forward, and owing a debt in its backward.
+A custom autograd function takes part by calling `current_queue()` in its forward and adding a task in its backward.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -26,22 +26,22 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WeightGradQueue", "WeightGradTask", "backward", "current", "deferring", "rounds"]
+__all__ = ["WeightGradQueue", "WeightGradTask", "backward", "current_queue", "deferring", "weight_grad_passes"]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGradTask:
-    """What a product, y = x W^T + b, owes to its weight W (out, in), and to its bias b (out,) if it has one."""
+    """The deferred gradients of a product y = x W^T + b: of its weight W (out, in) and, if it has one, its bias b (out,)."""
 
     weights: tuple[Tensor, ...]
     """W, or W and b."""
     gradient: Tensor
-    """That of y, (..., out)."""
+    """The gradient of y, (..., out)."""
     inputs: int
-    """in; a weight cannot say, for it may be away."""
+    """in; kept here because the storage of W may be released."""
     activation: Callable[[], Tensor]
     """Returns x, (..., in)."""
-    turned: bool = False
+    transposed: bool = False
     """Whether W is (in, out)."""
 
     @property
@@ -51,130 +51,133 @@ class WeightGradTask:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What debts that can be one have in common."""
-        return self.turned, *map(id, self.weights)
+        """Equal for tasks that can run as one product."""
+        return self.transposed, *map(id, self.weights)
 
 
 class WeightGradQueue:
-    """What the weights of one stage are owed by one microbatch.
+    """The deferred weight-gradient tasks of one microbatch at one stage.
 
-    `leaves` says of a tensor whether its memory may be given up before the debts are paid, as that of weights may be.
+    `may_be_freed` tells of a tensor whether its memory may be released before the tasks run, as that of weights may be.
     """
 
-    def __init__(self, leaves: Callable[[Tensor], bool] = lambda tensor: False) -> None:
-        self._leaves = leaves
-        self._owed: list[WeightGradTask] = []
+    def __init__(self, may_be_freed: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        self._may_be_freed = may_be_freed
+        self._tasks: list[WeightGradTask] = []
 
     def __len__(self) -> int:
-        return len(self._owed)
+        return len(self._tasks)
 
-    def takes(self, activation: Tensor, *weights: Tensor | None) -> bool:
-        """Whether what a product with `activation` owes its `weights` can be paid later.
+    def accepts(self, activation: Tensor, *weights: Tensor | None) -> bool:
+        """Return whether the gradients of `weights` in a product with `activation` can be deferred.
 
-        Not where hooks of a weight are to see each gradient that comes, nor where the activation is gone by then.
+        They cannot if a weight has gradient hooks, which must see each gradient by itself, or if the memory of the
+        activation may be released.
         """
         plain = all(weight is None or (weight.is_leaf and not weight._backward_hooks) for weight in weights)
-        return plain and not self._leaves(activation)
+        return plain and not self._may_be_freed(activation)
 
-    def owe(self, debt: WeightGradTask) -> None:
-        """Remember a debt."""
-        self._owed.append(debt)
+    def add(self, task: WeightGradTask) -> None:
+        """Add a task."""
+        self._tasks.append(task)
 
-    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Run the first half of a backward pass."""
+    def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Run I of a backward pass; products add their tasks to this queue."""
         with deferring(self):
             backward(outputs, gradients)
 
-    def forgotten(self) -> list[WeightGradTask]:
-        """Return the debts, and owe them no longer."""
-        debts, self._owed = self._owed, []
-        return debts
+    def take_tasks(self) -> list[WeightGradTask]:
+        """Return the tasks, and empty the queue."""
+        tasks, self._tasks = self._tasks, []
+        return tasks
 
 
-def rounds(owing: Iterable[WeightGradQueue]) -> list[Callable[[], None]]:
-    """Return the passes that run the second half of the backward passes of some microbatches; a debt is forgotten when paid.
+def weight_grad_passes(queues: Iterable[WeightGradQueue]) -> list[Callable[[], None]]:
+    """Return the backward passes that run W for some microbatches; a task is released when it has run.
 
-    In each a weight is paid for all of them, by one product, or for one of them: autograd would take the sum over several in
-    the weight's dtype, and whoever collects gradients may want another.
+    In each pass a weight gets the gradient of all microbatches, by one product, or of one of them: autograd would add up
+    several in the weight's dtype, and the caller may accumulate gradients in another.
     """
-    owed, alike = [deferred.forgotten() for deferred in owing], dict[tuple[int, ...], list[WeightGradTask]]()
-    for debt in (debt for debts in owed for debt in debts):
-        alike.setdefault(debt.key, []).append(debt)
-    joined = {key: debts for key, debts in alike.items() if _one_product(debts)}
-    passes: list[list[Sequence[WeightGradTask]]] = [[[debt] for debt in debts if debt.key not in joined] for debts in owed]
+    tasks_of, groups = [queue.take_tasks() for queue in queues], dict[tuple[int, ...], list[WeightGradTask]]()
+    for task in (task for tasks in tasks_of for task in tasks):
+        groups.setdefault(task.key, []).append(task)
+    joined = {key: tasks for key, tasks in groups.items() if _worth_joining(tasks)}
+    passes: list[list[Sequence[WeightGradTask]]] = [[[task] for task in tasks if task.key not in joined]
+                                                    for tasks in tasks_of]
     passes[0][:0] = joined.values()
-    return [partial(_pay, payments) for payments in passes if payments] or [_nothing]
+    return [partial(_run, products) for products in passes if products] or [_run_nothing]
 
 
-def _pay(payments: list[Sequence[WeightGradTask]]) -> None:
-    ends = [cast(Tensor, _Payment.apply(debts, *debts[0].weights)) for debts in payments]
-    payments.clear()
-    torch.autograd.backward(ends, ends)
+def _run(products: list[Sequence[WeightGradTask]]) -> None:
+    """Run a backward pass with one product for each sequence of tasks."""
+    roots = [cast(Tensor, _WeightGradProduct.apply(tasks, *tasks[0].weights)) for tasks in products]
+    products.clear()
+    torch.autograd.backward(roots, roots)
 
 
-def _nothing() -> None:
-    """Be a pass in which nothing runs."""
+def _run_nothing() -> None:
+    """Run a pass without products."""
 
 
-def _one_product(debts: Sequence[WeightGradTask]) -> bool:
-    """Whether to join the rows of `debts` moves fewer elements than to add up their gradients, of W's shape, one by one.
+def _worth_joining(tasks: Sequence[WeightGradTask]) -> bool:
+    """Return whether joining the rows of `tasks` moves fewer elements than adding up their gradients, of W's shape.
 
-    Not in fp16: the sum of many gradients, each times the loss scale, may have no number there.
+    Never in fp16: the sum of many gradients, each times the loss scale, may overflow there.
     """
-    inputs, outputs = debts[0].inputs, debts[0].gradient.shape[-1]
-    fewer = sum(debt.rows for debt in debts) * (inputs + outputs) <= (len(debts) - 1) * inputs * outputs
-    return fewer and debts[0].gradient.dtype != torch.float16
+    inputs, outputs = tasks[0].inputs, tasks[0].gradient.shape[-1]
+    fewer = sum(task.rows for task in tasks) * (inputs + outputs) <= (len(tasks) - 1) * inputs * outputs
+    return fewer and tasks[0].gradient.dtype != torch.float16
 
 
 class deferring(TorchFunctionMode):
-    """Context of a forward whose products with weights are to owe their weights' gradients to `deferred`."""
+    """Context of a forward whose products with weights defer their weight gradients to `queue`."""
 
-    def __init__(self, deferred: WeightGradQueue) -> None:
+    def __init__(self, queue: WeightGradQueue) -> None:
         super().__init__()
-        self.deferred = deferred
+        self.queue = queue
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
-            if func is nn.functional.linear and not kwargs and self._owes(*(*args, None)[:3], outputs=0):
-                return _Product.apply(self.deferred, False, *(*args, None)[:3])
-            if func is torch.addmm and len(args) == 3 and not kwargs and self._owes(args[1], args[2], args[0], outputs=1):
-                return _Product.apply(self.deferred, True, args[1], args[2], args[0])
+            if func is nn.functional.linear and not kwargs and self._defers(*(*args, None)[:3], outputs=0):
+                return _DeferredProduct.apply(self.queue, False, *(*args, None)[:3])
+            if func is torch.addmm and len(args) == 3 and not kwargs and self._defers(args[1], args[2], args[0], outputs=1):
+                return _DeferredProduct.apply(self.queue, True, args[1], args[2], args[0])
         return func(*args, **kwargs)
 
-    def _owes(self, activation: Any, weight: Any, bias: Any, *, outputs: int) -> bool:
-        return _suits(activation, weight, bias, outputs=outputs) and self.deferred.takes(activation, weight, bias)
+    def _defers(self, activation: Any, weight: Any, bias: Any, *, outputs: int) -> bool:
+        return _is_deferrable(activation, weight, bias, outputs=outputs) and self.queue.accepts(activation, weight, bias)
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Run a backward pass from `outputs`, whose `gradients` are of their shapes: what torch's engine refuses, it refuses.
+    """Run a backward pass from `outputs`, whose `gradients` have their shapes; raises what torch's engine raises.
 
-    torch's own entry would take the mode of `deferring` away before anything runs, and with it from activations that are
-    computed once more, and looks at shapes for longer than a small pass takes.
+    `torch.autograd.backward` would disable the mode `deferring` during the pass, and with it for recomputed activations; it
+    also spends longer on checking shapes than a small pass takes.
     """
     Variable._execution_engine.run_backward(  # pyright: ignore  no annotation, no other way
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def current() -> WeightGradQueue | None:
-    """Return whom weights' gradients are to be owed to, if a schedule takes backward in two halves at present."""
+def current_queue() -> WeightGradQueue | None:
+    """Return the queue of the innermost `deferring`; None where backward is not split."""
     for position in reversed(range(torch._C._len_torch_function_stack())):  # pyright: ignore[reportPrivateUsage]
         mode = torch._C._get_function_stack_at(position)  # pyright: ignore[reportPrivateUsage]
         if isinstance(mode, deferring):
-            return mode.deferred
+            return mode.queue
     return None
 
 
-class _Product(Function):
-    """activation @ weight.T + bias, or with `turned` activation @ weight + bias."""
+class _DeferredProduct(Function):
+    """activation @ weight.T + bias, or with `transposed` activation @ weight + bias; backward defers weight gradients."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: WeightGradQueue, turned: bool, activation: Tensor, weight: Tensor,
+    def forward(ctx: Any, queue: WeightGradQueue, transposed: bool, activation: Tensor, weight: Tensor,
                 bias: Tensor | None) -> Tensor:
-        ctx.deferred, ctx.turned, ctx.weights = deferred, turned, (weight,) if bias is None else (weight, bias)
+        ctx.queue, ctx.transposed, ctx.weights = queue, transposed, (weight,) if bias is None else (weight, bias)
         ctx.save_for_backward(activation, weight)
-        if not turned:
+        if not transposed:
             return nn.functional.linear(activation, weight, bias)
         return activation @ weight if bias is None else torch.addmm(bias, activation, weight)
 
@@ -182,40 +185,40 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         activation, weight = ctx.saved_tensors
-        ctx.deferred.owe(WeightGradTask(ctx.weights, gradient, activation.shape[-1], lambda: activation, ctx.turned))
-        back = gradient @ (weight.t() if ctx.turned else weight) if ctx.needs_input_grad[2] else None
-        return None, None, back, None, None
+        ctx.queue.add(WeightGradTask(ctx.weights, gradient, activation.shape[-1], lambda: activation, ctx.transposed))
+        input_grad = gradient @ (weight.t() if ctx.transposed else weight) if ctx.needs_input_grad[2] else None
+        return None, None, input_grad, None, None
 
 
-class _Payment(Function):
-    """Nothing forward; backward, what debts to the same weights come to."""
+class _WeightGradProduct(Function):
+    """An empty tensor in forward; in backward, the summed gradients of tasks of the same weights, by one product."""
 
     @staticmethod
-    def forward(ctx: Any, debts: Sequence[WeightGradTask], *weights: Tensor) -> Tensor:
-        ctx.debts = debts
+    def forward(ctx: Any, tasks: Sequence[WeightGradTask], *weights: Tensor) -> Tensor:
+        ctx.tasks = tasks
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  a released weight has a dtype
             return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        debts, ctx.debts = ctx.debts, None
-        turned, biased = debts[0].turned, len(debts[0].weights) > 1
-        rows, columns = _joined(debt.gradient for debt in debts), _joined(debt.activation() for debt in debts)
+        tasks, ctx.tasks = ctx.tasks, None
+        transposed, biased = tasks[0].transposed, len(tasks[0].weights) > 1
+        rows, columns = _joined_rows(task.gradient for task in tasks), _joined_rows(task.activation() for task in tasks)
         wants = ctx.needs_input_grad[1:]
-        product = (columns.t() @ rows if turned else rows.t() @ columns) if wants[0] else None
+        product = (columns.t() @ rows if transposed else rows.t() @ columns) if wants[0] else None
         return None, product, *([rows.sum(0) if wants[1] else None] if biased else [])
 
 
-def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the rows (rows, n) of tensors (..., n), one after the other."""
+def _joined_rows(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the rows of tensors (..., n) as one tensor (rows, n)."""
     flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _suits(activation: object, weight: object, bias: object, *, outputs: int) -> bool:
-    """Whether `weight` and `bias` are parameters that are trained, of which a product may be deferred.
+def _is_deferrable(activation: object, weight: object, bias: object, *, outputs: int) -> bool:
+    """Return whether `weight` and `bias` are trained parameters of a product that may be deferred.
 
-    `outputs` is the dim of the weight that counts outputs. Under autocast the product is not of these dtypes.
+    `outputs` is the output dim of the weight. Under autocast the product has other dtypes, and is not deferred.
     """
     if not (isinstance(weight, nn.Parameter) and isinstance(activation, Tensor) and weight.requires_grad
             and weight.dim() == 2 and activation.dtype == weight.dtype

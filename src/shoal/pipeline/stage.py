@@ -1,7 +1,7 @@
-"""A stage: contiguous layers that run in turn on one rank, each on what the one before it returned.
+"""A stage is a contiguous run of layers on one rank; each layer receives the return value of the one before it.
 
-It is a Sequential of the layers that are modules, so that repeated ones are recognised as the blocks of the model. With
-recompute, activations within a group of layers are dropped after forward and computed again in backward.
+It is a Sequential of the layers that are modules, so that ZeRO recognises repeated layers as the blocks of the model. With
+recomputation, the activations within a group of layers are dropped after forward and computed again in backward.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from shoal.pipeline.layer import Built
 
 __all__ = ["PipelineStage", "Recompute"]
 
-_IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
-"""What autograd says."""
+_IN_PLACE_ERROR = "a leaf Variable that requires grad is being used in an in-place operation"
+"""Part of autograd's message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """How activations are recomputed."""
+    """The settings of activation recomputation (checkpointing)."""
 
     interval: int = 0
-    """Layers per group; 0: none."""
+    """Layers per group; 0: no recomputation."""
     function: Callable[..., Any] | None = None
-    """Called with a function and its arguments in place of torch's own non-reentrant checkpoint."""
+    """Called with a function and its arguments; None: torch's non-reentrant checkpoint."""
     kinds: Collection[str] | None = None
-    """The names of the classes of layers that may be recomputed; None: all."""
+    """Class names of the layers that may be recomputed; None: all."""
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         if self.function is not None:
@@ -49,7 +49,7 @@ class _Group:
 
 
 class PipelineStage(nn.Sequential):
-    """Stage `number` of the pipeline, of the layers that are built on this rank."""
+    """Stage `number` of the pipeline, made of layers that are built on this rank."""
 
     def __init__(self, number: int, layers: Sequence[Built]):
         super().__init__()
@@ -61,17 +61,17 @@ class PipelineStage(nn.Sequential):
         self.set_recompute(Recompute())
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """Recompute activations from the next forward on as `recompute` says."""
+        """Apply `recompute` from the next forward on."""
         self._recompute = recompute
         self._groups = tuple(_groups(self.layers, recompute))
 
     def forward(self, input: Any) -> Any:
-        """Run the layers."""
+        """Run the layers in order."""
         value = input
         for group in self._groups:
             if not (group.recomputed and torch.is_grad_enabled()):
                 value = self._run(group.layers, value)
-            elif type(value) is tuple:  # a checkpoint that looks for tensors finds them among its arguments
+            elif type(value) is tuple:  # re-entrant checkpoints find only tensors that are arguments
                 value = self._recompute(partial(self._run_parts, group.layers), *value)
             else:
                 value = self._recompute(partial(self._run, group.layers), value)
@@ -85,9 +85,9 @@ class PipelineStage(nn.Sequential):
             try:
                 value = layer(value)
             except Exception as error:
-                if _IN_PLACE in str(error):
-                    raise UsageError(f"layer '{layer.name}' ({layer.kind}) changes its input in place, and that came from "
-                                     f"another stage, to which its gradient goes back: give the layer inplace=False, or "
+                if _IN_PLACE_ERROR in str(error):
+                    raise UsageError(f"layer '{layer.name}' ({layer.kind}) changes its input in place, and that input came "
+                                     f"from another stage, which needs its gradient: give the layer inplace=False, or "
                                      f"let it change a copy") from error
                 error.add_note(f"in layer '{layer.name}' ({layer.kind}) of pipeline stage {self.number}")
                 raise
@@ -98,11 +98,11 @@ def _groups(layers: Sequence[Built], recompute: Recompute) -> list[_Group]:
     if recompute.interval == 0:
         return [_Group(layers=tuple(layers), recomputed=False)]
     groups: list[_Group] = []
-    for may, run in groupby(layers, lambda layer: recompute.kinds is None or layer.kind in recompute.kinds):
+    for allowed, run in groupby(layers, lambda layer: recompute.kinds is None or layer.kind in recompute.kinds):
         run = tuple(run)
-        size = recompute.interval if may else len(run)
+        size = recompute.interval if allowed else len(run)
         for start in range(0, len(run), size):
             part = run[start:start + size]
-            held = any(True for layer in part if layer.module is not None for _ in layer.module.parameters())
-            groups.append(_Group(layers=part, recomputed=may and held))
+            has_parameters = any(True for layer in part if layer.module is not None for _ in layer.module.parameters())
+            groups.append(_Group(layers=part, recomputed=allowed and has_parameters))
     return groups

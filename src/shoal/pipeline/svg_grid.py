@@ -1,6 +1,7 @@
-"""A simulation as a picture: the grid of `draw.py`, its microbatches in the cells, on a light page or a dark one.
+"""Draws a simulation as SVG: the grid of `text_grid.py`, for light and dark pages.
 
-A colour for each kind, paler for the later stages of a rank; the whole instruction shows where the pointer rests.
+A cell shows its microbatch; its colour shows the kind, paler for the later stages of a rank; its tooltip shows the
+instruction and its times.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from collections.abc import Iterator
 from html import escape
 
 from shoal.pipeline.instruction import Op
-from shoal.pipeline.replay import Cell, Simulation
+from shoal.pipeline.simulation import Cell, Simulation
 from shoal.pipeline.text_grid import per_unit
 
 __all__ = ["svg"]
 
 _COLOURS = {Op.FORWARD: (54, 79, 199), Op.BACKWARD: (43, 138, 62), Op.INPUT: (12, 133, 153),
             Op.WEIGHT: (201, 108, 0)}
-_WORDS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "backward for the input",
-          Op.WEIGHT: "backward for the weights"}
+_LEGEND = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "backward for the input",
+           Op.WEIGHT: "backward for the weights"}
 _PALEST = 0.5
-"""How much white is mixed into the last stage of a rank."""
+"""The part of white that is mixed into the colour of a rank's last stage."""
 _STYLE = """<style>
 text { font-family: system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif; font-size: 12px; }
 .page { fill: #ffffff; } .ink { fill: #1f2933; } .muted { fill: #5c6670; } .idle { fill: #f1f3f5; }
@@ -68,9 +69,9 @@ def _cell(cell: Cell, top: float, scale: float, paleness: float) -> Iterator[str
     yield (f'<rect x="{left:g}" y="{top:g}" width="{max(wide - 1, 0.5):g}" height="{_HIGH}" rx="2" '
            f'fill="{_colour(instruction.kind, paleness)}">'
            f'<title>{instruction}: {cell.start:g} to {cell.end:g}</title></rect>')
-    words = str(instruction.microbatch)
-    if wide >= 7 * len(words) + 1:
-        yield _text(left + wide / 2, top + 15, words, "pale" if paleness > _PALEST / 2 else "on",
+    label = str(instruction.microbatch)
+    if wide >= 7 * len(label) + 1:
+        yield _text(left + wide / 2, top + 15, label, "pale" if paleness > _PALEST / 2 else "on",
                     'pointer-events="none"')
 
 
@@ -79,8 +80,8 @@ def _legend(simulation: Simulation, bottom: float) -> Iterator[str]:
     left = 16.0
     for kind in (kind for kind in Op if kind in kinds):
         yield f'<rect x="{left:g}" y="{bottom - 11:g}" width="12" height="12" rx="2" fill="{_colour(kind, 0)}"/>'
-        yield _text(left + 18, bottom, _WORDS[kind], "ink")
-        left += 44 + 6.4 * len(_WORDS[kind])
+        yield _text(left + 18, bottom, _LEGEND[kind], "ink")
+        left += 44 + 6.4 * len(_LEGEND[kind])
     if simulation.schedule.stages_per_rank > 1:
         yield _text(left, bottom, "paler: a rank's later stages", "muted")
 
@@ -89,5 +90,5 @@ def _colour(kind: Op, paleness: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * paleness):02x}" for part in _COLOURS[kind])
 
 
-def _text(x: float, y: float, words: str, style: str, extra: str = "") -> str:
-    return f'<text class="{style}" x="{x:g}" y="{y:g}"{extra and " " + extra}>{escape(words)}</text>'
+def _text(x: float, y: float, content: str, style: str, extra: str = "") -> str:
+    return f'<text class="{style}" x="{x:g}" y="{y:g}"{extra and " " + extra}>{escape(content)}</text>'

@@ -1,45 +1,46 @@
-"""A simulation as text: time runs to the right, a row per rank, a cell per instruction, as long as it takes.
+"""Draws a simulation as text: time runs to the right, one row per rank, one cell per instruction, as wide as its duration.
 
     time    0     2     4     6     8
     rank 0  F0 F1       B0---    B1---
     rank 1     F0 B0--- F1 B1---
 
-A cell says kind and microbatch, and the stage in front where a rank owns several. What is wider than the terminal is cut
-into blocks of columns; a cell that goes on in the next block is only dashes there.
+A cell shows kind and microbatch, preceded by the stage if a rank owns several. A grid wider than the terminal is cut into
+blocks of columns; a cell that continues in the next block shows only dashes there.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.pipeline.instruction import Instruction, Op
-from shoal.pipeline.replay import Cell, Durations, Simulation, replay
 from shoal.pipeline.schedules import PipelineSchedule
+from shoal.pipeline.simulation import Cell, Durations, Simulation, replay
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["VOID", "fault", "grid", "is_void", "painted", "per_unit", "stuck"]
+__all__ = ["NOT_DRAWN", "fault", "grid", "mostly_idle", "painted", "per_unit", "stuck"]
 
 _STYLES = {Op.FORWARD: "white on blue", Op.BACKWARD: "black on green", Op.INPUT: "black on cyan",
            Op.WEIGHT: "black on yellow"}
-_RANGE = 8
-"""How much longer the longest instruction is drawn than the shortest, at most."""
-_NUMBERS = 6
-"""Columns from one number of the ruler to the next, at least."""
+_MAX_STRETCH = 8
+"""The largest ratio of the widths of two instructions; beyond it the shortest are drawn too narrow for their label."""
+_RULER_STEP = 6
+"""The least number of columns between two numbers of the ruler."""
 _ERROR_WIDTH = 110
-_SPARSE = 50
-"""How much longer than its ranks compute a simulation is drawn, at most."""
-VOID = "(not drawn: ranks wait for travel nearly all of the time; give --travel in the unit of --forward)"
+_MAX_IDLE_RATIO = 50
+"""The largest ratio of makespan to compute time that is still drawn."""
+NOT_DRAWN = "(not drawn: ranks wait for travel nearly all of the time; give --travel in the unit of --forward)"
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
-    """Some columns of a line; `kind` is None where no instruction is."""
+class _Segment:
+    """Some columns of a line; `kind` is None outside of instructions."""
 
     text: str
     kind: Op | None = None
@@ -51,10 +52,10 @@ def grid(simulation: Simulation, *, width: int = 80) -> str:
 
 
 def painted(simulation: Simulation, *, width: int = 80) -> Text:
-    """Draw it for `rich`, with a colour for each kind; on a terminal that has none it reads as `grid` does."""
+    """Draw a simulation for `rich`, one colour per kind; without colours it reads like `grid`."""
     from rich.text import Text
 
-    lines = [Text.assemble(*((piece.text, _STYLES[piece.kind] if piece.kind else "") for piece in line))
+    lines = [Text.assemble(*((part.text, _STYLES[part.kind] if part.kind else "") for part in line))
              for line in _Canvas(simulation).blocks(width)]
     for line in lines:
         line.rstrip()
@@ -62,7 +63,7 @@ def painted(simulation: Simulation, *, width: int = 80) -> Text:
 
 
 def fault(schedule: PipelineSchedule, rank: int, position: int) -> str:
-    """Draw the part of a schedule where instruction `position` of `rank` is, with an arrow at it."""
+    """Draw the part of a schedule around instruction `position` of `rank`, with an arrow at it."""
     simulation = replay(schedule, Durations())
     instruction, done = schedule.rows[rank][position], simulation.rows[rank]
     time = done[position].start if position < len(done) else done[-1].end if done else 0.0
@@ -70,57 +71,60 @@ def fault(schedule: PipelineSchedule, rank: int, position: int) -> str:
 
 
 def stuck(simulation: Simulation) -> str:
-    """Draw a simulation that came to nothing as far as it went, with an arrow at what each rank waits to do."""
+    """Draw a deadlocked simulation up to the deadlock, with an arrow at the next instruction of each rank that waits."""
     marks = {rank: (simulation.rows[rank][-1].end if simulation.rows[rank] else 0.0, f"{instruction} cannot start")
              for rank, instruction in simulation.stuck.items()}
     last = max((time for time, _ in marks.values()), default=0.0)
     return _plain(_Canvas(simulation).around(last, _ERROR_WIDTH, marks))
 
 
-def is_void(rows: Sequence[Sequence[Cell]]) -> bool:
-    """Whether a drawing would be of waiting alone."""
+def mostly_idle(rows: Sequence[Sequence[Cell]]) -> bool:
+    """Return whether a drawing would show almost nothing but idle time."""
     busy = max((sum(cell.end - cell.start for cell in row) for row in rows), default=0.0)
-    return max((row[-1].end for row in rows if row), default=0.0) > _SPARSE * busy > 0
+    return max((row[-1].end for row in rows if row), default=0.0) > _MAX_IDLE_RATIO * busy > 0
 
 
 def per_unit(simulation: Simulation, size: float) -> float:
-    """Return how long a unit of time is drawn if the shortest instruction is to be `size` long.
+    """Return the drawn length of a unit of time for which the shortest instruction is `size` long.
 
-    It is shorter than that where others take so much longer that the drawing would be of them alone.
+    It is less where the longest instruction is more than `_MAX_STRETCH` times as long as the shortest.
     """
     kinds = {instruction.kind for row in simulation.schedule.rows for instruction in row}
     taken = [simulation.durations.of(kind) for kind in kinds] or [1.0]
-    return size / max(min(taken), max(taken) / _RANGE)
+    return size / max(min(taken), max(taken) / _MAX_STRETCH)
 
 
 class _Canvas:
-    """A simulation on columns of characters."""
+    """Maps the times of a simulation to columns of characters."""
 
     def __init__(self, simulation: Simulation):
         schedule = simulation.schedule
         self._rows = simulation.rows
         self._several = schedule.stages > schedule.ranks
         digits = len(str(schedule.microbatches - 1)) + (len(str(schedule.stages - 1)) if self._several else 0)
-        self._cell = digits + 2  # kind and numbers, and the blank between cells
+        self._cell = digits + 2  # kind and numbers, and the blank after the cell
         self._scale = per_unit(simulation, self._cell)
         self._end = self._column(simulation.makespan)
         self._names = ["time", *(f"rank {rank}" for rank in range(len(self._rows)))]
         self._margin = max(map(len, self._names)) + 2
 
-    def blocks(self, width: int) -> Iterator[list[_Cell]]:
-        """Yield the lines of all blocks, with an empty one between two; where next to nothing is drawn, say so instead."""
-        if is_void(self._rows):
-            yield [_Cell(VOID)]
+    def blocks(self, width: int) -> Iterator[list[_Segment]]:
+        """Yield the lines of all blocks, separated by empty lines; or `NOT_DRAWN` where ranks are almost always idle."""
+        if mostly_idle(self._rows):
+            yield from ([_Segment(line)] for line in textwrap.wrap(NOT_DRAWN, width))
             return
         blocks = math.ceil(self._end / self._columns(width))
-        columns = self._cell * math.ceil(self._end / self._cell / max(blocks, 1))  # as wide as each other
+        columns = self._cell * math.ceil(self._end / self._cell / max(blocks, 1))  # blocks of equal width
         for start in range(0, self._end, max(columns, 1)):
             if start:
                 yield []
             yield from self._block(range(start, min(start + columns, self._end)), {})
 
-    def around(self, time: float, width: int, marks: Mapping[int, tuple[float, str]]) -> Iterator[list[_Cell]]:
-        """Yield the lines of one block around `time`, and beneath the rank of each of `marks` an arrow with its words."""
+    def around(self, time: float, width: int, marks: Mapping[int, tuple[float, str]]) -> Iterator[list[_Segment]]:
+        """Yield the lines of one block around `time`.
+
+        `marks` are rank -> (time, text): an arrow at that time with its text, on a line below the rank.
+        """
         columns = self._columns(width)
         start = max(0, min(self._column(time) - columns // 2, self._end - columns))
         start -= start % self._cell
@@ -133,29 +137,29 @@ class _Canvas:
     def _column(self, time: float) -> int:
         return round(time * self._scale)
 
-    def _block(self, window: range, marks: Mapping[int, tuple[float, str]]) -> Iterator[list[_Cell]]:
+    def _block(self, window: range, marks: Mapping[int, tuple[float, str]]) -> Iterator[list[_Segment]]:
         name, *names = [name.ljust(self._margin) for name in self._names]
-        yield [_Cell(name), *self._ruler(window)]
+        yield [_Segment(name), *self._ruler(window)]
         for rank, row in enumerate(self._rows):
-            yield [_Cell(names[rank]), *self._line(row, window)]
+            yield [_Segment(names[rank]), *self._line(row, window)]
             if rank in marks:
-                time, words = marks[rank]
+                time, text = marks[rank]
                 column = self._column(time)
-                arrow = f"{'<' if column < window.start else '^'} {words}"  # '<': further to the left than the block
-                yield [_Cell(" " * (self._margin + max(0, column - window.start)) + arrow)]
+                arrow = f"{'<' if column < window.start else '^'} {text}"  # '<': to the left of the block
+                yield [_Segment(" " * (self._margin + max(0, column - window.start)) + arrow)]
 
-    def _ruler(self, window: range) -> Iterator[_Cell]:
-        least = _NUMBERS / self._scale
+    def _ruler(self, window: range) -> Iterator[_Segment]:
+        least = _RULER_STEP / self._scale
         power = 10.0 ** math.floor(math.log10(least))
         step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
         line = ""
         for number in range(math.ceil(window.start / self._scale / step), math.ceil(window.stop / self._scale / step)):
-            column, words = self._column(number * step) - window.start, f"{number * step:g}"
-            if (not line or len(line) < column) and column + len(words) <= len(window):
-                line = line.ljust(column) + words
-        yield _Cell(line)
+            column, label = self._column(number * step) - window.start, f"{number * step:g}"
+            if (not line or len(line) < column) and column + len(label) <= len(window):
+                line = line.ljust(column) + label
+        yield _Segment(line)
 
-    def _line(self, row: tuple[Cell, ...], window: range) -> Iterator[_Cell]:
+    def _line(self, row: tuple[Cell, ...], window: range) -> Iterator[_Segment]:
         column = window.start
         for cell in row[bisect_right(row, window.start, key=lambda cell: self._column(cell.end)):]:
             start, stop = self._column(cell.start), self._column(cell.end)
@@ -163,16 +167,16 @@ class _Canvas:
             if first >= window.stop:
                 break
             label = self._label(cell.instruction) if first == start else ""
-            room = max(last - first - (last == stop), min(last - first, 1))  # a blank after it, unless it goes on
-            yield _Cell(" " * (first - column))
-            yield _Cell((label if len(label) <= room else str(cell.instruction.kind)[:room]).ljust(room, "-"),
-                         cell.instruction.kind)
-            yield _Cell(" " * (last - first - room))
+            room = max(last - first - (last == stop), min(last - first, 1))  # a blank after it, unless it continues
+            yield _Segment(" " * (first - column))
+            yield _Segment((label if len(label) <= room else str(cell.instruction.kind)[:room]).ljust(room, "-"),
+                           cell.instruction.kind)
+            yield _Segment(" " * (last - first - room))
             column = last
 
     def _label(self, instruction: Instruction) -> str:
         return str(instruction) if self._several else f"{instruction.kind}{instruction.microbatch}"
 
 
-def _plain(lines: Iterable[list[_Cell]]) -> str:
-    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
+def _plain(lines: Iterable[list[_Segment]]) -> str:
+    return "\n".join("".join(part.text for part in line).rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""Weights that several layers share: one Parameter on a rank, one name in the whole model, wherever its copies rest."""
+"""Tied weights: layers of one key share a weight, as one Parameter on each rank and under one name in the whole model."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.pipeline.layer import Built, Contents, Layer
-from shoal.pipeline.spec import TiedLayerSpec
+from shoal.pipeline.layer import Built, Contents, Layer, TiedLayerSpec
 
 __all__ = ["Tie", "Tied", "refuse_shared", "tie", "ties_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied:
-    """A parameter of this rank that other layers hold too.
+    """A parameter of this rank that several layers share.
 
-    Each rank builds its copy as its own first layer of the key says: whoever trains them begins with the value of the
-    first of `stages`, and sums the gradients of all.
+    Each rank initializes its copy as the rank's own first layer of the key does. The engine broadcasts the value of the
+    first of `stages` before training, and sums the gradients of all stages.
     """
 
     name: str
-    """Its name in the whole model: that of the first layer with the key."""
+    """The weight's name in the whole model: its name in the first layer of the key."""
     stages: tuple[int, ...]
-    """Every stage that holds it, here or on other ranks, in order."""
+    """The stages that have a copy, on this rank or others, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """One weight of several layers."""
+    """One weight that several layers share."""
 
     key: str
     name: str
     places: Mapping[int, str]
-    """The index of each layer, and the weight's name within it."""
+    """Layer index -> the weight's name within that layer."""
     stages: tuple[int, ...]
 
 
 def ties_of(layers: Sequence[Layer], contents: Sequence[Contents], stage_of: Sequence[int]) -> list[Tie]:
-    """Return the weights that layers share by key. Raises `UsageError` where they do not agree in number, shape or dtype."""
+    """Return the weights that layers share by key. Raises `UsageError` where they disagree in number, shape or dtype."""
     keys: dict[str, list[tuple[Layer, TiedLayerSpec]]] = {}
     for layer in layers:
         if isinstance(layer.source, TiedLayerSpec):
@@ -49,9 +48,8 @@ def ties_of(layers: Sequence[Layer], contents: Sequence[Contents], stage_of: Seq
     for key, members in keys.items():
         first, spec = members[0]
         for other, _ in members[1:]:
-            mine, theirs = contents[first.index].tied, contents[other.index].tied
-            if mine != theirs:
-                raise UsageError(f"TiedLayerSpec '{key}': layers {first} and {other} name weights that cannot be one: "
+            if contents[first.index].tied != contents[other.index].tied:
+                raise UsageError(f"TiedLayerSpec '{key}': layers {first} and {other} name weights that cannot be tied: "
                                  f"{_listed(first, contents)}, and {_listed(other, contents)}; they must agree in number, "
                                  f"shape, dtype and requires_grad")
         for position, attribute in enumerate(spec.tied_weight_attr if len(members) > 1 else ()):
@@ -62,7 +60,7 @@ def ties_of(layers: Sequence[Layer], contents: Sequence[Contents], stage_of: Seq
 
 
 def tie(ties: Iterable[Tie], built: Iterable[Built]) -> Iterator[tuple[Tie, nn.Parameter]]:
-    """Give the layers of this rank one Parameter for each weight that they share, and yield it."""
+    """Make the layers of this rank share one Parameter for each tied weight, and yield it."""
     modules = {layer.index: layer.module for layer in built if layer.module is not None}
     for each in ties:
         here = [(modules[index], attribute) for index, attribute in each.places.items() if index in modules]
@@ -75,15 +73,15 @@ def tie(ties: Iterable[Tie], built: Iterable[Built]) -> Iterator[tuple[Tie, nn.P
 
 
 def refuse_shared(layers: Sequence[Layer], stage_of: Sequence[int]) -> None:
-    """Raise `UsageError` where modules of two stages share a parameter without saying so."""
+    """Raise `UsageError` where given modules of two stages share a parameter outside of a `TiedLayerSpec`."""
     seen: dict[nn.Parameter, Layer] = {}
     for layer in layers:
         for parameter in layer.source.parameters() if isinstance(layer.source, nn.Module) else ():
             first = seen.setdefault(parameter, layer)
             if stage_of[first.index] != stage_of[layer.index]:
                 raise UsageError(f"layers {first} and {layer} share a parameter {tuple(parameter.shape)}, but run in stages "
-                                 f"{stage_of[first.index]} and {stage_of[layer.index]}, each with a copy of its own; give "
-                                 f"both as TiedLayerSpec with one key, or let one stage hold both")
+                                 f"{stage_of[first.index]} and {stage_of[layer.index]}, which would train separate copies; "
+                                 f"give both as TiedLayerSpec with one key, or put both in one stage")
 
 
 def _listed(layer: Layer, contents: Sequence[Contents]) -> str:

@@ -1,11 +1,11 @@
-"""What travels between two stages, taken apart: a skeleton, which is the value without its tensors, and the tensors.
+"""A value that travels between stages is split into a tree spec and its tensors, and rebuilt at the receiver.
 
     {"x": tensor, "cache": [tensor, None], "n": 7}   =   {"x": #0, "cache": [#1, None], "n": 7}  +  (tensor, tensor)
 
-A skeleton is the pickled value in which each tensor's number stands for it, behind the shape, dtype and requires_grad of
-each tensor, so that a receiver can make room. It is the same bytes for every microbatch of the same form, and of the
-forms that are most common (a tensor, or a row of them) it is remembered. A tensor that occurs several times has one number
-and travels once.
+The tree spec is the pickled value with a number in place of each tensor, after the shape, dtype and requires_grad of every
+tensor, so that the receiver can allocate. Microbatches of the same structure and shapes have equal bytes as tree spec; for
+the most common structures (one tensor, or a flat list or tuple of tensors) the bytes are cached. A tensor that occurs
+several times in the value has one number and is sent once.
 """
 
 from __future__ import annotations
@@ -23,87 +23,98 @@ from torch import Tensor, nn
 from shoal.errors import UsageError
 from shoal.pipeline.message import is_small
 
-__all__ = ["Form", "Skeleton", "flatten_tree"]
+__all__ = ["TensorMeta", "TreeSpec", "detached", "flatten_tree", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a receiver has to know of a tensor before it comes."""
+class TensorMeta:
+    """The facts that a receiver needs to allocate a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     on_host: bool
-    """It rests on the host and does so at the other end too; else on the device of whoever has it."""
+    """The tensor is on the CPU at both ends; otherwise on each rank's own device."""
 
 
-def flatten_tree(value: object, what: str) -> tuple[bytes, list[Tensor]]:
-    """Return the skeleton of `value`, in bytes, and its tensors by number.
+def flatten_tree(value: object, name: str) -> tuple[bytes, list[Tensor]]:
+    """Return the tree spec of `value`, in bytes, and its tensors by number.
 
-    `what` names the way in errors. Raises `UsageError` naming the part that cannot travel: an object that does not pickle,
-    or a tensor other than an ordinary dense one.
+    `name` names the value in errors. Raises `UsageError` that names the part that cannot be sent: an object that does not
+    pickle, or a tensor other than an ordinary dense one.
     """
-    kind, tensors, forms = _row(value)
-    known = _skeletons.get((kind, forms))
-    if known is not None:
-        return known, tensors
+    kind, tensors, signature = _flat_signature(value)
+    cached = _specs.get((kind, signature))
+    if cached is not None:
+        return cached, tensors
     writer = _TreeWriter()
     try:
         writer.dump(value)
     except Exception as error:  # pickle raises what the object's own methods raise
         part = writer.last
-        raise UsageError(f"pipeline, {what}: {_where(value, part) or 'a part of the value'} cannot travel to another rank: "
-                         f"{_described(part)} ({error}). What goes from layer to layer over a stage's boundary is tensors, "
-                         f"containers of them, and objects that pickle") from error
-    announced = [(tuple(t.shape), str(t.dtype)[6:], t.requires_grad, t.device.type == "cpu") for t in writer.tensors]
-    skeleton = pickle.dumps(announced, _PROTOCOL) + writer.written
-    if kind is not None and len(_skeletons) < _REMEMBERED:
-        _skeletons[kind, forms] = skeleton
-    return skeleton, writer.tensors
+        path = _path_of(value, part) or "a part of the value"
+        raise UsageError(f"pipeline, {name}: {path} cannot be sent to another rank: {_described(part)} ({error}). A "
+                         f"stage may return tensors, containers of tensors, and objects that pickle") from error
+    metas = [(tuple(t.shape), str(t.dtype)[6:], t.requires_grad, t.device.type == "cpu") for t in writer.tensors]
+    spec = pickle.dumps(metas, _PROTOCOL) + writer.written
+    if kind is not None and len(_specs) < _CACHED_SPECS:
+        _specs[kind, signature] = spec
+    return spec, writer.tensors
 
 
-class Skeleton:
-    """A value without its tensors, at the receiver."""
+def tensors_in(value: object, name: str) -> list[Tensor]:
+    """Return the tensors within `value`, each once, in the order in which they travel; `name` names the value in errors."""
+    return [value] if isinstance(value, Tensor) else flatten_tree(value, name)[1]
 
-    def __init__(self, written: bytes):
-        read = io.BytesIO(written)
-        self.forms = tuple(Form(shape=shape, dtype=getattr(torch, dtype), requires_grad=requires_grad, on_host=on_host)
+
+def detached(value: object, name: str) -> Any:
+    """Return `value` as another rank would receive it: its tensors are leaves that share memory and keep requires_grad."""
+    spec, tensors = flatten_tree(value, name)
+    return TreeSpec(spec).unflatten([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
+
+
+class TreeSpec:
+    """A value without its tensors, as the receiver parses it."""
+
+    def __init__(self, data: bytes):
+        read = io.BytesIO(data)
+        self.metas = tuple(TensorMeta(shape=shape, dtype=getattr(torch, dtype), requires_grad=requires_grad, on_host=on_host)
                            for shape, dtype, requires_grad, on_host in pickle.load(read))
-        self.small = is_small([math.prod(form.shape) * form.dtype.itemsize for form in self.forms])
-        """Whether a message of it needs no header where it is foreseen."""
-        self._written = written[read.tell():]
+        self.small = is_small([math.prod(meta.shape) * meta.dtype.itemsize for meta in self.metas])
+        """Whether a message of this form omits its header when its form was predicted."""
+        self._pickled = data[read.tell():]
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value, made anew, of `tensors` by number."""
-        return _TreeReader(self._written, tensors).load()
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """Return a new value made of `tensors`, by number."""
+        return _TreeReader(self._pickled, tensors).load()
 
 
 _PROTOCOL = 5
 
-_REMEMBERED = 1 << 10
-_Forms = tuple[tuple[Any, ...], ...]
-_skeletons: dict[tuple[type | None, _Forms], bytes] = {}
-"""By what a row is made of: to pickle it anew for every microbatch costs more than to send it."""
+_CACHED_SPECS = 1 << 10
+_Signature = tuple[tuple[Any, ...], ...]
+_specs: dict[tuple[type | None, _Signature], bytes] = {}
+"""Tree specs of flat values by their signature: pickling one anew for every microbatch costs more than sending it."""
 
 
-def _row(value: object) -> tuple[type | None, list[Tensor], _Forms]:
-    """Return the class of a tensor, or of a list or tuple of different ones and None, its tensors, and what they are.
+def _flat_signature(value: object) -> tuple[type | None, list[Tensor], _Signature]:
+    """Return the class, the tensors and the signature of a tensor, or of a list or tuple of distinct tensors and None.
 
-    Of anything else, which takes a look at every part of it, return None for the class.
+    For every other value, whose parts must all be visited, the class is None.
     """
     kind = type(value)
     parts = cast("Sequence[Any]", value if kind is list or kind is tuple else (value,))
     tensors: list[Tensor] = []
-    forms: list[tuple[Any, ...]] = []
+    signature: list[tuple[Any, ...]] = []
     for part in parts:
         if type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and not (part.is_quantized or part.is_meta):
             tensors.append(part)
-            forms.append((part.shape, part.dtype, part.requires_grad, part.device.type))
+            signature.append((part.shape, part.dtype, part.requires_grad, part.device.type))
         elif part is None:
-            forms.append(())
+            signature.append(())
         else:
             return None, [], ()
-    return (kind, tensors, tuple(forms)) if len(set(map(id, tensors))) == len(tensors) else (None, [], ())
+    return (kind, tensors, tuple(signature)) if len(set(map(id, tensors))) == len(tensors) else (None, [], ())
 
 
 class _TreeWriter(pickle.Pickler):
@@ -113,7 +124,7 @@ class _TreeWriter(pickle.Pickler):
         self.tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self.last: object = None
-        """What was being written last: the culprit, if that failed."""
+        """The object visited last: the one that failed, if pickling failed."""
 
     @property
     def written(self) -> bytes:
@@ -132,8 +143,8 @@ class _TreeWriter(pickle.Pickler):
 
 
 class _TreeReader(pickle.Unpickler):
-    def __init__(self, written: bytes, tensors: Sequence[Tensor]):
-        super().__init__(io.BytesIO(written))
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor]):
+        super().__init__(io.BytesIO(pickled))
         self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> Tensor:
@@ -146,8 +157,8 @@ def _described(part: object) -> str:
     return f"it is {repr(part)[:80]} of {type(part).__module__}.{type(part).__qualname__}"
 
 
-def _where(value: object, part: object, path: str = "value") -> str | None:
-    """Return where within containers `part` is, as an expression."""
+def _path_of(value: object, part: object, path: str = "value") -> str | None:
+    """Return the path of `part` within nested containers, as an expression."""
     if value is part:
         return path
     children: Iterator[tuple[object, object]] = iter(())
@@ -155,5 +166,5 @@ def _where(value: object, part: object, path: str = "value") -> str | None:
         children = iter(cast("Mapping[object, object]", value).items())
     elif isinstance(value, list | tuple):
         children = enumerate(cast("Sequence[object]", value))
-    found = (_where(child, part, f"{path}[{key!r}]") for key, child in children)
+    found = (_path_of(child, part, f"{path}[{key!r}]") for key, child in children)
     return next((place for place in found if place), None)

@@ -1,8 +1,8 @@
-"""One way of bytes between two ranks: what is posted at one end under a tag arrives at the other, in order.
+"""Point-to-point transport between two ranks: tensors sent under a tag arrive at the peer under that tag, in order.
 
-Tensors travel as bytes, so that every dtype does, without a copy. Words and tensors of the host go by gloo, in pieces, as
-those of collectives; what rests on a device goes by the device's own backend, whole, or where that is gloo too, by way of
-the host. NCCL knows no tags: each way needs a group of its own there.
+Tensors travel as raw bytes without a copy, so every dtype is supported. Headers and CPU tensors go by gloo, cut into pieces
+like those of collectives. Device tensors go by the device's own backend, uncut; if that backend is gloo, they are copied
+through the host. NCCL has no tags, so with NCCL each wire needs a process group of its own.
 """
 
 from __future__ import annotations
@@ -19,101 +19,103 @@ from shoal.transport import process_group
 from shoal.transport.collectives import CHUNK_BYTES
 from shoal.transport.reduction import chunks
 
-__all__ = ["EVER", "TAGS", "Wire", "WireTransfer"]
+__all__ = ["NO_TIMEOUT", "TAGS", "Wire", "WireTransfer", "wire_pieces"]
 
 TAGS = 128
 """The tags of one wire."""
 
-EVER = timedelta(days=3650)
-"""Of a thread that waits for what somebody else may never need."""
+NO_TIMEOUT = timedelta(days=3650)
+"""For a background thread whose message the caller may never ask for."""
 
 _FIRST_TAG = 1 << 24  # above those of collectives on the same group
-_AT_ONCE = timedelta(milliseconds=1)
+_IMMEDIATELY = timedelta(milliseconds=1)
 _HOST = torch.device("cpu")
 
 
 class WireTransfer:
-    """Messages under way, and the tensors that they fill or empty."""
+    """Sends or receives in flight, and their tensors."""
 
-    __slots__ = ("_by_device", "_by_host", "tensors")
+    __slots__ = ("_device_work", "_host_work", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors = tensors
-        self._by_host: list[dist.Work] = []
-        self._by_device: list[dist.Work] = []
+        self._host_work: list[dist.Work] = []
+        self._device_work: list[dist.Work] = []
 
     def add(self, tensor: Tensor, works: Iterable[dist.Work]) -> None:
-        """Take note of the messages of `tensor`."""
-        (self._by_host if tensor.is_cpu else self._by_device).extend(works)
+        """Add the work handles of the pieces of `tensor`."""
+        (self._host_work if tensor.is_cpu else self._device_work).extend(works)
 
-    def wait(self, timeout: timedelta = EVER) -> None:
-        """Return when the tensors may be used; on NCCL, by what this thread's stream is given from now on. Once only.
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> None:
+        """Return when the tensors may be used; on NCCL, by later work on this thread's stream. Call it once.
 
-        Raises RuntimeError where the other end is gone. After `timeout` gloo ends the whole group, and raises too.
+        Raises RuntimeError if the peer is gone. After `timeout` gloo ends the whole group and raises too.
         """
-        for work in self._by_host:
+        for work in self._host_work:
             work.wait(timeout)
-        for work in self._by_device:
-            work.wait()  # a timeout would have this thread look for the end again and again
+        for work in self._device_work:
+            work.wait()  # with a timeout this thread would poll for the end instead of ordering its stream
 
 
 class Wire:
-    """This rank's end of a way to, or from, rank `peer` of `group`; its tags are `TAGS` from `number` times `TAGS` on."""
+    """This rank's end of a connection to rank `peer` of `group`, with the `TAGS` tags from `number` x `TAGS` on."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, device: torch.device):
         backends = process_group.backends(group)
-        assert backends.get("cpu") == "gloo", f"words go by gloo, and the group has {backends}"
+        assert backends.get("cpu") == "gloo", f"headers go by gloo, and the group has {backends}"
         self._group = group
         self._peer = peer
         self._tag = _FIRST_TAG + number * TAGS
         self._device = device
-        self._device_way = _HOST if backends.get(device.type, "gloo") == "gloo" else device
+        self._device_carrier = _HOST if backends.get(device.type, "gloo") == "gloo" else device
         self.peer = dist.get_global_rank(group, peer)
         """The peer's rank in the world."""
-        self.waits_idly = self._device_way == _HOST
-        """Whether a message that was asked for early costs no more than its memory: NCCL's would keep the device busy."""
+        self.early_receives_are_free = self._device_carrier == _HOST
+        """Whether a pending receive costs only its memory; with NCCL a pending receive occupies the device."""
 
-    def words(self, *values: int) -> Tensor:
-        """Return integers as a tensor that travels as it is."""
+    def pack_integers(self, *values: int) -> Tensor:
+        """Return integers as a tensor that can be sent."""
         return torch.tensor(values, dtype=torch.int64)
 
-    def text(self, data: bytes) -> Tensor:
-        """Return bytes as a tensor that travels as it is."""
+    def pack_bytes(self, data: bytes) -> Tensor:
+        """Return bytes as a tensor that can be sent."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-    def way(self, *, on_host: bool) -> torch.device:
-        """Return the device by which a tensor travels that rests on the host, or does not."""
-        return _HOST if on_host else self._device_way
+    def carrier(self, *, on_host: bool) -> torch.device:
+        """Return the device from which a tensor is sent, for a tensor of the host or of the device."""
+        return _HOST if on_host else self._device_carrier
 
-    def rest(self, *, on_host: bool) -> torch.device:
-        """Return the device on which a tensor rests at this end, when it has come."""
+    def destination(self, *, on_host: bool) -> torch.device:
+        """Return the device on which a received tensor belongs, for a tensor of the host or of the device."""
         return _HOST if on_host else self._device
 
     def send(self, tagged: Sequence[tuple[int, Tensor]]) -> WireTransfer:
-        """Start sending the contiguous tensors, each under its tag and where it travels."""
+        """Start sending the contiguous tensors, each under its tag; each is on its carrier device."""
         group, peer, first = self._group, self._peer, self._tag
         transfer = WireTransfer([tensor for _, tensor in tagged])
         for tag, tensor in tagged:
-            transfer.add(tensor, [group.send([piece], peer, first + tag) for piece in messages(tensor)])
+            transfer.add(tensor, [group.send([piece], peer, first + tag) for piece in wire_pieces(tensor)])
         return transfer
 
     def receive(self, tensors: Sequence[Tensor], tag: int) -> WireTransfer:
-        """Start filling the contiguous `tensors`, each where it travels, with what the other end sends next."""
+        """Start receiving what the peer sends next under `tag` into contiguous `tensors`, each on its carrier device."""
         group, peer, tag = self._group, self._peer, self._tag + tag
         transfer = WireTransfer(tensors)
         for tensor in tensors:
-            transfer.add(tensor, [group.recv([piece], peer, tag) for piece in messages(tensor)])
+            transfer.add(tensor, [group.recv([piece], peer, tag) for piece in wire_pieces(tensor)])
         return transfer
 
-    def cut(self) -> None:
-        """End whatever waits in this group, here and at its peers: gloo closes its connections when a wait is too long."""
+    def break_waits(self) -> None:
+        """End all waits in this group, here and at its peers: gloo closes its connections when a wait times out."""
         with suppress(RuntimeError):
-            self._group.recv([torch.empty(1)], self._peer, self._tag).wait(_AT_ONCE)
+            self._group.recv([torch.empty(1)], self._peer, self._tag).wait(_IMMEDIATELY)
 
 
-def messages(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return `tensor` as the messages in which it travels: in pieces by gloo, which asks for no dtype; whole by a device's
-    backend, which cuts by itself, and takes a kernel for each message.
+def wire_pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the pieces in which `tensor` is sent.
+
+    For gloo they are byte views of at most `PIECE_BYTES`, since gloo checks no dtype. A device tensor is one piece: NCCL
+    cuts it by itself, and launches a kernel for each message.
     """
     size, by_gloo = tensor.nbytes, tensor.is_cpu
     if size == 0:

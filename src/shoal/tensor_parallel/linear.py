@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current
+from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current_queue
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.regions import gathered, joined, summed
 
@@ -108,14 +108,14 @@ class _Owed:
     @classmethod
     def to(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> Self | None:
         """Return what the schedule at present owes to the weights of a product with `x`; None: it takes backward at once."""
-        deferred = current()
-        if deferred is None or not weight.requires_grad or not deferred.takes(x, weight, bias):
+        deferred = current_queue()
+        if deferred is None or not weight.requires_grad or not deferred.accepts(x, weight, bias):
             return None
         return cls(deferred, (weight,) if bias is None else (weight, bias))
 
     def later(self, x: Callable[[], Tensor], inputs: int, gradient: Tensor) -> None:
         """Remember what the gradients are made of."""
-        self.deferred.owe(WeightGradTask(self.weights, gradient, inputs, x))
+        self.deferred.add(WeightGradTask(self.weights, gradient, inputs, x))
 
 
 def _in_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

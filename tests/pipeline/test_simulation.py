@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ScheduleError, ShoalError, UsageError
-from shoal.pipeline.check import check
+from shoal.pipeline.check import check, simulate
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
-from shoal.pipeline.simulate import Durations, Simulation, simulate
+from shoal.pipeline.simulation import Durations, Simulation
 
 
 def written(owner: tuple[int, ...], *rows: str, microbatches: int) -> PipelineSchedule:

@@ -1,5 +1,6 @@
-"""When each rank does what, if instructions take a given time: a rank does its row in order, each as soon as what it needs
-is there. Sends are asynchronous: a rank that has computed goes on, and what it sends arrives `travel` later.
+"""`replay` simulates a schedule: each rank runs its row in order, each instruction as soon as its dependencies are done.
+
+Sends are asynchronous: the sender computes on, and a result of another rank is available `travel` after its end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["Cell", "Durations", "Simulation", "replay"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long one microbatch takes at one stage, and from a rank to another, in any one unit."""
+    """The times of one microbatch at one stage, and of one message between two ranks, all in one arbitrary unit."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -31,18 +32,18 @@ class Durations:
 
     @property
     def backward(self) -> float:
-        """Of both halves."""
+        """The whole backward: input gradient and weight gradients."""
         return self.input + self.weight
 
     def of(self, kind: Op) -> float:
-        """Return how long an instruction of `kind` takes."""
+        """Return the duration of an instruction of `kind`."""
         return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.INPUT: self.input,
                 Op.WEIGHT: self.weight}[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """An instruction, from `start` to `end`."""
+    """An instruction and its start and end times."""
 
     instruction: Instruction
     start: float
@@ -51,16 +52,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A schedule in time; not the whole of it where ranks wait for what never comes."""
+    """A schedule in time; incomplete if ranks deadlock."""
 
     schedule: PipelineSchedule
     durations: Durations
     rows: tuple[tuple[Cell, ...], ...]
-    """rank -> what it has done, in order"""
+    """rank -> the instructions that it completed, in order"""
 
     @property
     def makespan(self) -> float:
-        """From the start of the first instruction to the end of the last."""
+        """The time from the start of the first instruction to the end of the last."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @property
@@ -70,7 +71,7 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The time that each rank does not compute before all have ended: the bubble, in units of time."""
+        """The time that each rank does not compute within the makespan: the bubble, in units of time."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
@@ -85,13 +86,13 @@ class Simulation:
 
     @property
     def stuck(self) -> dict[int, Instruction]:
-        """What each rank that has not ended waits to do."""
+        """The next instruction of each rank that could not finish its row."""
         return {rank: row[len(done)] for rank, (row, done) in enumerate(zip(self.schedule.rows, self.rows, strict=True))
                 if len(done) < len(row)}
 
 
 def replay(schedule: PipelineSchedule, durations: Durations) -> Simulation:
-    """Let every rank do what it can."""
+    """Simulate every rank until all rows are done or no rank can go on (a deadlock, see `Simulation.stuck`)."""
     rows: list[list[Cell]] = [[] for _ in schedule.rows]
     ends: dict[Instruction, float] = {}
     waiting = set(range(len(rows)))
@@ -103,17 +104,17 @@ def replay(schedule: PipelineSchedule, durations: Durations) -> Simulation:
 
 def _advance(schedule: PipelineSchedule, rank: int, done: list[Cell], ends: dict[Instruction, float],
              durations: Durations) -> bool:
-    """Let a rank go on until it waits for what is not there; return whether it did anything."""
+    """Run a rank until a dependency is missing; return whether it completed any instruction."""
     row, before = schedule.rows[rank], len(done)
     while len(done) < len(row):
         instruction = row[len(done)]
         arrivals = [done[-1].end if done else 0.0]
-        for needed in instruction.needs(schedule.stages):
+        for needed in instruction.dependencies(schedule.stages):
             if needed not in ends:
                 return len(done) > before
-            away = schedule.owner[needed.stage] != rank
-            arrivals.append(ends[needed] + (durations.travel if away else 0.0))
+            remote = schedule.owner[needed.stage] != rank
+            arrivals.append(ends[needed] + (durations.travel if remote else 0.0))
         start = max(arrivals)
         done.append(Cell(instruction=instruction, start=start, end=start + durations.of(instruction.kind)))
-        ends.update(dict.fromkeys(instruction.halves(), done[-1].end))
+        ends.update(dict.fromkeys(instruction.completes(), done[-1].end))
     return len(done) > before
