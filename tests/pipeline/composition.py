@@ -1,8 +1,8 @@
-"""What composes with what: every pair of features that does not exclude itself is a training of its own.
+"""The pairs of features that compose: each pair that can be combined is one training in `test_composition.py`.
 
     python -m tests.pipeline.composition        writes the table into docs/composition.md
 
-The table is made of the very list that `test_composition.py` trains through.
+The table is generated from the list that the test trains through.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """One way in which a training may differ; of one `kind` a training has one."""
+    """One feature of a training; a training has at most one of each `kind`."""
 
     name: str
     kind: str
@@ -57,12 +57,12 @@ FEATURES = (
 
 
 def pairs() -> Iterator[tuple[Feature, Feature]]:
-    """Yield every two features that one training can have."""
+    """Yield every pair of features that one training can have."""
     return ((one, other) for one, other in combinations(FEATURES, 2) if one.kind != other.kind)
 
 
 def settings(one: Feature, other: Feature, folder: str) -> dict[str, Any]:
-    """Return the keywords of a `Wide` case with both features: accumulation over four microbatches is always on."""
+    """Return the keyword arguments of a case with both features; all accumulate over four microbatches."""
     pair = (one, other)
     zero = max((each.zero for each in pair if each.zero is not None), default=1 if one.replicas * other.replicas > 1 else 0)
     place: dict[str, Any] = {}
@@ -89,12 +89,13 @@ def table() -> str:
         cells = ["yes" if frozenset((one, other)) in known else "" for other in FEATURES]
         lines.append("| " + " | ".join([f"**{one.name}**", *cells]) + " |")
     return "\n".join([
-        "# What composes with what", "",
-        "Each yes is a training that `tests/pipeline/test_composition.py` runs, two ranks along every axis it has and",
-        "four microbatches a step, and whose losses and weights it compares with plain PyTorch in one process: in fp32",
-        "within rounding. A field is empty where a training has only one of the two, such as a schedule. More than two",
-        "at once are in `tests/pipeline/test_three_dimensions.py`, and others beside it.", "", *lines, "",
-        "This page is written by `python -m tests.pipeline.composition`, from the list that the test goes through.", ""])
+        "# Which features compose", "",
+        "Each yes is a training that `tests/pipeline/test_composition.py` runs, with two ranks along every axis it has and",
+        "four microbatches a step. The test compares its losses and weights with plain PyTorch in one process: in fp32",
+        "they agree within rounding. A cell is empty where a training has only one of the two, for example one schedule.",
+        "`tests/pipeline/test_three_dimensions.py` and `make fuzz` train with more than two features at once.", "",
+        *lines, "",
+        "This page is written by `python -m tests.pipeline.composition` from the list that the test trains through.", ""])
 
 
 if __name__ == "__main__":

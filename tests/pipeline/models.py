@@ -1,4 +1,4 @@
-"""Small layers of which pipelines are made in tests."""
+"""Small layers for pipelines in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, WORDS = 8, 13
 
 
 class Block(nn.Module):
-    """A residual block that counts what is built of it, and run."""
+    """A residual block that records each build and each run."""
 
     built: ClassVar[list[int]] = []
     runs: ClassVar[list[int]] = []
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores of words by a weight that an embedding may share, and a bias of its own."""
+    """Scores words by a weight that an embedding may share, and its own bias."""
 
     def __init__(self, words: int = WORDS, width: int = WIDTH, dtype: torch.dtype = torch.float32):
         super().__init__()

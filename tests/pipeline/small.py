@@ -1,4 +1,4 @@
-"""A small language model as a list of layers, and its training: by an engine on a mesh, and by plain PyTorch alone."""
+"""A small language model as a list of layers, and its training by an engine on a mesh and by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def layers(*, tied: bool = True) -> list[shoal.LayerSpec]:
-    """The model, with the head's matrix the embedding's or not."""
+    """Return the layers, with or without the head's matrix tied to the embedding."""
     if not tied:
         return [shoal.LayerSpec(Embed), *(shoal.LayerSpec(Block) for _ in range(BLOCKS)), shoal.LayerSpec(Head)]
     return [shoal.TiedLayerSpec("words", Embed, tied_weight_attr="words.weight"),
@@ -61,7 +61,7 @@ def layers(*, tied: bool = True) -> list[shoal.LayerSpec]:
 
 
 def microbatch(step: int, number: int, rank: int, *, length: int = 6) -> tuple[Tensor, Tensor]:
-    """One microbatch of a data rank."""
+    """Return one microbatch of a data rank."""
     generator = torch.Generator().manual_seed(step * 1000 + number * 10 + rank)
     tokens = torch.randint(0, WORDS, (MICRO, length), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -69,7 +69,7 @@ def microbatch(step: int, number: int, rank: int, *, length: int = 6) -> tuple[T
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A way to train."""
+    """The settings of one training."""
 
     stages: int = 1
     schedule: str = "1f1b"
@@ -106,12 +106,12 @@ class Result:
 
 
 def data(step: int, rank: int, count: int = COUNT) -> Iterator[tuple[Tensor, Tensor]]:
-    """The microbatches of one step of a data rank."""
+    """Return the microbatches of one step of a data rank."""
     return (microbatch(step, number, rank) for number in range(count))
 
 
 def train(case: Case, steps: int = STEPS) -> Result:
-    """Train by an engine; every rank returns the losses and norms, rank 0 the weights."""
+    """Train with an engine; every rank returns the losses and norms, rank 0 also the weights."""
     engine, *_ = shoal.initialize(model=case.module(), config=case.settings)
     losses = [engine.train_batch(data(step, engine.mesh.rank("data"))).item() for step in range(steps)]
     norms = [engine.get_global_grad_norm()]
@@ -124,7 +124,7 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 def train_plain(case: Case, ranks: int, steps: int = STEPS,
                 make: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adamw) -> Result:
-    """Train by plain PyTorch in one process, on the samples of `ranks` data ranks; in fp32."""
+    """Train with plain PyTorch in one process and fp32, on the samples of `ranks` data ranks."""
     model = nn.Sequential()
     for number, spec in enumerate(layers(tied=case.tied)):
         torch.manual_seed(1234 + number)
@@ -145,5 +145,3 @@ def train_plain(case: Case, ranks: int, steps: int = STEPS,
         optimizer.step()
         optimizer.zero_grad()
     return Result(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
-
-

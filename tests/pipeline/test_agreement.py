@@ -1,4 +1,4 @@
-"""What ranks must be of one mind about is compared before anything is built, and samples before they are trained on."""
+"""Ranks compare their arguments before anything is built, and their samples before training on them."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ def engine_of(count: int = 4, module: dict[str, Any] | None = None, **config: An
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}} | config)[0]
 
 
-def told(call: Callable[[], object], kind: type[ShoalError] = RanksDisagree) -> str:
+def error_of(call: Callable[[], object], kind: type[ShoalError] = RanksDisagree) -> str:
+    """Return the message of the error that `call` raises."""
     with pytest.raises(kind) as found:
         call()
     return str(found.value)
 
 
-def others() -> list[str]:
+def different_arguments() -> list[str]:
     other = dist.get_rank() == 1
     sample = next(batches())
     return [
-        told(lambda: engine_of(6 if other else 4)),
-        told(lambda: engine_of(module={"partition_method": [0, 2, 4] if other else [0, 1, 4]})),
-        told(lambda: engine_of(module={"schedule": "gpipe" if other else "1f1b"})),
-        told(lambda: engine_of(pipeline={"schedule": "zb-h1" if other else "1f1b"})),
-        told(lambda: engine_of(gradient_accumulation_steps=3 if other else 2)),
-        told(lambda: engine_of(zero_optimization={"stage": 1 if other else 0})),
-        told(lambda: engine_of(6 if other else 4, module={"partition_method": "profile", "sample": sample})),
-        told(lambda: engine_of(gradient_accumulation_steps=0 if other else 2), ShoalError),
-        told(lambda: engine_of(mesh={"tensor": 3} if other else {}), ShoalError),
+        error_of(lambda: engine_of(6 if other else 4)),
+        error_of(lambda: engine_of(module={"partition_method": [0, 2, 4] if other else [0, 1, 4]})),
+        error_of(lambda: engine_of(module={"schedule": "gpipe" if other else "1f1b"})),
+        error_of(lambda: engine_of(pipeline={"schedule": "zb-h1" if other else "1f1b"})),
+        error_of(lambda: engine_of(gradient_accumulation_steps=3 if other else 2)),
+        error_of(lambda: engine_of(zero_optimization={"stage": 1 if other else 0})),
+        error_of(lambda: engine_of(6 if other else 4, module={"partition_method": "profile", "sample": sample})),
+        error_of(lambda: engine_of(gradient_accumulation_steps=0 if other else 2), ShoalError),
+        error_of(lambda: engine_of(mesh={"tensor": 3} if other else {}), ShoalError),
     ]
 
 
-def test_the_first_thing_in_which_ranks_differ_is_named_before_anything_is_built() -> None:
-    found = run_ranks(2, others)
-    for said in found:
-        for text, words in zip(said, (
+def test_ranks_with_different_arguments_fail_before_building() -> None:
+    found = run_ranks(2, different_arguments)
+    for messages in found:
+        for text, words in zip(messages, (
             "initialize: ranks differ in the number of layers: rank 0 has 4, rank 1 has 6; give every rank the same layers",
             "initialize: ranks differ in where stages begin: rank 0 has [0, 1, 4], rank 1 has [0, 2, 4]",
             "initialize: ranks differ in the schedule: rank 0 has '1f1b', rank 1 has 'gpipe'",
@@ -71,37 +72,37 @@ def test_the_first_thing_in_which_ranks_differ_is_named_before_anything_is_built
     assert found[0][7].startswith("initialize: rank 1 failed, and the others wait for it: ")
 
 
-def same_but_for_what_is_ones_own() -> float:
+def rank_local_settings() -> float:
     rank = dist.get_rank()
     engine = engine_of(steps_per_print=1 + rank, log_level="error" if rank else "warning", timeout=30 + rank)
     return engine.train_batch(batches()).item()
 
 
-def test_ranks_may_differ_in_what_concerns_a_rank_alone() -> None:
-    assert len(set(run_ranks(2, same_but_for_what_is_ones_own))) == 1
+def test_ranks_may_differ_in_rank_local_settings() -> None:
+    assert len(set(run_ranks(2, rank_local_settings))) == 1
 
 
-def unlike_samples() -> list[str]:
+def different_samples() -> list[str]:
     rank = dist.get_rank()
     engine = engine_of()
-    said = [told(lambda: engine.train_batch(batches(size=2 + rank)))]
+    messages = [error_of(lambda: engine.train_batch(batches(size=2 + rank)))]
     engine = engine_of()
-    said.append(told(lambda: engine.train_batch(batches(seed=rank))))
-    said.append(told(lambda: engine.eval_batch(batches(), num_micro_batches=1 + rank)))
-    engine.train_batch(batches())  # nothing had begun
-    said.append(told(lambda: engine.eval_batch(batches(size=2 + rank))))
-    said.append(told(lambda: engine_of().eval_batch(batches(seed=rank))))
+    messages.append(error_of(lambda: engine.train_batch(batches(seed=rank))))
+    messages.append(error_of(lambda: engine.eval_batch(batches(), num_micro_batches=1 + rank)))
+    engine.train_batch(batches())  # the step had not begun
+    messages.append(error_of(lambda: engine.eval_batch(batches(size=2 + rank))))
+    messages.append(error_of(lambda: engine_of().eval_batch(batches(seed=rank))))
     engine = engine_of()
-    said.append(told(lambda: engine.train_batch(batches()) if rank else engine.eval_batch(batches())))
+    messages.append(error_of(lambda: engine.train_batch(batches()) if rank else engine.eval_batch(batches())))
     debugged = engine_of(debug=True)
     debugged.train_batch(batches())
-    said.append(told(lambda: debugged.train_batch(batches(seed=rank))))
-    return said
+    messages.append(error_of(lambda: debugged.train_batch(batches(seed=rank))))
+    return messages
 
 
 def test_the_first_and_the_last_stage_must_draw_the_same_samples() -> None:
-    for said in run_ranks(2, unlike_samples):
-        for text, words in zip(said, (
+    for messages in run_ranks(2, different_samples):
+        for text, words in zip(messages, (
             "train_batch: microbatch 0: rank 0 (stage 0) drew inputs of (2, 4) float32, rank 1 (stage 1) of (3, 4) float32; "
             "the ranks of the first and the last stage, and all their tensor ranks, draw the same samples",
             "train_batch: microbatch 0: rank 0 (stage 0) and rank 1 (stage 1) drew labels of one shape ((2, 4) float32) and "
@@ -116,43 +117,45 @@ def test_the_first_and_the_last_stage_must_draw_the_same_samples() -> None:
             assert words in text
 
 
-def parts_alone() -> list[float]:
-    """Each stage draws what it uses; inputs are changed at random where they are not used."""
+def partial_samples() -> list[float]:
+    """Each stage draws only the part that it uses; then inputs differ where they are not used."""
     rank, engine = dist.get_rank(), engine_of()
-    halves = iter([(x, None) if rank == 0 else (None, y) for x, y in batches()])
+    partial = iter([(x, None) if rank == 0 else (None, y) for x, y in batches()])
     changed = iter([(x + rank, y) for x, y in batches()])
-    return [engine.eval_batch(halves).item(), engine_of().eval_batch(changed).item()]
+    return [engine.eval_batch(partial).item(), engine_of().eval_batch(changed).item()]
 
 
-def test_a_stage_may_leave_out_what_it_does_not_use() -> None:
-    found = run_ranks(2, parts_alone)
+def test_a_stage_may_omit_the_part_that_it_does_not_use() -> None:
+    found = run_ranks(2, partial_samples)
     assert found[0] == found[1] and found[0][0] == found[0][1]
 
 
-def of_later_steps() -> tuple[str, str, float]:
+def sizes_at_a_later_step() -> tuple[str, str, float]:
     engine, other = engine_of(timeout=20), dist.get_rank() == 1
     engine.train_batch(batches())
     sizes = [2, 3] if other else [2, 2]
-    unlike = told(lambda: engine.train_batch(iter([next(batches(size=size)) for size in sizes])))
+    data = iter([next(batches(size=size)) for size in sizes])
+    disagreement = error_of(lambda: engine.train_batch(data))
     after = engine.train_batch(batches()).item()
     parts = iter([(None, next(batches(size=3))[1]) if other else (next(batches())[0], None)] * 2)
-    return unlike, told(lambda: engine.train_batch(parts), PipelineError), after
+    return disagreement, error_of(lambda: engine.train_batch(parts), PipelineError), after
 
 
-def test_a_microbatch_of_another_size_is_named_with_both_numbers_at_any_step() -> None:
-    for unlike, within, after in run_ranks(2, of_later_steps):
-        assert "microbatch 1: rank 0 (stage 0) drew inputs of (2, 4) float32, rank 1 (stage 1) of (3, 4) float32" in unlike
+def test_microbatch_sizes_that_differ_are_named_at_any_step() -> None:
+    for disagreement, in_loss, after in run_ranks(2, sizes_at_a_later_step):
+        sizes = "microbatch 1: rank 0 (stage 0) drew inputs of (2, 4) float32, rank 1 (stage 1) of (3, 4) float32"
+        assert sizes in disagreement
         assert after > 0
-        assert "(the output has 2 samples, and the labels 3; the ranks of the first and the last stage draw the" in within
+        assert "(the output has 2 samples, and the labels 3; the ranks of the first and the last stage draw the" in in_loss
 
 
 def ending(case: str) -> tuple[str, list[float], bool]:
-    """Train a step, try one whose iterator ends early on some ranks, and go on."""
+    """Train a step, try one whose iterator ends early on some ranks, and train on."""
     engine, plain, rank = engine_of(3, {"num_stages": 2}), engine_of(3, {"num_stages": 2}), dist.get_rank()
     losses = [engine.train_batch(batches()).item()]
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    enough = {"all": False, "one": rank != 3, "unlike": rank == 1}[case]
-    text = told(lambda: engine.train_batch(batches(2 if enough else 1)), UsageError)
+    enough = {"all": False, "one": rank != 3, "some": rank == 1}[case]
+    text = error_of(lambda: engine.train_batch(batches(2 if enough else 1)), UsageError)
     same = all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
     same = same and engine.global_steps == engine.micro_steps // 2 == 1
     losses += [engine.train_batch(batches(seed=2)).item(), engine.eval_batch(batches()).item()]
@@ -162,30 +165,30 @@ def ending(case: str) -> tuple[str, list[float], bool]:
 
 
 @pytest.mark.parametrize(("case", "who"), [
-    ("all", "ranks 0, 1, 2, 3: "), ("one", "rank 3: "), ("unlike", "ranks 0, 2, 3: "),
+    ("all", "ranks 0, 1, 2, 3: "), ("one", "rank 3: "), ("some", "ranks 0, 2, 3: "),
 ])
-def test_an_iterator_that_ends_early_at_a_later_step_leaves_the_engine_as_it_was(case: str, who: str) -> None:
+def test_an_iterator_that_ends_early_leaves_the_engine_unchanged(case: str, who: str) -> None:
     for text, _, same in run_ranks(4, ending, case):
         assert text.startswith(f"{who}train_batch, step 2: the iterator ended after 1 of 2 microbatches; give it a multiple")
         assert text.count("train_batch") == 1 and same
 
 
-def odd_iterators() -> list[str]:
+def invalid_iterators() -> list[str]:
     def broken() -> Iterator[Any]:
         yield next(batches())
         raise OSError("disk gone")
 
     engine = engine_of()
-    said = [told(lambda data=data: engine.train_batch(data), UsageError)
+    messages = [error_of(lambda data=data: engine.train_batch(data), UsageError)
             for data in (broken(), iter([(torch.zeros(2, WIDTH),) * 3] * 2), batches(1), [1, 2])]
-    said += [told(lambda count=count: engine.eval_batch(batches(), num_micro_batches=count), UsageError)
+    messages += [error_of(lambda count=count: engine.eval_batch(batches(), num_micro_batches=count), UsageError)
              for count in (0, -1, 1.5)]
     engine.train_batch(batches())
-    return said
+    return messages
 
 
-def test_iterators_and_counts_that_cannot_be_are_refused_and_the_engine_goes_on() -> None:
-    for text, words in zip(run_ranks(2, odd_iterators)[1], (
+def test_invalid_iterators_and_counts_are_refused_without_harm() -> None:
+    for text, words in zip(run_ranks(2, invalid_iterators)[1], (
         "ranks 0, 1: train_batch, step 1: the iterator failed: OSError: disk gone",
         "the iterator gave a tuple of 3; each item is (inputs, labels)",
         "the iterator ended after 1 of 2 microbatches; give it a multiple of 2, or wrap the loader in",

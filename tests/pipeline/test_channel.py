@@ -1,4 +1,4 @@
-"""What is sent at one end comes out of the other: every value, in order, for its bytes and 16 more."""
+"""A channel delivers every value in order, for the bytes of its tensors and a 16-byte header."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def ends(number: int = 0, timeout: float = 20) -> Sender | Receiver:
     """Return this rank's end of a channel from rank 0 to rank 1."""
     group = dist.group.WORLD
     assert group is not None
-    what = "activations of stage 1 from stage 0"
+    name = "activations of stage 1 from stage 0"
     if dist.get_rank() == 0:
-        return Sender(group, 1, number, device=HOST, timeout=timeout, name=what)
-    return Receiver(group, 0, number, device=HOST, timeout=timeout, name=what)
+        return Sender(group, 1, number, device=HOST, timeout=timeout, name=name)
+    return Receiver(group, 0, number, device=HOST, timeout=timeout, name=name)
 
 
-def passed(values: list[Any]) -> list[Any]:
+def transfer(values: list[Any]) -> list[Any]:
+    """Send `values` from rank 0; return what rank 1 received."""
     end = ends()
     found: list[Any] = []
     if isinstance(end, Sender):
@@ -74,24 +75,24 @@ def every_kind() -> list[Any]:
         torch.randn(3).double(), torch.randn(3, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64).conj(),
         torch.arange(6, dtype=torch.uint8), torch.randn(4, 6).t(), torch.randn(8)[::2], torch.randn(2, 1).expand(2, 3),
         torch.randn(3 << 20), (torch.randn(2), torch.ones(3, dtype=torch.int64), None),
-        {"x": torch.randn(2, 2), "mask": torch.ones(2) > 0, "n": 3}, [shared, {"again": shared}], (),
+        {"x": torch.randn(2, 2), "mask": torch.ones(2) > 0, "n": 3}, [shared, {"same": shared}], (),
         None, "text", 3.5, {"nothing": []},
     ]  # fmt: skip
 
 
-def kinds() -> list[bool]:
+def every_kind_arrives() -> list[bool]:
     values = every_kind()
-    return [same(a, b) for a, b in zip(values, passed(values), strict=False)]
+    return [same(a, b) for a, b in zip(values, transfer(values), strict=False)]
 
 
 def test_every_kind_of_value_arrives() -> None:
-    found = run_ranks(2, kinds)[1]
+    found = run_ranks(2, every_kind_arrives)[1]
     assert found == [True] * len(every_kind())
 
 
 def shared_once() -> bool:
     one = torch.randn(2)
-    found = passed([(one, [one])])
+    found = transfer([(one, [one])])
     return dist.get_rank() == 0 or found[0][0] is found[0][1][0]
 
 
@@ -99,8 +100,8 @@ def test_a_tensor_in_two_places_arrives_as_one() -> None:
     assert run_ranks(2, shared_once) == [True, True]
 
 
-def many(width: int, pause: bool) -> bool:
-    """Pass forms that repeat, alternate, and outnumber what both ends remember, smaller and larger ones."""
+def many_forms(width: int, pause: bool) -> bool:
+    """Send small and large forms that repeat, alternate, and outnumber the forms that both ends keep."""
     chance = random.Random(0)
     kinds = [1, 1, 1, 2, 2, *(chance.choice([3, 4]) for _ in range(50)), *range(5, 5 + 2 * KNOWN_FORMS), 1, 1, 1, 1, 1, 1, 0,
              *(kind for _ in range(40) for kind in [chance.randrange(8)] * chance.randrange(9)), 1, 1, 1, 1, 1,
@@ -125,12 +126,12 @@ def many(width: int, pause: bool) -> bool:
 
 @pytest.mark.parametrize(("width", "pause"), [(1, False), (4, True), (4000, False), (4000, True), (20_000, True)])
 def test_messages_of_many_forms_arrive_in_order(width: int, pause: bool) -> None:
-    """Of nothing to 10 MB: with headers and without, foreseen and not."""
-    assert all(run_ranks(2, many, width, pause))
+    """From no bytes to 10 MB: with and without headers, predicted and not."""
+    assert all(run_ranks(2, many_forms, width, pause))
 
 
-def around() -> list[float]:
-    """Pass numbers both ways around three ranks at once, over two channels between any two."""
+def ring() -> list[float]:
+    """Send numbers both ways around a ring of three ranks, over two channels between any two."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
@@ -152,10 +153,10 @@ def around() -> list[float]:
 
 
 def test_channels_do_not_mix() -> None:
-    assert run_ranks(3, around) == [[0.0] * 40] * 3
+    assert run_ranks(3, ring) == [[0.0] * 40] * 3
 
 
-def freed(size: int) -> list[bool]:
+def tensors_alive(size: int) -> list[bool]:
     tensors = [torch.randn(size) for _ in range(5)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     kept: list[Tensor] = []
@@ -164,7 +165,7 @@ def freed(size: int) -> list[bool]:
         end.expect(5)
         while tensors:
             end.send({"x": tensors.pop()})
-        assert not end._posted, "the thread has the last that was announced"  # pyright: ignore[reportPrivateUsage]
+        assert not end._posted, "the thread got all at the last announced message"  # pyright: ignore[reportPrivateUsage]
         end.flush()
         gc.collect()
         return [ref() is not None for ref in alive]
@@ -176,12 +177,12 @@ def freed(size: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
-def test_what_was_sent_and_what_was_taken_is_let_go(size: int) -> None:
-    assert run_ranks(2, freed, size) == [[False] * 5] * 2
+def test_sent_and_received_tensors_are_released(size: int) -> None:
+    assert run_ranks(2, tensors_alive, size) == [[False] * 5] * 2
 
 
 def warm(end: Sender | Receiver, messages: int, size: int) -> None:
-    """Pass messages of one form, which is foreseen then, if they are some."""
+    """Send messages of one form, so that the form is predicted afterwards, unless there are none."""
     if isinstance(end, Receiver):
         end.expect(messages)
     for _ in range(messages):
@@ -190,17 +191,17 @@ def warm(end: Sender | Receiver, messages: int, size: int) -> None:
         end.flush()
 
 
-def hurried(end: Sender | Receiver, seconds: float) -> None:
-    """Change the timeout of an end once it is warm: short ones are for waits that nothing ends."""
+def set_timeout(end: Sender | Receiver, seconds: float) -> None:
+    """Change the timeout of an end after `warm`: a short one is for waits that must time out."""
     end._timeout = seconds  # pyright: ignore[reportPrivateUsage]
 
 
 def held_back(before: int, size: int) -> str:
-    """Let five messages be announced and none be asked for: the sender keeps those for which there is no room."""
+    """Announce five messages and receive none: the sender keeps those for which the receiver has no room."""
     end = ends()
-    said = ""
+    message = ""
     warm(end, before, size)
-    hurried(end, 0.5)
+    set_timeout(end, 0.5)
     dist.barrier()
     if isinstance(end, Receiver):
         end.expect(5)
@@ -209,29 +210,29 @@ def held_back(before: int, size: int) -> str:
             end.send(torch.full((size,), float(index)))
         with pytest.raises(CollectiveTimeout) as caught:
             end.flush()
-        said = str(caught.value)
+        message = str(caught.value)
     dist.barrier()
-    hurried(end, 20)
+    set_timeout(end, 20)
     if isinstance(end, Receiver):
         assert [end.receive()[0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
     else:
         end.flush()
     end.close()
-    return said
+    return message
 
 
 @pytest.mark.parametrize("before", [0, 9])
 @pytest.mark.parametrize("size", [10, 1 << 20])
-def test_a_receiver_holds_no_more_than_it_may_and_a_sender_says_who_does_not_take(before: int, size: int) -> None:
-    said = run_ranks(2, held_back, before, size)[0]
-    assert said == ('rank 0: activations of stage 1 from stage 0: rank 1 did not receive them within 0.5 s: it took a '
+def test_a_full_receiver_makes_flush_time_out_and_name_its_rank(before: int, size: int) -> None:
+    error = run_ranks(2, held_back, before, size)[0]
+    assert error == ('rank 0: activations of stage 1 from stage 0: rank 1 did not receive them within 0.5 s: it took a '
                     'different path, stopped, or is that slow; raise "timeout"')
 
 
 def silent(before: int) -> str:
     end = ends()
     warm(end, before, 3)
-    hurried(end, 0.3)
+    set_timeout(end, 0.3)
     if isinstance(end, Sender):
         return ""
     end.expect(1)
@@ -241,16 +242,16 @@ def silent(before: int) -> str:
 
 
 @pytest.mark.parametrize("before", [0, 9])
-def test_a_message_that_does_not_come_is_named_after_the_timeout(before: int) -> None:
-    said = run_ranks(2, silent, before)[1]
-    assert said.startswith("rank 1: activations of stage 1 from stage 0 did not come from rank 0 within 0.3 s")
+def test_a_message_that_does_not_arrive_is_named_at_the_timeout(before: int) -> None:
+    error = run_ranks(2, silent, before)[1]
+    assert error.startswith("rank 1: activations of stage 1 from stage 0 did not come from rank 0 within 0.3 s")
 
 
 def idle() -> float:
-    """Wait longer than the timeout where nothing is expected, and where it is but nobody asks."""
+    """Let more than the timeout pass with no message expected, and with one expected that no caller asks for."""
     end = ends(timeout=0.2)
     if isinstance(end, Sender):
-        hurried(end, 20)
+        set_timeout(end, 20)
         dist.barrier()
         end.send(torch.tensor(3.0))
         end.flush()
@@ -258,19 +259,19 @@ def idle() -> float:
     with pytest.raises(AssertionError, match="without expect"):
         end.receive()
     end.expect(1)
-    end._thread.join(0.5)  # pyright: ignore[reportPrivateUsage]  as long as that
-    hurried(end, 20)
+    end._thread.join(0.5)  # pyright: ignore[reportPrivateUsage]  waits longer than the timeout
+    set_timeout(end, 20)
     dist.barrier()
     return end.receive().item()
 
 
-def test_only_waiting_counts_for_the_timeout() -> None:
+def test_the_timeout_counts_only_time_in_receive() -> None:
     assert run_ranks(2, idle) == [3.0, 3.0]
 
 
 def aborted(before: int) -> list[str]:
     end = ends(timeout=30)
-    said: list[str] = []
+    errors: list[str] = []
     warm(end, before, 2)
     if isinstance(end, Sender):
         end.send(torch.ones(2))
@@ -281,13 +282,13 @@ def aborted(before: int) -> list[str]:
         for _ in range(2):
             with pytest.raises(StageFailed) as caught:
                 end.receive()
-            said.append(str(caught.value))
+            errors.append(str(caught.value))
     end.close()
-    return said
+    return errors
 
 
 @pytest.mark.parametrize("before", [0, 9])
-def test_an_abort_is_told_to_whoever_waits_and_to_whoever_asks_again(before: int) -> None:
+def test_an_abort_raises_in_every_later_receive(before: int) -> None:
     assert run_ranks(2, aborted, before)[1] == ["stage 0, 0F1: the iterator ended"] * 2
 
 
@@ -306,35 +307,35 @@ def counted(values: list[Any]) -> list[int]:
     return found
 
 
-def test_a_message_costs_its_tensors_and_a_header_and_a_new_form_its_skeleton() -> None:
+def test_a_message_costs_tensors_and_header_and_once_its_tree_spec() -> None:
     small, mixed = torch.zeros(10), (torch.zeros(3), torch.zeros(5, dtype=torch.bool))
     shared = torch.zeros(4)
     values: list[Any] = [small, mixed, small + 1, mixed, [shared, shared]]
-    skeleton = [len(flatten_tree(value, "")[0]) for value in values]
+    specs = [len(flatten_tree(value, "")[0]) for value in values]
     sent, received = run_ranks(2, counted, values)
     assert HEADER_BYTES == 16
-    assert sent == [16 + skeleton[0] + 40, 16 + skeleton[1] + 12 + 5, 16 + 40, 16 + 12 + 5, 16 + skeleton[4] + 16]
+    assert sent == [16 + specs[0] + 40, 16 + specs[1] + 12 + 5, 16 + 40, 16 + 12 + 5, 16 + specs[4] + 16]
     assert received == [0] * len(values), "bytes are counted where they are sent"
-    assert max(skeleton) < 100
+    assert max(specs) < 100
 
 
 @pytest.mark.parametrize(("floats", "header"), [(4, 0), (SMALL_BYTES // 4, 0), (SMALL_BYTES // 4 + 1, 16), (3, 16)])
-def test_a_small_message_that_is_foreseen_costs_its_tensors_alone(floats: int, header: int) -> None:
-    """The third after two of a form is the first; one of less than a filler's bytes has a header always."""
-    skeleton, size = len(flatten_tree(torch.zeros(floats), "")[0]), 4 * floats
+def test_a_small_predicted_message_costs_only_its_tensors(floats: int, header: int) -> None:
+    """Predictions start `AHEAD` messages after two of a form; a message smaller than a filler always has a header."""
+    spec, size = len(flatten_tree(torch.zeros(floats), "")[0]), 4 * floats
     sent, _ = run_ranks(2, counted, [torch.zeros(floats) for _ in range(9)])
-    assert sent == [16 + skeleton + size, *[16 + size] * (AHEAD + 1), *[header + size] * (8 - AHEAD - 1)]
+    assert sent == [16 + spec + size, *[16 + size] * (AHEAD + 1), *[header + size] * (8 - AHEAD - 1)]
 
 
-def test_what_comes_in_place_of_a_small_message_that_was_foreseen_costs_as_much_more() -> None:
+def test_a_wrong_prediction_costs_the_predicted_tensors_as_filler() -> None:
     other = torch.zeros(7)
     sent, _ = run_ranks(2, counted, [*[torch.zeros(10)] * 6, other, other, torch.zeros(10), torch.zeros(10)])
     new = 16 + len(flatten_tree(other, "")[0]) + 28
-    assert sent[5:] == [40, 40 + new, 40 + 16 + 28, 40, 16 + 40], "foreseen are: 10, 10, 10, 10, nothing"
+    assert sent[5:] == [40, 40 + new, 40 + 16 + 28, 40, 16 + 40], "predictions: 10, 10, 10, 10, none"
 
 
 def refused() -> str:
-    """Refuse a value, and go on as if it had never been there."""
+    """Try to send an invalid value, then send a valid one."""
     end = ends()
     if isinstance(end, Receiver):
         end.expect(1)
@@ -347,7 +348,7 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_a_value_that_cannot_travel_is_named_and_does_no_harm() -> None:
+def test_a_value_that_cannot_be_sent_is_named_and_is_harmless() -> None:
     assert "activations of stage 1 from stage 0: value['file'] cannot be sent" in run_ranks(2, refused)[0]
 
 
@@ -361,7 +362,7 @@ SCRIPT = """
     near, far = (Sender, Receiver) if rank == 0 else (Receiver, Sender)
     end = near(dist.group.WORLD, 1 - rank, 0, device=torch.device("cpu"), timeout=60, name="activations of stage 1")
     back = far(dist.group.WORLD, 1 - rank, 1, device=torch.device("cpu"), timeout=60, name="gradients of stage 0")
-    before = 9 if ending.endswith("foreseen") else 1
+    before = 9 if ending.endswith("predicted") else 1
     if rank == 0:
         for _ in range(before):
             end.send(torch.ones(3))
@@ -378,31 +379,33 @@ SCRIPT = """
         end.receive()
     dist.barrier()
     if ending.startswith("error"):
-        raise ValueError("what went wrong")
+        raise ValueError("the reason")
 """
 
 
 def outcome(ending: str, folder: Path) -> tuple[int, str]:
-    """Run the script on two ranks; return the exit code of rank 1, and what it said."""
+    """Run the script on two ranks; return the exit code and the stderr of rank 1."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": str(uuid4())}
     ranks = [subprocess.Popen([sys.executable, str(script), ending], stderr=subprocess.PIPE, text=True, env={
         **os.environ, **mpi, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}) for rank in ("0", "1")]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    return ranks[1].returncode, said[1]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    return ranks[1].returncode, errors[1]
 
 
-@pytest.mark.parametrize("ending", ["death", "death foreseen"])
+@pytest.mark.parametrize("ending", ["death", "death predicted"])
 def test_a_peer_that_dies_is_named_at_once(ending: str, tmp_path: Path) -> None:
-    code, said = outcome(ending, tmp_path)
+    code, stderr = outcome(ending, tmp_path)
     assert code == 1
-    assert "CollectiveFailed: rank 1: activations of stage 1 broke: " in said
-    assert "If rank 0 died or closed its connection, the error in the output of that rank is the cause" in said
+    assert "CollectiveFailed: rank 1: activations of stage 1 broke: " in stderr
+    assert "If rank 0 died or closed its connection, the error in the output of that rank is the cause" in stderr
 
 
-@pytest.mark.parametrize(("ending", "code"), [("error", 1), ("error foreseen", 1), ("leaving", 0), ("leaving foreseen", 0)])
-def test_ends_that_still_wait_let_the_interpreter_end(ending: str, code: int, tmp_path: Path) -> None:
-    found, said = outcome(ending, tmp_path)
-    assert (found, "what went wrong" in said) == (code, code == 1), said
-    assert "terminate" not in said
+@pytest.mark.parametrize(("ending", "code"), [
+    ("error", 1), ("error predicted", 1), ("leaving", 0), ("leaving predicted", 0),
+])  # fmt: skip
+def test_endpoints_that_still_wait_let_the_interpreter_exit(ending: str, code: int, tmp_path: Path) -> None:
+    found, stderr = outcome(ending, tmp_path)
+    assert (found, "the reason" in stderr) == (code, code == 1), stderr
+    assert "terminate" not in stderr

@@ -1,4 +1,4 @@
-"""A checkpoint of any topology loads into any other, and training goes on as if nothing had happened."""
+"""A checkpoint of any topology loads into any other, and training continues with the same losses."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ TOPOLOGIES = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint after two steps: its folder, the weights in it, and what the run that saved it goes on to."""
+    """A checkpoint after two steps: its folder, its weights, and the third step of the run that saved it."""
 
     folder: str
     weights: dict[str, Tensor]
     next: Result
 
 
-def begun(case: Case, folder: str) -> Saved:
-    """Train two steps on the same samples whatever the data ranks, save, and train a third."""
+def train_and_save(case: Case, folder: str) -> Saved:
+    """Train two steps with the same samples on every data rank, save, and train a third."""
     engine = shoal.initialize(model=case.module(), config=case.settings)[0]
     for step in range(2):
         engine.train_batch(data(step, 0))
@@ -51,7 +51,7 @@ def third_step(engine: shoal.PipelineEngine) -> Result:
 
 
 def resumed(case: Case, folders: list[str]) -> list[tuple[dict[str, Tensor], Result]]:
-    """Load each checkpoint into an engine of its own; return the weights, and those after a third step."""
+    """Load each checkpoint into a new engine; return its weights and its third step."""
     found: list[tuple[dict[str, Tensor], Result]] = []
     for folder in folders:
         engine = shoal.initialize(model=case.module(), config=case.settings)[0]
@@ -64,14 +64,14 @@ def resumed(case: Case, folders: list[str]) -> list[tuple[dict[str, Tensor], Res
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
-    """One checkpoint of every topology."""
+    """Return one checkpoint of every topology."""
     folder = tmp_path_factory.mktemp("saved")
-    return [run_ranks(ranks, begun, case, str(folder / str(number)))[0]
+    return [run_ranks(ranks, train_and_save, case, str(folder / str(number)))[0]
             for number, (ranks, case) in enumerate(TOPOLOGIES.values())]
 
 
 @pytest.mark.parametrize("target", TOPOLOGIES)
-def test_a_topology_loads_what_every_other_saved(target: str, checkpoints: list[Saved]) -> None:
+def test_a_topology_loads_the_checkpoints_of_all_others(target: str, checkpoints: list[Saved]) -> None:
     ranks, case = TOPOLOGIES[target]
     found = run_ranks(ranks, resumed, case, [saved.folder for saved in checkpoints])[0]
     for name, saved, (weights, after) in zip(TOPOLOGIES, checkpoints, found, strict=True):
@@ -117,14 +117,14 @@ def named(folder: str) -> dict[str, Tensor]:
     return engine.consolidated_state_dict() or {}
 
 
-def test_a_pipeline_with_the_names_of_a_plain_model_shares_its_checkpoints(tmp_path: Path) -> None:
+def test_a_pipeline_with_a_plain_models_names_loads_its_checkpoint(tmp_path: Path) -> None:
     saved = run_ranks(2, plain, str(tmp_path))[0]
     loaded = run_ranks(4, named, str(tmp_path))[0]
     assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], weight) for name, weight in saved.items())
 
 
 def plain_state(case: Case) -> tuple[bool, float]:
-    """Load a plain state dict, and train on."""
+    """Load a plain state dict, and train one step."""
     torch.manual_seed(7)
     source = {f"{number}.{name}": tensor for number, spec in enumerate(layers())
               for name, tensor in spec.build().state_dict().items()}
@@ -142,7 +142,7 @@ def test_a_plain_state_dict_loads_into_any_topology() -> None:
     assert [loss for _, loss in found] == pytest.approx([found[0][1]] * len(found), rel=2e-6)
 
 
-def test_what_is_trained_on_is_what_the_data_ranks_see() -> None:
+def test_a_mesh_in_the_config_trains_as_num_stages_alone() -> None:
     case = Case(stages=2)
-    said = replace(case, config={"mesh": {"pipeline": 2}})
-    assert run_ranks(2, train, said)[0].losses == run_ranks(2, train, case)[0].losses
+    configured = replace(case, config={"mesh": {"pipeline": 2}})
+    assert run_ranks(2, train, configured)[0].losses == run_ranks(2, train, case)[0].losses

@@ -1,4 +1,4 @@
-"""Every pair of features trains as plain PyTorch does in one process, and the page that says so is theirs."""
+"""Every pair of features trains as plain PyTorch in one process; docs/composition.md lists the same pairs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def trained(pair: tuple[Feature, Feature], folder: str) -> Result:
     return Result(losses, [], weights)
 
 
-def trainings(some: list[tuple[Feature, Feature]], folder: str) -> list[Result]:
-    return [trained(pair, folder) for pair in some]
+def train_all(chosen: list[tuple[Feature, Feature]], folder: str) -> list[Result]:
+    return [trained(pair, folder) for pair in chosen]
 
 
 def ranks_of(pair: tuple[Feature, Feature]) -> tuple[int, int]:
-    """Return the ranks of a pair's training: all, and data ranks."""
+    """Return the number of ranks of a pair's training, and of its data ranks."""
     given = settings(*pair, "")
     data_ranks = 2 * given["replicas"]
     return given["stages"] * given["tensor"] * data_ranks, data_ranks
@@ -47,14 +47,14 @@ def ranks_of(pair: tuple[Feature, Feature]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
 def test_every_pair_trains_as_one_process_does(feature: Feature, tmp_path: Any) -> None:
-    mine = [pair for pair in pairs() if pair[0] is feature]
-    for ranks in sorted({ranks_of(pair)[0] for pair in mine}):
-        some = [pair for pair in mine if ranks_of(pair)[0] == ranks]
-        for pair, result in zip(some, run_ranks(ranks, trainings, some, str(tmp_path))[0], strict=True):
-            agrees(pair, result)
+    pairs_of = [pair for pair in pairs() if pair[0] is feature]
+    for ranks in sorted({ranks_of(pair)[0] for pair in pairs_of}):
+        chosen = [pair for pair in pairs_of if ranks_of(pair)[0] == ranks]
+        for pair, result in zip(chosen, run_ranks(ranks, train_all, chosen, str(tmp_path))[0], strict=True):
+            check_against_plain(pair, result)
 
 
-def agrees(pair: tuple[Feature, Feature], result: Result) -> None:
+def check_against_plain(pair: tuple[Feature, Feature], result: Result) -> None:
     given = settings(*pair, "")
     plain = Case(tied=given["tied"], clipping=given["clipping"])
     expected = train_plain(plain, ranks_of(pair)[1], STEPS)
@@ -66,5 +66,5 @@ def agrees(pair: tuple[Feature, Feature], result: Result) -> None:
         assert torch.allclose(result.weights[name], weight, **close), (names, name)
 
 
-def test_the_page_is_made_of_the_list() -> None:
+def test_the_page_is_generated_from_the_list() -> None:
     assert PAGE.read_text() == table(), "run: python -m tests.pipeline.composition"

@@ -1,4 +1,4 @@
-"""The pipeline's engine: what it is given and gives, what it refuses, and that a failure anywhere is heard everywhere."""
+"""The pipeline engine: its inputs and outputs, the calls that it refuses, and failures that reach every rank."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def engine_of(layers: list[Any], *, loss: Callable[..., Any] | None = loss_fn, s
     return shoal.initialize(model=module, config={**Case().settings, **config})[0]
 
 
-def told(call: Callable[[], object]) -> str:
-    """Return what `call` raises."""
+def error_of(call: Callable[[], object]) -> str:
+    """Return the message of the error that `call` raises."""
     with pytest.raises(ShoalError) as found:
         call()
     return str(found.value)
 
 
-# What goes through
+# Values between stages
 
 
 class Start(nn.Module):
-    """Gives a dict of tensors, a number and a nested tuple."""
+    """Returns a dict of tensors, a number and a nested tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class End(nn.Module):
         return self.out(value["x"] * value["mask"][..., None] + value["more"][0] / value["scale"])
 
 
-def of_all_shapes(stages: int) -> list[float]:
+def losses_with_changing_shapes(stages: int) -> list[float]:
     engine = engine_of([shoal.LayerSpec(Start), shoal.LayerSpec(End)], stages=stages)
     found = []
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def of_all_shapes(stages: int) -> list[float]:
 
 
 class Seen(Block):
-    """Remembers, without holding them, what it was given."""
+    """Keeps weak references to its inputs."""
 
     given: ClassVar[list[weakref.ref[Tensor]]] = []
 
@@ -83,17 +83,17 @@ class Seen(Block):
         return super().forward(x)
 
 
-def onward(schedule: str) -> list[str]:
-    """Return what the last rank did at the end of a step's backward passes, in order."""
-    said: list[str] = []
+def order_of_sends(schedule: str) -> list[str]:
+    """Return the sends and the ends of backward passes of this rank in one step, in order."""
+    events: list[str] = []
     send, finish = Links.send, Reducer.finish
 
     def sending(links: Links, kind: str, stage: int, value: object) -> None:
-        said.append(kind)
+        events.append(kind)
         send(links, kind, stage, value)
 
     def finishing(reducer: Reducer) -> None:
-        said.append("reduced" if reducer._due else "kept")  # pyright: ignore[reportPrivateUsage]
+        events.append("reduced" if reducer._due else "kept")  # pyright: ignore[reportPrivateUsage]
         finish(reducer)
 
     Links.send, Reducer.finish = sending, finishing
@@ -102,21 +102,22 @@ def onward(schedule: str) -> list[str]:
     gc.collect()
     gc.disable()
     engine.train_batch(data(0, 0))
-    assert not any(ref() is not None for ref in Seen.given), "what came in is gone without the help of the collector"
+    assert not any(ref() is not None for ref in Seen.given), "inputs are released without the garbage collector"
     gc.enable()
-    return said
+    return events
 
 
-def test_the_gradient_of_an_input_is_sent_before_the_last_pass_reduces() -> None:
-    assert run_ranks(2, onward, "1f1b")[1] == ["kept", "gradients"] * (COUNT - 1) + ["gradients", "reduced"]
-    split = run_ranks(2, onward, "zb-h1")[1]
+def test_input_gradients_are_sent_before_the_last_pass_reduces() -> None:
+    assert run_ranks(2, order_of_sends, "1f1b")[1] == ["kept", "gradients"] * (COUNT - 1) + ["gradients", "reduced"]
+    split = run_ranks(2, order_of_sends, "zb-h1")[1]
     assert split.count("gradients") == COUNT
     assert split.count("reduced") == 1
     assert split[-1] == "reduced"
 
 
-def test_anything_goes_from_stage_to_stage_and_may_change_its_shape() -> None:
-    assert run_ranks(2, of_all_shapes, 2)[0] == pytest.approx(run_ranks(1, of_all_shapes, 1)[0], rel=1e-6)
+def test_stages_exchange_any_value_of_changing_shape() -> None:
+    expected = run_ranks(1, losses_with_changing_shapes, 1)[0]
+    assert run_ranks(2, losses_with_changing_shapes, 2)[0] == pytest.approx(expected, rel=1e-6)
 
 
 def evaluated(case: Case) -> list[Any]:
@@ -151,8 +152,8 @@ def bytes_of_a_step(case: Case) -> dict[str, int]:
     return dict(traffic.bytes)
 
 
-def test_a_step_sends_activations_and_gradients_once_and_nothing_else() -> None:
-    activation = MICRO * 5 * WIDTH * 4  # its form is foreseen, and it is small: no header
+def test_a_step_sends_only_activations_and_gradients_once() -> None:
+    activation = MICRO * 5 * WIDTH * 4  # its form is predicted, and it is small: no header
     plain = Case(stages=2, tied=False)
     for case, edges in ((plain, 1), (replace(plain, schedule="interleaved", stages_per_rank=2), 3)):
         assert edges == 2 * (case.stages * case.stages_per_rank - 1) / case.stages
@@ -161,26 +162,28 @@ def test_a_step_sends_activations_and_gradients_once_and_nothing_else() -> None:
             assert {kind for kind, size in sent.items() if size} == {"pipeline", "words"}
 
 
-# What is refused
+# Refusals
 
 
 def refusals() -> list[str]:
     engine = shoal.initialize(model=Case(stages=2).module(), config=Case().settings)[0]
-    said = [told(lambda: engine(torch.zeros(1))), told(lambda: engine.backward(torch.zeros(1))), told(engine.step)]
+    messages = [error_of(call) for call in (lambda: engine(torch.zeros(1)), lambda: engine.backward(torch.zeros(1)),
+                                            engine.step)]
     with torch.no_grad():
-        said.append(told(lambda: engine.train_batch(data(0, 0))))
-    said.append(told(lambda: engine.eval_batch(data(0, 0), reduce_output="sum")))
+        messages.append(error_of(lambda: engine.train_batch(data(0, 0))))
+    messages.append(error_of(lambda: engine.eval_batch(data(0, 0), reduce_output="sum")))
     settings = Case().settings
     del settings["optimizer"]
-    said.append(told(lambda: shoal.initialize(model=Case(stages=2).module(), config=settings)[0].train_batch(data(0, 0))))
+    unoptimized = shoal.initialize(model=Case(stages=2).module(), config=settings)[0]
+    messages.append(error_of(lambda: unoptimized.train_batch(data(0, 0))))
     for config in ({"pipeline": {"stages": 1}}, {"pipeline": {"schedule": "zbv"}}, {"pipeline": {"schedule": "2f2b"}}):
-        said.append(told(lambda config=config: shoal.initialize(model=Case(stages=2).module(),
-                                                                config={**Case().settings, **config})))
-    return said
+        messages.append(error_of(lambda config=config: shoal.initialize(model=Case(stages=2).module(),
+                                                                        config={**Case().settings, **config})))
+    return messages
 
 
-def test_what_a_pipeline_has_no_place_for_is_refused_with_what_to_do() -> None:
-    for said, words in zip(run_ranks(2, refusals)[1], (
+def test_calls_that_a_pipeline_does_not_support_are_refused() -> None:
+    for text, words in zip(run_ranks(2, refusals)[1], (
         "forward: a pipeline runs whole steps; call engine.train_batch(data_iter), or engine.eval_batch",
         "backward: a pipeline runs whole steps; call engine.train_batch(data_iter)",
         "step: a pipeline steps at the end of engine.train_batch(data_iter)",
@@ -190,13 +193,13 @@ def test_what_a_pipeline_has_no_place_for_is_refused_with_what_to_do() -> None:
         "initialize: the pipeline axis has 1 ranks by pipeline.stages and 2 by PipelineModule; give both the same, or leave",
         "zbv", "2f2b",
     ), strict=True):
-        assert words in said
+        assert words in text
 
 
-# What fails
+# Failures
 
 
-class Breaks(Block):
+class FailsAtThird(Block):
     """Fails at its third forward."""
 
     calls = 0
@@ -209,16 +212,16 @@ class Breaks(Block):
 
 
 def broken(kind: str) -> tuple[str, str]:
-    middle = Breaks if kind == "layer" else Block
+    middle = FailsAtThird if kind == "layer" else Block
     layers = [shoal.LayerSpec(Embed), *(shoal.LayerSpec(Block) for _ in range(BLOCKS - 2)), shoal.LayerSpec(middle),
-              shoal.LayerSpec(End2)]
+              shoal.LayerSpec(Output)]
     engine = engine_of(layers, stages=3, loss=(lambda out, labels: out) if kind == "loss" else loss_fn, timeout=LONG)
-    first = told(lambda: engine.train_batch(data(0, 0)))
-    again = told(lambda: engine.train_batch(data(0, 0)))
-    return first, again
+    first = error_of(lambda: engine.train_batch(data(0, 0)))
+    second = error_of(lambda: engine.train_batch(data(0, 0)))
+    return first, second
 
 
-class End2(nn.Module):
+class Output(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(WIDTH, WORDS)
@@ -232,47 +235,47 @@ class End2(nn.Module):
     ("loss", "the last stage gave a tensor of shape (2, 5, 17) as loss; loss_fn must return a scalar"),
 ])
 def test_a_failure_ends_the_step_of_every_rank_before_the_timeout(kind: str, words: str) -> None:
-    for rank, (first, again) in enumerate(run_ranks(3, broken, kind)):
+    for rank, (first, second) in enumerate(run_ranks(3, broken, kind)):
         assert words in first, rank
-        assert "an earlier step failed" in again and words in again
+        assert "an earlier step failed" in second and words in second
 
 
-def test_the_grid_of_the_schedule_shows_where_it_failed() -> None:
+def test_the_error_shows_the_grid_with_the_failed_instruction() -> None:
     found = [first for first, _ in run_ranks(3, broken, "layer")]
     assert any("^ 1F2" in text or "^ 2F2" in text for text in found)
-    assert len({text.partition(" failed")[0] for text in found}) == 1  # each rank names the one where it began
+    assert len({text.partition(" failed")[0] for text in found}) == 1  # each rank names the rank that failed
 
 
-def leaves() -> str:
+def one_rank_exits() -> str:
     engine = shoal.initialize(model=Case(stages=2).module(), config={**Case().settings, "timeout": LONG})[0]
     engine.train_batch(data(0, 0))
     if dist.get_rank() == 1:
         os._exit(0)
     with pytest.raises((PipelineError, CollectiveFailed)) as found:
         engine.train_batch(data(1, 0))
-    raise UsageError(f"heard: {found.value}")
+    raise UsageError(f"raised: {found.value}")
 
 
 def test_a_rank_that_dies_ends_the_step_of_the_others() -> None:
     with pytest.raises(AssertionError, match=r"rank [01]"):
-        run_ranks(2, leaves)
+        run_ranks(2, one_rank_exits)
 
 
 class Explodes(Block):
-    """Gives gradients that fp16 does not hold."""
+    """Has gradients that overflow fp16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 6e4
 
 
 def overflowing() -> list[Any]:
-    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Explodes), shoal.LayerSpec(End2)]
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Explodes), shoal.LayerSpec(Output)]
     engine = engine_of(layers, fp16={"enabled": True, "initial_scale_power": 14}, gradient_clipping=0.0)
     engine.train_batch(data(0, 0))
     return [engine.was_step_applied(), engine.skipped_steps, engine.loss_scale()]
 
 
-def test_an_overflow_at_one_stage_skips_the_step_at_all() -> None:
+def test_an_overflow_at_one_stage_skips_the_step_on_all() -> None:
     found = run_ranks(2, overflowing)
     assert found[0] == found[1] and found[0][:2] == [False, 1]
 
@@ -285,6 +288,6 @@ def loaders() -> list[float]:
     return [engine.train_batch().item() for _ in range(12)]
 
 
-def test_training_data_is_drawn_again_and_again() -> None:
+def test_training_data_repeats_after_its_end() -> None:
     losses = run_ranks(4, loaders)
     assert losses[0] == losses[3] and losses[0][-1] < losses[0][0]

@@ -45,7 +45,7 @@ class Breaks(nn.Module):
 
 
 def engine_of(broken: int, zero: int = 0, **fails: int) -> Any:
-    """Two stages of two layers, of which layer `broken` fails."""
+    """Return an engine of two stages with two layers each, of which layer `broken` fails."""
     layers = [shoal.LayerSpec(Breaks, **(fails if layer == broken else {})) for layer in range(4)]
     module = shoal.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     return shoal.initialize(model=module, config={
@@ -56,11 +56,11 @@ def engine_of(broken: int, zero: int = 0, **fails: int) -> Any:
 def failing(case: str) -> str:
     rank = dist.get_rank()
     match case:
-        case "tail":  # the other stage has done its row, and waits for the end of the step
+        case "tail":  # the other stage has finished its row, and waits for the end of the step
             engine = engine_of(0, backward=3)
         case "evaluation's tail":
             engine = engine_of(2, forward=3)
-        case "another pipeline":  # of other samples: no channel leads there
+        case "another pipeline":  # of another data rank, to which no channel leads
             engine = engine_of(2, forward=2 if rank == 3 else 0)
         case _:
             engine = engine_of(2, 3, forward=2 if rank == 3 else 0)
@@ -80,12 +80,12 @@ def failing(case: str) -> str:
     ("another pipeline", 4, "rank 3 (stage 1): 1F1 failed: ValueError: out of luck"),
     ("another pipeline, at stage 3", 4, "rank 3 (stage 1): 1F1 failed: ValueError: out of luck"),
 ])
-def test_who_waits_for_a_rank_that_failed_is_told_where_it_began(case: str, ranks: int, words: str) -> None:
-    for said in run_ranks(ranks, failing, case):
-        assert said.startswith(words)
+def test_ranks_that_wait_for_a_failed_rank_name_it(case: str, ranks: int, words: str) -> None:
+    for message in run_ranks(ranks, failing, case):
+        assert message.startswith(words)
 
 
-def astray() -> str:
+def different_calls() -> str:
     engine = engine_of(0)
     engine.train_batch(batches())
     engine.eval_batch(batches())
@@ -97,10 +97,10 @@ def astray() -> str:
     return str(found.value)
 
 
-def test_ranks_that_call_different_things_in_the_midst_of_training_are_told() -> None:
-    for said in run_ranks(2, astray):
-        assert "ranks call different things: rank" in said and "train_batch of 3 microbatches" in said
-        assert "eval_batch of 3 microbatches" in said
+def test_ranks_that_make_different_calls_are_told_so() -> None:
+    for message in run_ranks(2, different_calls):
+        assert "ranks call different things: rank" in message and "train_batch of 3 microbatches" in message
+        assert "eval_batch of 3 microbatches" in message
 
 
 def interrupted() -> str:
@@ -117,9 +117,9 @@ def interrupted() -> str:
     return str(found.value)
 
 
-def test_an_interrupt_while_a_rank_draws_is_heard_by_those_who_wait() -> None:
-    said = "rank 0: train_batch of 3 microbatches: the iterator ended the program: KeyboardInterrupt"
-    assert said in run_ranks(2, interrupted)[1]
+def test_an_interrupt_while_drawing_reaches_the_ranks_that_wait() -> None:
+    message = "rank 0: train_batch of 3 microbatches: the iterator ended the program: KeyboardInterrupt"
+    assert message in run_ranks(2, interrupted)[1]
 
 
 def in_place() -> str:
@@ -133,21 +133,21 @@ def in_place() -> str:
     return str(found.value)
 
 
-def test_a_layer_that_changes_what_came_from_another_stage_is_named() -> None:
-    for said in run_ranks(2, in_place):
-        assert "layer '1' (ReLU) changes its input in place, and that came from another stage" in said
+def test_a_layer_that_changes_its_stage_input_in_place_is_named() -> None:
+    for message in run_ranks(2, in_place):
+        assert "layer '1' (ReLU) changes its input in place, and that input came from another stage" in message
 
 
 def recovered() -> list[float]:
-    """A failure that every rank has heard of by itself leaves the groups whole: a new engine may go on."""
+    """A failure that reaches every rank through the channels leaves the groups usable for a new engine."""
     engine = engine_of(2, forward=2)
     with pytest.raises(PipelineError, match="out of luck"):
         engine.train_batch(batches())
     torch.manual_seed(0)
-    again = engine_of(9)
-    return [again.train_batch(batches()).item() for _ in range(2)]
+    second = engine_of(9)
+    return [second.train_batch(batches()).item() for _ in range(2)]
 
 
-def test_a_new_engine_may_follow_one_that_failed() -> None:
+def test_a_new_engine_may_follow_a_failed_one() -> None:
     found = run_ranks(2, recovered)
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""LAMB's norms are of whole parameters, however pipeline, tensor and data ranks have cut them."""
+"""LAMB uses the norms of whole parameters, however pipeline, tensor and data ranks shard them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(engine: Any, steps: range) -> tuple[Result, dict[str, float]]:
     coefficients: dict[str, float] = {}
     for each in said:
         for name, coefficient in each.items():
-            assert coefficients.setdefault(name, coefficient) == coefficient, "every holder has the same bits"
+            assert coefficients.setdefault(name, coefficient) == coefficient, "equal bits on every rank of a parameter"
     state = engine.consolidated_state_dict(torch.float32) or {}
     return Result(losses, [engine.get_global_grad_norm()], state), coefficients
 
@@ -65,7 +65,7 @@ def plain(case: Wide, ranks: int) -> tuple[Result, list[float]]:
     (4, 4, [Wide(stages=1, tensor=1, zero=zero, config={**CONFIG, "mesh": {"replica": 2}}) for zero in (1, 3)]),
     (4, 1, [Wide(stages=2, schedule="zbv", stages_per_rank=2, config=CONFIG), Wide(stages=2, zero=1, config=CONFIG)]),
 ], ids=["tensor", "tensor x data", "pipeline x data", "replica x shard", "pipeline x tensor"])
-def test_every_mesh_steps_as_one_process_does(ranks: int, data_ranks: int, cases: list[Wide]) -> None:
+def test_lamb_on_every_mesh_steps_as_one_process_does(ranks: int, data_ranks: int, cases: list[Wide]) -> None:
     for case, (found, coefficients) in zip(cases, run_ranks(ranks, trains, cases)[0], strict=True):
         expected, ratios = plain(case, data_ranks)
         agree(found, expected, tolerance=5e-6)
@@ -86,7 +86,7 @@ def resumed(case: Wide, folder: str) -> Result:
     return trained(engine, range(3, 5))[0]
 
 
-def test_a_checkpoint_of_a_mesh_resumes_on_another(tmp_path: Path) -> None:
+def test_a_lamb_checkpoint_resumes_on_another_mesh(tmp_path: Path) -> None:
     case = Wide(stages=1, tensor=2, zero=0, config=CONFIG)
     rest = run_ranks(2, saved, case, str(tmp_path))[0]
     assert run_ranks(2, resumed, case, str(tmp_path))[0].losses == rest.losses

@@ -1,4 +1,4 @@
-"""However a list of layers is divided, it is the same model: its names, its weights, what it computes."""
+"""Every division of a list of layers is the same model: the same names, weights and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def state(ranks: int, schedule: str, stages_per_rank: int) -> tuple[State, tuple
     before = torch.get_rng_state()
     net = PipelineModule(gpt(6, tied=False), num_stages=ranks, seed_layers=True, schedule=schedule,
                          stages_per_rank=stages_per_rank)
-    assert torch.equal(torch.get_rng_state(), before), "seeds of layers are no business of anybody else's"
+    assert torch.equal(torch.get_rng_state(), before), "seeding layers restores the generator"
     assert [stage.number for stage in net.stages] == list(net.numbers)
     own = [net.names[index] for stage in net.stages for index in (layer.index for layer in stage.layers)]
     numbers = [int(name.removeprefix("body.h.")) for name in own if name.startswith("body")]
@@ -47,12 +47,12 @@ def test_any_division_builds_the_same_weights_each_on_one_rank(ranks: int, sched
     assert sorted(names) == sorted(whole)
     for part, found, built, own in parts:
         assert found == owner
-        assert built == own, "a rank builds its own layers and no other"
+        assert built == own, "a rank builds only its own layers"
         assert all(torch.equal(part[name], whole[name]) for name in part)
 
 
 def plain() -> None:
-    """A plain model of the same names gives its state to a pipeline and computes the same."""
+    """A plain model with the same names gives its state to a pipeline, and both compute the same."""
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,7 +96,7 @@ def test_layers_of_a_list_are_named_by_their_number() -> None:
     run_ranks(1, numbered)
 
 
-def dropped() -> list[bool]:
+def layers_alive() -> list[bool]:
     layers = [nn.Linear(2, 2) for _ in range(4)]
     alive = [weakref.ref(layer) for layer in layers]
     net = PipelineModule(layers, num_stages=2)
@@ -107,10 +107,10 @@ def dropped() -> list[bool]:
 
 
 def test_modules_of_other_stages_are_not_kept() -> None:
-    assert run_ranks(2, dropped) == [[True, True, False, False], [False, False, True, True]]
+    assert run_ranks(2, layers_alive) == [[True, True, False, False], [False, False, True, True]]
 
 
-def placed(kind: str) -> tuple[int, tuple[int, ...], list[int]]:
+def placement(kind: str) -> tuple[int, tuple[int, ...], list[int]]:
     topology = {"plain": None, "pipe, data": PipeDataParallelTopology(2, 2),
                 "data, pipe": ProcessTopology(["data", "pipe"], [2, 2])}[kind]
     net = PipelineModule(gpt(6), num_stages=None if topology else 2, topology=topology)
@@ -120,12 +120,11 @@ def placed(kind: str) -> tuple[int, tuple[int, ...], list[int]]:
 @pytest.mark.parametrize(("kind", "wanted", "group"), [
     ("plain", [0, 0, 1, 1], [0, 2]), ("pipe, data", [0, 0, 1, 1], [0, 2]), ("data, pipe", [0, 1, 0, 1], [0, 1]),
 ])  # fmt: skip
-def test_the_pipeline_is_the_slowest_axis_unless_a_topology_says_otherwise(kind: str, wanted: list[int],
-                                                                          group: list[int]) -> None:
-    assert run_ranks(4, placed, kind) == [(rank, (rank,), group) for rank in wanted]
+def test_the_pipeline_is_the_slowest_axis_without_a_topology(kind: str, wanted: list[int], group: list[int]) -> None:
+    assert run_ranks(4, placement, kind) == [(rank, (rank,), group) for rank in wanted]
 
 
-def asked() -> None:
+def published_methods() -> None:
     net = PipelineModule(gpt(6), num_stages=2, stages_per_rank=2, schedule="interleaved", partition_method=[0, 2, 4, 6, 9])
     assert net.partitions() == (0, 2, 4, 6, 9)
     assert [net.stage_owner(index) for index in range(9)] == [0, 0, 1, 1, 0, 0, 1, 1, 1]
@@ -135,11 +134,11 @@ def asked() -> None:
         net(tokens())
 
 
-def test_a_pipeline_answers_the_published_questions() -> None:
-    run_ranks(2, asked)
+def test_the_published_methods_of_a_module_work() -> None:
+    run_ranks(2, published_methods)
 
 
-def modes() -> None:
+def moves_and_modes() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -157,8 +156,8 @@ def modes() -> None:
     assert {id(p) for p in net.parameters()} == {id(p) for stage in net.stages for p in stage.parameters()}
 
 
-def test_moving_and_modes_reach_the_stages_and_the_loss() -> None:
-    run_ranks(1, modes)
+def test_moves_and_modes_reach_the_stages_and_the_loss() -> None:
+    run_ranks(1, moves_and_modes)
 
 
 def repeated() -> list[str]:
@@ -170,8 +169,8 @@ def test_repeated_layers_of_a_stage_are_blocks() -> None:
     assert run_ranks(1, repeated) == [["Block"] * 6]
 
 
-class Reading(nn.Module):
-    """A layer whose constructor reads what it draws."""
+class ReadsValues(nn.Module):
+    """A layer whose constructor reads a random value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,12 +180,12 @@ class Reading(nn.Module):
         return x
 
 
-def readers() -> list[float]:
+def built_scales() -> list[float]:
     torch.manual_seed(3)
-    net = PipelineModule([LayerSpec(Reading), LayerSpec(Reading)], num_stages=1)
+    net = PipelineModule([LayerSpec(ReadsValues), LayerSpec(ReadsValues)], num_stages=1)
     return [p[0].item() for p in net.parameters()]
 
 
-def test_a_constructor_that_reads_values_is_counted_all_the_same() -> None:
+def test_a_constructor_that_reads_values_can_be_counted() -> None:
     torch.manual_seed(3)
-    assert run_ranks(1, readers)[0] == pytest.approx([torch.rand(()).item() for _ in range(2)])
+    assert run_ranks(1, built_scales)[0] == pytest.approx([torch.rand(()).item() for _ in range(2)])

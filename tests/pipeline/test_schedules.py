@@ -1,4 +1,4 @@
-"""Every schedule is whole and never waits for ever; its bubble and its memory are those of its formula."""
+"""Every schedule is valid and free of deadlocks; its bubble and its memory follow its formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def schedules(draw: st.DrawFn) -> PipelineSchedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     each = draw(st.integers(2, 4)) if name == "interleaved" else None
     ranks = draw(ranks_of)
-    limits = [limit for limit in (None, *range(1, 20)) if SCHEDULES[name].holds(limit, ranks)]
+    limits = [limit for limit in (None, *range(1, 20)) if SCHEDULES[name].allows_in_flight(limit, ranks)]
     return make_schedule(name, ranks=ranks, microbatches=draw(microbatches_of), stages_per_rank=each,
                          in_flight=draw(st.sampled_from(limits)))
 
@@ -36,26 +36,26 @@ def waits(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
 
 
 @given(schedules())
-def test_every_stage_does_to_every_microbatch_what_it_must(schedule: PipelineSchedule) -> None:
+def test_every_schedule_is_valid(schedule: PipelineSchedule) -> None:
     check(schedule)
 
 
 @given(schedules(), times, times, times, st.floats(0, 10))
-def test_no_durations_make_ranks_wait_for_ever(schedule: PipelineSchedule, forward: float, input: float, weight: float,
+def test_no_durations_make_ranks_deadlock(schedule: PipelineSchedule, forward: float, input: float, weight: float,
                                                travel: float) -> None:
     simulation = simulate(schedule, Durations(forward=forward, input=input, weight=weight, travel=travel))
     assert simulation.makespan >= max(simulation.busy)
 
 
 @given(schedules())
-def test_backward_is_split_under_zero_bubble_alone(schedule: PipelineSchedule) -> None:
+def test_only_zero_bubble_schedules_split_backward(schedule: PipelineSchedule) -> None:
     kinds = {instruction.kind for row in schedule.rows for instruction in row}
     split = {Op.FORWARD, Op.INPUT, Op.WEIGHT}
     assert kinds == (split if schedule.name in ("zb-h1", "zb-h2", "zbv") else {Op.FORWARD, Op.BACKWARD})
 
 
 @given(schedules())
-def test_every_microbatch_takes_its_turn(schedule: PipelineSchedule) -> None:
+def test_each_stage_runs_the_microbatches_in_order(schedule: PipelineSchedule) -> None:
     for row in schedule.rows:
         for stage in range(schedule.stages):
             for kind in Op:
@@ -67,7 +67,7 @@ def test_every_microbatch_takes_its_turn(schedule: PipelineSchedule) -> None:
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), ranks_of, microbatches_of)
-def test_the_bubble_of_gpipe_and_1f1b_is_that_of_the_textbook(name: str, ranks: int, microbatches: int) -> None:
+def test_gpipe_and_1f1b_have_the_textbook_bubble(name: str, ranks: int, microbatches: int) -> None:
     simulation = simulate(make_schedule(name, ranks=ranks, microbatches=microbatches),
                           Durations(forward=1, input=1, weight=1))
     assert simulation.makespan == 3 * (microbatches + ranks - 1)
@@ -76,7 +76,7 @@ def test_the_bubble_of_gpipe_and_1f1b_is_that_of_the_textbook(name: str, ranks: 
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_zb_h1_waits_a_third_of_1f1b_from_as_many_microbatches_as_ranks(ranks: int) -> None:
+def test_zb_h1_waits_a_third_of_1f1b_from_p_microbatches_on(ranks: int) -> None:
     for microbatches in range(1, 33):
         expected = ranks - 1 if microbatches >= ranks else 2 * ranks - 1 - microbatches
         assert waits("zb-h1", ranks, microbatches) == expected
@@ -84,25 +84,25 @@ def test_zb_h1_waits_a_third_of_1f1b_from_as_many_microbatches_as_ranks(ranks: i
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_zbv_waits_a_sixth_of_1f1b_from_as_many_microbatches_as_ranks(ranks: int) -> None:
+def test_zbv_waits_a_sixth_of_1f1b_from_p_microbatches_on(ranks: int) -> None:
     for microbatches in range(ranks, 33):
         assert waits("zbv", ranks, microbatches) == (ranks - 1) / 2
 
 
 @given(ranks_of, st.integers(0, 20), st.floats(0, 0.5))
-def test_zb_h2_waits_for_the_first_message_alone(ranks: int, more: int, travel: float) -> None:
+def test_zb_h2_waits_only_for_the_first_message(ranks: int, more: int, travel: float) -> None:
     microbatches = 2 * ranks - 1 + more
     simulation = simulate(make_schedule("zb-h2", ranks=ranks, microbatches=microbatches), Durations(travel=travel))
-    bound = 3 * microbatches + (ranks - 1) * (1 + travel)  # the last rank begins so late, and has so much to do
+    bound = 3 * microbatches + (ranks - 1) * (1 + travel)  # the start of the last rank, and its compute time
     assert simulation.makespan == pytest.approx(bound, rel=1e-12)
 
 
 @given(st.integers(2, 8), microbatches_of, times, times, times, st.floats(0, 3))
 def test_1f1b_with_more_in_flight_is_never_slower(ranks: int, microbatches: int, forward: float, input: float, weight: float,
                                                   travel: float) -> None:
-    usual, eager = (simulate(make_schedule("1f1b", ranks=ranks, microbatches=microbatches, in_flight=room),
+    usual, eager = (simulate(make_schedule("1f1b", ranks=ranks, microbatches=microbatches, in_flight=limit),
                              Durations(forward=forward, input=input, weight=weight, travel=travel)).makespan
-                    for room in (None, 2 * ranks - 1))
+                    for limit in (None, 2 * ranks - 1))
     assert eager <= usual * (1 + 1e-12)
 
 
@@ -117,13 +117,13 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(ranks: int, stag
 
 
 @given(ranks_of, microbatches_of)
-def test_gpipe_holds_every_microbatch(ranks: int, microbatches: int) -> None:
+def test_gpipe_holds_all_microbatches(ranks: int, microbatches: int) -> None:
     peaks = make_schedule("gpipe", ranks=ranks, microbatches=microbatches).peak_activations
     assert peaks == (microbatches,) * ranks
 
 
 @given(ranks_of, microbatches_of)
-def test_1f1b_holds_as_many_as_there_are_ranks_to_come(ranks: int, microbatches: int) -> None:
+def test_1f1b_holds_one_microbatch_per_rank_from_this_one_on(ranks: int, microbatches: int) -> None:
     peaks = make_schedule("1f1b", ranks=ranks, microbatches=microbatches).peak_activations
     assert peaks == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
 
@@ -136,8 +136,8 @@ def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(name: str, ranks:
 
 
 @given(ranks_of, st.integers(1, 6), st.integers(2, 4))
-def test_interleaving_holds_a_little_more_than_1f1b(ranks: int, rounds: int, stages_per_rank: int) -> None:
-    microbatches = ranks * rounds
+def test_interleaving_holds_slightly_more_than_1f1b(ranks: int, groups: int, stages_per_rank: int) -> None:
+    microbatches = ranks * groups
     peaks = make_schedule("interleaved", ranks=ranks, microbatches=microbatches,
                           stages_per_rank=stages_per_rank).peak_activations
     assert peaks == tuple(min(microbatches * stages_per_rank, ranks * stages_per_rank + ranks - 1 - 2 * rank)
@@ -145,7 +145,7 @@ def test_interleaving_holds_a_little_more_than_1f1b(ranks: int, rounds: int, sta
 
 
 @pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"gpipe"}))
-def test_memory_is_bounded_by_ranks_and_not_by_microbatches(name: str) -> None:
+def test_memory_is_bounded_by_ranks_not_by_microbatches(name: str) -> None:
     for ranks in ALL_RANKS:
         for microbatches in range(1, 40):
             peaks = make_schedule(name, ranks=ranks, microbatches=microbatches).peak_microbatches
@@ -153,27 +153,29 @@ def test_memory_is_bounded_by_ranks_and_not_by_microbatches(name: str) -> None:
 
 
 @given(schedules(), st.integers(1, 20))
-def test_no_rank_holds_more_than_it_is_told_to(schedule: PipelineSchedule, limit: int) -> None:
-    if SCHEDULES[schedule.name].room is not None and SCHEDULES[schedule.name].holds(limit, schedule.ranks):
+def test_in_flight_limits_what_every_rank_holds(schedule: PipelineSchedule, limit: int) -> None:
+    recipe = SCHEDULES[schedule.name]
+    if recipe.default_in_flight is not None and recipe.allows_in_flight(limit, schedule.ranks):
         limited = make_schedule(schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, in_flight=limit)
         assert max(limited.peak_microbatches) <= limit
 
 
 @pytest.mark.parametrize(("name", "limit", "wrong"), [
-    ("gpipe", 3, "gpipe: in_flight: got 3; its order says what a rank holds, so leave it out; or choose 1f1b, zb-h1, zb-h2"),
+    ("gpipe", 3,
+     "gpipe: in_flight: got 3; its order fixes what a rank holds, so leave it out; or choose 1f1b, zb-h1, zb-h2"),
     ("interleaved", 8, "interleaved: in_flight: got 8; its order"),
     ("zbv", 3, "zbv: in_flight: got 3; on 4 ranks give 4 or more; or choose 1f1b, zb-h1, zb-h2"),
     ("1f1b", 0, "1f1b: in_flight: got 0; on 4 ranks give 1 or more"),
 ])  # fmt: skip
-def test_a_limit_that_a_schedule_cannot_keep_is_named(name: str, limit: int, wrong: str) -> None:
+def test_an_in_flight_limit_that_is_not_allowed_is_refused(name: str, limit: int, wrong: str) -> None:
     with pytest.raises(UsageError, match=wrong):
         make_schedule(name, ranks=4, microbatches=8, in_flight=limit)
 
 
-# Where stages lie, and how schedules are asked for
+# Placement of stages, and names
 
 
-def test_stages_go_round_or_there_and_back() -> None:
+def test_stages_are_placed_in_loops_or_in_a_v() -> None:
     assert make_schedule("interleaved", ranks=3, microbatches=3, stages_per_rank=2).owner == (0, 1, 2, 0, 1, 2)
     assert make_schedule("zbv", ranks=3, microbatches=3).owner == (0, 1, 2, 2, 1, 0)
     assert make_schedule("zbv", ranks=1, microbatches=3).owner == (0, 0)
@@ -183,7 +185,7 @@ def test_stages_go_round_or_there_and_back() -> None:
     ("1F1B", "1f1b"), ("GPipe", "gpipe"), ("ZB-H1", "zb-h1"), ("Interleaved1F1B", "interleaved"),
     ("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "1f1b"), ("ScheduleZBVZeroBubble", "zbv"),
 ])  # fmt: skip
-def test_names_are_known_in_any_case_and_as_torch_has_them(asked: str, name: str) -> None:
+def test_names_match_in_any_case_and_by_torchs_class_names(asked: str, name: str) -> None:
     schedule = make_schedule(asked, ranks=2, microbatches=3)
     assert schedule == make_schedule(name, ranks=2, microbatches=3) and schedule.name == name
 
@@ -203,7 +205,7 @@ def test_names_are_known_in_any_case_and_as_torch_has_them(asked: str, name: str
     ("interleaved", {"stages_per_rank": 0},
      "pipeline schedule interleaved: stages_per_rank: got 0; interleaved takes 2 or more"),
 ])  # fmt: skip
-def test_what_cannot_be_made_is_refused_with_numbers_and_fix(name: str, numbers: dict[str, int], message: str) -> None:
+def test_invalid_arguments_are_refused_with_numbers_and_fix(name: str, numbers: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         make_schedule(name, **{"ranks": 4, "microbatches": 8, **numbers})
     assert str(refused.value) == message
@@ -213,7 +215,7 @@ def test_what_cannot_be_made_is_refused_with_numbers_and_fix(name: str, numbers:
 
 
 @given(ranks_of, microbatches_of, st.integers(1, 3), st.booleans())
-def test_an_evaluation_is_forwards_alone(ranks: int, microbatches: int, loops: int, back: bool) -> None:
+def test_an_evaluation_runs_forwards_only(ranks: int, microbatches: int, loops: int, back: bool) -> None:
     there = tuple(range(ranks))
     owner = there + there[::-1] if back else there * loops
     schedule = forward_only(ranks=ranks, microbatches=microbatches, owner=owner)
@@ -225,7 +227,7 @@ def test_an_evaluation_is_forwards_alone(ranks: int, microbatches: int, loops: i
     assert simulation.makespan <= (microbatches + ranks) * len(owner) // ranks + ranks
 
 
-def test_an_evaluation_takes_microbatches_as_far_as_they_go() -> None:
+def test_an_evaluation_runs_the_latest_ready_stage_first() -> None:
     schedule = forward_only(ranks=2, microbatches=2, owner=(0, 1, 1, 0))
     assert [" ".join(map(str, row)) for row in schedule.rows] == ["0F0 0F1 3F0 3F1", "1F0 2F0 1F1 2F1"]
 
@@ -236,7 +238,7 @@ def test_an_evaluation_needs_a_stage_on_every_rank(owner: tuple[int, ...]) -> No
         forward_only(ranks=2, microbatches=2, owner=owner)
 
 
-def test_a_schedule_is_the_same_wherever_it_is_made() -> None:
+def test_a_schedule_is_a_pure_function_of_its_arguments() -> None:
     assert make_schedule("zbv", ranks=4, microbatches=9) == make_schedule("zbv", ranks=4, microbatches=9)
     row = make_schedule("zb-h1", ranks=2, microbatches=3).rows[1]
     assert " ".join(map(str, row)) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"

@@ -1,4 +1,4 @@
-"""A stage runs its layers in turn, on values of any kind, and recomputes what it is told to."""
+"""A stage runs its layers in order on values of any kind, and recomputes activations in groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attending(nn.Module):
         return x if mask is None else x * mask
 
 
-def test_a_layer_takes_what_the_one_before_it_returned() -> None:
+def test_a_layer_receives_the_return_value_of_the_one_before() -> None:
     seen: list[Any] = []
     values = [torch.ones(1), (torch.ones(1), None), {"x": 3}, [1], "text"]
     for value in values:
@@ -36,7 +36,7 @@ def test_a_layer_takes_what_the_one_before_it_returned() -> None:
     assert [value for value in seen if value is not None] == values
 
 
-def test_an_unpacked_layer_takes_the_parts() -> None:
+def test_an_unpacked_layer_receives_the_parts() -> None:
     x, mask = torch.full((2,), 3.0), torch.tensor([1.0, 0.0])
     attend = stage([Unpacked(LayerSpec(Attending))])
     for value in ((x, mask), [x, mask], {"x": x, "mask": mask}, {"mask": mask, "x": x}):
@@ -49,7 +49,7 @@ def test_an_unpacked_layer_takes_the_parts() -> None:
     assert caught.value.__notes__ == ["in layer '0' (Attending) of pipeline stage 1"]
 
 
-def test_a_tied_layer_is_called_by_its_own_function() -> None:
+def test_a_tied_layer_is_called_through_its_forward_fn() -> None:
     head = stage([TiedLayerSpec("w", nn.Embedding, 5, 3, forward_fn=lambda module, x: x @ module.weight.t())])
     assert head(torch.ones(2, 3)).shape == (2, 5)
 
@@ -65,7 +65,7 @@ def trained(recompute: Recompute) -> tuple[list[Tensor], list[int]]:
     return [p.grad for p in made.parameters() if p.grad is not None], Block.runs.copy()
 
 
-@pytest.mark.parametrize(("recompute", "again"), [
+@pytest.mark.parametrize(("recompute", "rerun"), [
     (Recompute(), []),
     (Recompute(interval=1), [4, 3, 2, 1, 0]),
     (Recompute(interval=2), [4, 3, 2, 0, 1]),
@@ -73,19 +73,19 @@ def trained(recompute: Recompute) -> tuple[list[Tensor], list[int]]:
     (Recompute(interval=2, kinds=["Block"]), [3, 4, 2, 0, 1]),
     (Recompute(interval=2, kinds=["LayerNorm"]), []),
 ])  # fmt: skip
-def test_recompute_runs_groups_again_and_changes_no_gradient(recompute: Recompute, again: list[int]) -> None:
+def test_recompute_reruns_groups_and_keeps_the_gradients(recompute: Recompute, rerun: list[int]) -> None:
     wanted, _ = trained(Recompute())
     found, runs = trained(recompute)
-    assert runs == [0, 1, 2, 3, 4, *again]
+    assert runs == [0, 1, 2, 3, 4, *rerun]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_a_checkpoint_of_ones_own_is_given_the_parts_of_a_tuple() -> None:
-    """The re-entrant one looks for tensors among its arguments alone."""
+def test_a_custom_checkpoint_receives_the_parts_of_a_tuple() -> None:
+    """The re-entrant checkpoint finds only tensors that are arguments."""
     linear = nn.Linear(3, 3)
     seen: list[tuple[Any, ...]] = []
 
-    def mine(run: Any, *args: Any) -> Any:
+    def custom(run: Any, *args: Any) -> Any:
         seen.append(args)
         return checkpoint(run, *args, use_reentrant=True)
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_ones_own_is_given_the_parts_of_a_tuple() -> None:
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             return self.inner(pair[0]), pair[1]
 
-    both = stage([Both(), Both()], Recompute(interval=1, function=mine))
+    both = stage([Both(), Both()], Recompute(interval=1, function=custom))
     x, y = torch.ones(1, 3, requires_grad=True), torch.full((1, 3), 2.0)
     out = both((x, y))
     assert [len(args) for args in seen] == [2, 2]
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_ones_own_is_given_the_parts_of_a_tuple() -> None:
     torch.testing.assert_close(x.grad, wanted)
 
 
-def test_nothing_is_recomputed_without_gradients() -> None:
+def test_no_recompute_without_gradients() -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError
 
@@ -116,7 +116,7 @@ def test_nothing_is_recomputed_without_gradients() -> None:
         assert made(torch.ones(1, WIDTH)).shape == (1, WIDTH)
 
 
-def test_an_error_says_in_which_layer_it_was() -> None:
+def test_an_error_names_the_layer_and_the_stage() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         stage({"a": nn.Linear(2, 3), "b": nn.Linear(4, 1)})(torch.ones(1, 2))
     assert caught.value.__notes__ == ["in layer 'b' (Linear) of pipeline stage 1"]

@@ -1,4 +1,4 @@
-"""Layers are divided by what they weigh, and what cannot be divided is named before anything is built."""
+"""Layers are divided by weight, as evenly as possible; invalid arguments are refused before any layer is built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def boundaries(method: Any, stages: int = 3, layers: Any = SIZES) -> tuple[int, 
     return divide(named(layers), stages, method).boundaries
 
 
-def test_methods_weigh_layers() -> None:
+def test_each_partition_method_weighs_layers_its_way() -> None:
     assert boundaries("parameters") == boundaries("best") == boundaries("Parameters") == (0, 1, 4, 7)
     assert boundaries("uniform") == (0, 3, 5, 7)
     assert boundaries("type:^LINEAR$") == (0, 3, 4, 7), "two, one and one"
@@ -39,7 +39,7 @@ def test_methods_weigh_layers() -> None:
     assert boundaries([0, 1, 2, 7]) == (0, 1, 2, 7)
 
 
-def test_frozen_parameters_weigh_nothing() -> None:
+def test_frozen_parameters_have_no_weight() -> None:
     frozen = nn.Linear(1000, 1000).requires_grad_(False)
     assert boundaries("parameters", 2, [frozen, *SIZES[3:5]]) == (0, 2, 3)
 
@@ -55,12 +55,12 @@ def test_frozen_parameters_weigh_nothing() -> None:
     ("parameter", 3, "got 'parameter'; choose"),
     ("profile", 3, "'profile': give sample="),
 ])  # fmt: skip
-def test_what_cannot_be_divided_is_named(method: Any, stages: int, words: str) -> None:
+def test_a_partition_that_is_impossible_is_refused(method: Any, stages: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         boundaries(method, stages)
 
 
-def test_layers_without_parameters_anywhere_are_named() -> None:
+def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(UsageError, match="stage 0 of 2 has no parameters"):
         boundaries("parameters", 2, [torch.relu, torch.tanh])
 
@@ -69,7 +69,7 @@ CLOCK = [0.0]
 
 
 class Slow(nn.Module):
-    """A layer that takes so many seconds on the test's clock, and as many again in backward."""
+    """A layer that takes the given seconds on the test's clock in forward, and again in backward."""
 
     def __init__(self, seconds: float, parameters: int = 1):
         super().__init__()
@@ -106,7 +106,7 @@ def timed() -> tuple[tuple[int, ...], bool]:
     return net.partitions(), torch.equal(state, torch.get_rng_state()) and given.scale.grad is None
 
 
-def test_layers_are_divided_by_measured_time() -> None:
+def test_profile_divides_by_measured_time() -> None:
     """2, 4, 6 and 10 seconds, and 22 with the loss."""
     assert run_ranks(2, timed) == [((0, 5, 6), True)] * 2
 
@@ -174,18 +174,18 @@ def refused() -> dict[str, str]:
     return said
 
 
-def test_what_a_pipeline_cannot_be_is_named() -> None:
+def test_invalid_pipeline_arguments_are_named() -> None:
     for said in run_ranks(2, refused):
         assert [(kind, said[kind]) for kind in REFUSED if not re.search(REFUSED[kind][2], said[kind])] == []
 
 
 @pytest.mark.parametrize("typename", [torch.relu, nn.Linear(1, 1), int])
-def test_a_spec_is_of_a_class_of_modules(typename: Any) -> None:
+def test_a_spec_needs_a_module_class(typename: Any) -> None:
     with pytest.raises(UsageError, match="LayerSpec: typename: got"):
         LayerSpec(typename, 1)
 
 
-def test_a_spec_reads_as_the_call_that_it_makes() -> None:
+def test_a_spec_prints_as_the_call_that_it_makes() -> None:
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
     assert LayerSpec(nn.Linear, 2, 3, bias=False).build().bias is None
     assert isinstance(gpt()["body.h.1"].build(), Block)
@@ -203,7 +203,7 @@ def cost(weights: list[int], boundaries: tuple[int, ...]) -> tuple[int, int]:
 
 
 @given(WEIGHTS, st.data())
-def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
+def test_no_other_partition_is_better_balanced(weights: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
     found = balanced(weights, parts)
     assert checked_boundaries(found, len(weights), parts) == found
@@ -212,15 +212,15 @@ def test_no_cut_is_better(weights: list[int], data: st.DataObject) -> None:
 
 
 @given(WEIGHTS, st.data())
-def test_no_part_weighs_nothing_where_each_could_weigh_something(weights: list[int], data: st.DataObject) -> None:
-    heavy = sum(weight > 0 for weight in weights)
-    parts = data.draw(st.integers(1, max(1, heavy)))
+def test_no_part_has_weight_zero_if_that_is_avoidable(weights: list[int], data: st.DataObject) -> None:
+    nonzero = sum(weight > 0 for weight in weights)
+    parts = data.draw(st.integers(1, max(1, nonzero)))
     found = balanced(weights, parts)
-    assert heavy < parts or all(sum(weights[start:stop]) for start, stop in pairwise(found))
+    assert nonzero < parts or all(sum(weights[start:stop]) for start, stop in pairwise(found))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.data())
-def test_any_times_can_be_split(weights: list[float], data: st.DataObject) -> None:
+def test_any_weights_can_be_partitioned(weights: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
     assert checked_boundaries(balanced(weights, parts), len(weights), parts)
 
@@ -228,20 +228,20 @@ def test_any_times_can_be_split(weights: list[float], data: st.DataObject) -> No
 @pytest.mark.parametrize(("layers", "parts", "wanted"), [
     (10, 4, (0, 3, 6, 8, 10)), (4, 4, (0, 1, 2, 3, 4)), (7, 1, (0, 7)), (96, 5, (0, 20, 39, 58, 77, 96)),
 ])  # fmt: skip
-def test_equal_layers_are_split_evenly_and_early_parts_are_longer(layers: int, parts: int, wanted: tuple[int, ...]) -> None:
+def test_equal_layers_are_split_evenly_with_early_parts_longer(layers: int, parts: int, wanted: tuple[int, ...]) -> None:
     assert balanced([1] * layers, parts) == wanted
 
 
-def test_layers_of_no_weight_stay_with_those_before_them() -> None:
+def test_layers_of_weight_zero_stay_with_the_layer_before() -> None:
     assert balanced([5, 0, 0, 5, 0], 2) == (0, 3, 5)
 
 
-def test_too_few_layers_are_named() -> None:
+def test_fewer_layers_than_parts_are_refused() -> None:
     with pytest.raises(UsageError, match="3 layers cannot be split over 4 stages"):
         balanced([1, 1, 1], 4)
 
 
 @pytest.mark.parametrize("boundaries", [(0, 2), (0, 2, 2, 5), (1, 2, 3, 5), (0, 2, 3, 4), (), (0, 3, 2, 5)])
-def test_boundaries_that_are_none_are_named(boundaries: tuple[int, ...]) -> None:
+def test_invalid_boundaries_are_refused(boundaries: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=re.escape(str(list(boundaries))) + ".*5 layers in 3 stages take 4 ascending"):
         checked_boundaries(boundaries, 5, 3)

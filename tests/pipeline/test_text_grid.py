@@ -1,4 +1,4 @@
-"""A simulation is drawn in characters and as a picture: every instruction once, no line too long, the fault marked."""
+"""The text grid and the SVG show every instruction once; lines fit the terminal; an arrow marks a fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simulations(build: st.DrawFn) -> Simulation:
                                         travel=build(st.floats(0, 10))))
 
 
-def test_the_grid_of_the_docstring_is_drawn_so() -> None:
+def test_the_grid_in_the_docstring_is_what_is_drawn() -> None:
     drawn = grid(simulate(make_schedule("1f1b", ranks=2, microbatches=2)))
     assert "\n".join(f"    {line}" for line in drawn.splitlines()) in str(text_grid.__doc__)
 
@@ -44,7 +44,7 @@ def test_the_grid_of_zb_h1() -> None:
         "rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"]
 
 
-def test_a_rank_of_several_stages_says_which() -> None:
+def test_cells_show_the_stage_where_a_rank_owns_several() -> None:
     assert grid(simulate(make_schedule("zbv", ranks=2, microbatches=2))).splitlines()[1].startswith("rank 0  0F0 0F1 ")
 
 
@@ -56,7 +56,7 @@ def test_no_line_is_wider_than_the_terminal(simulation: Simulation, width: int) 
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 12), st.integers(1, 12), st.integers(40, 200))
-def test_every_instruction_is_drawn_once_in_its_order(name: str, ranks: int, microbatches: int, width: int) -> None:
+def test_every_instruction_is_drawn_once_and_in_order(name: str, ranks: int, microbatches: int, width: int) -> None:
     simulation = simulate(make_schedule(name, ranks=ranks, microbatches=microbatches))
     drawn: dict[str, list[str]] = {}
     for line in grid(simulation, width=width).splitlines():
@@ -70,7 +70,7 @@ def test_every_instruction_is_drawn_once_in_its_order(name: str, ranks: int, mic
 
 
 @given(simulations(), st.integers(1, 200))
-def test_blocks_of_any_width_hold_only_what_is_drawn_there(simulation: Simulation, width: int) -> None:
+def test_blocks_of_any_width_contain_only_grid_characters(simulation: Simulation, width: int) -> None:
     lines = grid(simulation, width=width).splitlines()
     if mostly_idle(simulation.rows):
         assert "".join("".join(lines).split()) == "".join(NOT_DRAWN.split())
@@ -79,7 +79,7 @@ def test_blocks_of_any_width_hold_only_what_is_drawn_there(simulation: Simulatio
         assert re.fullmatch(r"time[ 0-9.e+-]*|rank +\d+[ 0-9FBIW-]*|", line)
 
 
-def test_blocks_are_as_wide_as_each_other() -> None:
+def test_blocks_have_equal_width() -> None:
     lines = grid(simulate(make_schedule("gpipe", ranks=2, microbatches=20)), width=80).splitlines()
     blocks = [lines[start:start + 3] for start in range(0, len(lines), 4)]
     assert len(blocks) == 4
@@ -87,12 +87,12 @@ def test_blocks_are_as_wide_as_each_other() -> None:
     assert max(widths) - min(widths) <= 5
 
 
-def test_durations_of_very_different_size_are_drawn_on_few_columns() -> None:
+def test_very_different_durations_still_fit_few_columns() -> None:
     simulation = simulate(make_schedule("zb-h1", ranks=2, microbatches=2), Durations(forward=1e6, input=1, weight=1e-3))
     assert max(map(len, grid(simulation, width=1000).splitlines())) < 200
 
 
-def test_a_terminal_gets_colours_and_a_file_the_plain_grid() -> None:
+def test_a_terminal_gets_colours_and_a_file_gets_plain_text() -> None:
     simulation = simulate(make_schedule("zb-h1", ranks=3, microbatches=4))
     plain = Console(width=80, file=None, force_terminal=False, color_system=None)
     with plain.capture() as caught:
@@ -108,7 +108,7 @@ def test_a_terminal_gets_colours_and_a_file_the_plain_grid() -> None:
 # Faults
 
 
-def test_a_fault_is_marked_by_an_arrow() -> None:
+def test_an_arrow_marks_the_fault() -> None:
     assert fault(make_schedule("1f1b", ranks=2, microbatches=2), 1, 2).splitlines() == [
         "time    0     2     4     6     8",
         "rank 0  F0 F1       B0---    B1---",
@@ -117,8 +117,8 @@ def test_a_fault_is_marked_by_an_arrow() -> None:
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 12), st.integers(1, 40), st.data())
-def test_the_arrow_points_at_the_instruction_wherever_it_is(name: str, ranks: int, microbatches: int,
-                                                           data: st.DataObject) -> None:
+def test_the_arrow_points_at_any_instruction(name: str, ranks: int, microbatches: int,
+                                             data: st.DataObject) -> None:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
     rank = data.draw(st.integers(0, ranks - 1))
     position = data.draw(st.integers(0, len(schedule.rows[rank]) - 1))
@@ -132,7 +132,7 @@ def test_the_arrow_points_at_the_instruction_wherever_it_is(name: str, ranks: in
     assert re.match(rf"{label}(-| |$)", lines[rank + 1][column:])
 
 
-def test_a_fault_where_the_schedule_never_comes_is_marked_too() -> None:
+def test_a_fault_after_a_deadlock_is_marked_at_the_end() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=2)
     stopped = replace(schedule, rows=(schedule.rows[0][1:], schedule.rows[1]))
     assert fault(stopped, 1, 0).splitlines()[2:] == ["rank 1", "        ^ 1F0"]
@@ -142,7 +142,7 @@ def test_a_fault_where_the_schedule_never_comes_is_marked_too() -> None:
 
 
 @given(simulations())
-def test_a_picture_is_well_formed_and_names_every_instruction(simulation: Simulation) -> None:
+def test_the_svg_is_well_formed_and_names_every_instruction(simulation: Simulation) -> None:
     root = ElementTree.fromstring(svg(simulation))
     named = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert named == [f"{cell.instruction}: {cell.start:g} to {cell.end:g}" for row in simulation.rows for cell in row]
@@ -153,7 +153,7 @@ def test_a_picture_is_well_formed_and_names_every_instruction(simulation: Simula
         assert top >= 0 and top + float(box.attrib["height"]) <= height
 
 
-def test_a_picture_has_a_colour_for_each_kind_and_a_dark_side() -> None:
+def test_the_svg_has_a_colour_per_kind_and_a_dark_theme() -> None:
     drawn = svg(simulate(make_schedule("zbv", ranks=2, microbatches=3)))
     assert "prefers-color-scheme: dark" in drawn
     assert len(set(re.findall(r'fill="(#\w+)"', drawn))) == 6  # three kinds at two stages

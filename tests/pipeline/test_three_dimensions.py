@@ -16,16 +16,14 @@ from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
 
 from .small import Case, Result, data, train, train_plain
-from .test_training import WAYS, agree
+from .test_training import STAGES_PER_RANK, agree
 
 PLAN = Plan({"0.words": Vocabulary(), "*.up": Column(), "*.down": Row(), "5.words": Head()})
-LOOSE = Plan({"0.words": Vocabulary(), "*.up": Column(), "*.down": Row()})
-"""For a head that is the embedding's weight there is only one way to cut both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wide(Case):
-    """A way to train with so many tensor ranks."""
+    """A training case with tensor ranks."""
 
     tensor: int = 2
 
@@ -46,19 +44,19 @@ def trains(cases: list[Wide]) -> list[tuple[Result, tuple[int, ...]]]:
     return found
 
 
-def test_two_by_two_by_two() -> None:
-    """Every schedule, and every stage with tied weights and without; pairs of the rest are in test_composition.py."""
-    ways = (("1f1b", 0, False), ("1f1b", 1, True), ("interleaved", 2, True), ("zb-h1", 3, False), ("zb-h2", 2, False),
-            ("zbv", 3, True), ("gpipe", 1, False), ("gpipe", 0, True))
-    cases = [Wide(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, tied=tied)
-             for schedule, zero, tied in ways]
+def test_two_by_two_by_two_ranks_train_as_one_process_does() -> None:
+    """Train every schedule, and every stage with and without tied weights; test_composition.py trains the other pairs."""
+    combinations = (("1f1b", 0, False), ("1f1b", 1, True), ("interleaved", 2, True), ("zb-h1", 3, False),
+                    ("zb-h2", 2, False), ("zbv", 3, True), ("gpipe", 1, False), ("gpipe", 0, True))
+    cases = [Wide(stages=2, schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule], zero=zero, tied=tied)
+             for schedule, zero, tied in combinations]
     expected = {tied: train_plain(Case(tied=tied), ranks=2) for tied in (False, True)}
     for case, *results in zip(cases, *run_ranks(8, trains, cases), strict=True):
         agree(results[0][0], expected[case.tied], tolerance=3e-6)
         assert all(result.losses == results[0][0].losses for result, _ in results), case
 
 
-def test_tensor_ranks_without_a_pipeline_or_data_ranks() -> None:
+def test_tensor_ranks_alone_train_as_one_process_does() -> None:
     cases = [Wide(stages=1, tensor=4, zero=zero, tied=tied) for zero in (0, 1, 3) for tied in (False, True)]
     cases = [replace(case, tensor=2) for case in cases]
     for case, (result, _) in zip(cases, run_ranks(2, trains, cases)[0], strict=True):
@@ -83,7 +81,7 @@ def saved(case: Wide, folder: str) -> dict[str, Tensor]:
 
 
 def loaded(case: Wide, folders: list[str]) -> list[tuple[dict[str, Tensor], float]]:
-    """Load each checkpoint into an engine of its own; return the weights, and the loss of a second step."""
+    """Load each checkpoint into a new engine; return its weights, and the loss of a second step."""
     found: list[tuple[dict[str, Tensor], float]] = []
     for folder in folders:
         engine = case.build()
@@ -109,15 +107,15 @@ def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
             assert loss == pytest.approx(found[0][number][1], rel=3e-6), (source, target)
 
 
-def without_layers() -> str:
+def no_parallel_layers() -> str:
     mesh = shoal.Mesh(tensor=2)
     with pytest.raises(shoal.ShoalError) as found:
         shoal.initialize(model=torch.nn.Linear(4, 4), config=Case().settings, mpu=mesh)
     return str(found.value)
 
 
-def test_a_mesh_with_tensor_ranks_wants_layers_that_are_cut() -> None:
-    assert "the mesh has 2 tensor ranks, and no layer of the model is cut over them" in run_ranks(2, without_layers)[0]
+def test_tensor_ranks_without_parallel_layers_are_refused() -> None:
+    assert "the mesh has 2 tensor ranks, and no layer of the model is cut over them" in run_ranks(2, no_parallel_layers)[0]
 
 
 def bytes_sent(case: Wide) -> dict[str, int]:
@@ -128,7 +126,7 @@ def bytes_sent(case: Wide) -> dict[str, int]:
     return dict(traffic.bytes)
 
 
-def test_the_config_alone_names_the_axes() -> None:
+def test_the_config_alone_can_define_the_mesh() -> None:
     case = Wide(stages=2, config={"mesh": {"pipeline": 2, "tensor": 2}})
     assert run_ranks(4, train, replace(case, config={})) and run_ranks(4, bytes_sent, case)[0]["pipeline"] > 0
 
@@ -149,7 +147,7 @@ def huggingface(config: dict[str, Any]) -> list[float]:
     return losses
 
 
-def test_a_model_that_is_known_is_cut_by_the_configuration_alone() -> None:
+def test_a_known_model_is_parallelized_by_the_config_alone() -> None:
     alone = run_ranks(1, huggingface, {})[0]
     for zero in (0, 3):
         config = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": zero}}

@@ -12,7 +12,7 @@ from shoal.testing import run_ranks
 
 from .small import Case, Result, train, train_plain
 
-WAYS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
 """Stages per rank of each schedule."""
 
 
@@ -27,26 +27,26 @@ def trains(cases: list[Case]) -> list[Result]:
     return [train(case) for case in cases]
 
 
-@pytest.mark.parametrize("schedule", WAYS)
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
 def test_every_schedule_and_stage_trains_as_one_process_does(schedule: str) -> None:
-    """With tied weights and without in turn, so that any two of schedule, ZeRO stage and tied weights meet."""
-    turn = [*WAYS].index(schedule)
-    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, tied=(turn + zero) % 2 == 0)
-             for zero in range(4)]
+    """Every pair of schedule, ZeRO stage and tied or untied weights occurs."""
+    offset = [*STAGES_PER_RANK].index(schedule)
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule], zero=zero,
+                  tied=(offset + zero) % 2 == 0) for zero in range(4)]
     expected = {tied: train_plain(Case(tied=tied), ranks=2) for tied in (False, True)}
     for case, *results in zip(cases, *run_ranks(4, trains, cases), strict=True):
         agree(results[0], expected[case.tied], tolerance=2e-6)
-        assert all(result.losses == results[0].losses for result in results), case  # every rank hears of the loss
+        assert all(result.losses == results[0].losses for result in results), case  # every rank returns the loss
 
 
-def test_three_stages_share_weights_across_one_that_has_none_of_them() -> None:
+def test_tied_weights_may_skip_a_stage_between_them() -> None:
     cases = [Case(stages=3, schedule=schedule, zero=zero) for schedule in ("1f1b", "zb-h1") for zero in (0, 3)]
     expected = train_plain(cases[0], ranks=1)
     for result in run_ranks(3, trains, cases)[0]:
         agree(result, expected, tolerance=2e-6)
 
 
-def test_however_many_microbatches_are_in_flight_they_train_as_one_process_does() -> None:
+def test_any_in_flight_limit_trains_as_one_process_does() -> None:
     cases = [Case(stages=3, schedule=schedule, zero=zero, config={"pipeline": {"in_flight": limit}})
              for schedule, zero in (("1f1b", 1), ("zb-h1", 3)) for limit in (1, 2, 5, 9)]
     expected = train_plain(cases[0], ranks=1)
@@ -60,21 +60,21 @@ def too_few_in_flight() -> str:
     return str(refused.value)
 
 
-def test_a_limit_that_the_schedule_cannot_keep_is_refused_before_training() -> None:
+def test_an_in_flight_limit_not_allowed_is_refused_before_training() -> None:
     expected = "pipeline schedule zbv: in_flight: got 1; on 2 ranks give 2 or more; or choose 1f1b, zb-h1, zb-h2"
     assert run_ranks(2, too_few_in_flight) == [expected] * 2
 
 
-def test_one_rank_runs_the_same_path() -> None:
-    cases = [Case(stages=1, schedule=schedule, stages_per_rank=per) for schedule, per in WAYS.items()]
+def test_one_rank_trains_with_every_schedule() -> None:
+    cases = [Case(stages=1, schedule=schedule, stages_per_rank=per) for schedule, per in STAGES_PER_RANK.items()]
     expected = train_plain(cases[0], ranks=1)
     for result in run_ranks(1, trains, cases)[0]:
         agree(result, expected, tolerance=2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 4e-2), ("fp16", 2e-2)])
-def test_half_precision_trains_as_fp32_does_within_its_rounding(dtype: str, tolerance: float) -> None:
-    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, dtype=dtype)
+def test_half_precision_trains_as_fp32_within_its_rounding(dtype: str, tolerance: float) -> None:
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule], zero=zero, dtype=dtype)
              for schedule, zero in (("1f1b", 1), ("zbv", 3))]
     expected = train_plain(replace(cases[0], dtype="fp32"), ranks=2)
     for result in run_ranks(4, trains, cases)[0]:
@@ -82,8 +82,8 @@ def test_half_precision_trains_as_fp32_does_within_its_rounding(dtype: str, tole
         assert result.norms == pytest.approx(expected.norms, rel=0.1)
 
 
-def test_recompute_changes_nothing() -> None:
-    cases = [Case(stages=2, schedule=schedule, stages_per_rank=WAYS[schedule], zero=zero, interval=interval)
+def test_recompute_gives_identical_weights() -> None:
+    cases = [Case(stages=2, schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule], zero=zero, interval=interval)
              for schedule in ("1f1b", "zb-h1", "zbv") for zero in (0, 3) for interval in (0, 1, 2)]
     found = run_ranks(2, trains, cases)[0]
     for plain, one, two in zip(found[::3], found[1::3], found[2::3], strict=True):
@@ -93,7 +93,7 @@ def test_recompute_changes_nothing() -> None:
             assert torch.equal(weight, two.weights[name]), name
 
 
-def test_state_rests_on_the_host_and_on_disk_as_it_does_without_a_pipeline(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_offloaded_state_gives_identical_training(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = str(tmp_path_factory.mktemp("swap"))
     plain = Case(stages=2, schedule="zbv", stages_per_rank=2, zero=3)
     cases = [plain]

@@ -1,4 +1,4 @@
-"""Tied weights are one weight, and nothing else of their layers is."""
+"""Tied weights train as one weight; all other parameters of their layers stay separate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.testing import run_ranks
 from .models import WIDTH, WORDS, gpt, loss_of, tokens
 
 
-def one(stages_per_rank: int) -> None:
+def tied_on_one_rank(stages_per_rank: int) -> None:
     net = PipelineModule(gpt(), num_stages=1, stages_per_rank=stages_per_rank, loss_fn=loss_of,
                          schedule="1f1b" if stages_per_rank == 1 else "interleaved")
     embed, head = net.get_submodule("embed"), net.get_submodule("head")
@@ -40,26 +40,26 @@ def one(stages_per_rank: int) -> None:
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 3])
-def test_on_one_rank_a_tied_weight_is_one_parameter_and_gets_both_gradients(stages_per_rank: int) -> None:
-    run_ranks(1, one, stages_per_rank)
+def test_on_one_rank_tied_weights_are_one_parameter(stages_per_rank: int) -> None:
+    run_ranks(1, tied_on_one_rank, stages_per_rank)
 
 
-def apart(schedule: str, stages_per_rank: int) -> tuple[dict[str, Tied], list[str]]:
-    layers = {**gpt(), "again": TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward_fn=lambda module, x: x)}
+def tied_over_ranks(schedule: str, stages_per_rank: int) -> tuple[dict[str, Tied], list[str]]:
+    layers = {**gpt(), "second": TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward_fn=lambda module, x: x)}
     method = [0, 2, 4, 6, 8] if stages_per_rank == 2 else "uniform"
     net = PipelineModule(layers, num_stages=2, stages_per_rank=stages_per_rank, schedule=schedule, partition_method=method)
     return dict(net.tied), [name for name, _ in net.named_parameters() if "h." not in name and "norm" not in name]
 
 
-def test_a_tied_weight_has_the_name_of_its_first_layer_wherever_it_rests() -> None:
-    first, last = run_ranks(2, apart, "1f1b", 1)
+def test_a_tied_weight_is_named_by_its_first_layer_on_every_rank() -> None:
+    first, last = run_ranks(2, tied_over_ranks, "1f1b", 1)
     tied = Tied(name="embed.weight", stages=(0, 1))
     assert first == ({"embed.weight": tied}, ["embed.weight"])
     assert last == ({"head.scores.weight": tied}, ["head.scores.weight", "head.scores.bias"])
 
 
-def test_both_ends_of_a_v_hold_one_parameter() -> None:
-    first, last = run_ranks(2, apart, "zbv", 2)
+def test_the_first_and_last_stage_of_a_v_share_one_parameter() -> None:
+    first, last = run_ranks(2, tied_over_ranks, "zbv", 2)
     assert first == ({"embed.weight": Tied(name="embed.weight", stages=(0, 3))}, ["embed.weight", "head.scores.bias"])
     assert last == ({}, [])
 
@@ -75,7 +75,7 @@ class Two(nn.Module):
         return x * self.own
 
 
-def several() -> None:
+def several_weights() -> None:
     layers = [TiedLayerSpec("pair", Two, ("a", "b"), tied_weight_attr=["a", "b"]),
               TiedLayerSpec("pair", Two, ("c", "d"), tied_weight_attr=["c", "d"]),
               TiedLayerSpec("alone", Two, ("a", "b"), tied_weight_attr=["a"])]
@@ -87,7 +87,7 @@ def several() -> None:
 
 
 def test_several_weights_are_tied_in_the_order_of_their_names() -> None:
-    run_ranks(1, several)
+    run_ranks(1, several_weights)
 
 
 SIZE, COUNT, STEPS = 4, 4, 2
@@ -95,7 +95,7 @@ SIZE, COUNT, STEPS = 4, 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of square layers: "L" has a weight of its own, layers of any other name share theirs by that name."""
+    """A sequence of square layers: "L" has its own weight, layers with any other name share the weight of that key."""
 
     names: str
     stages: int
@@ -121,7 +121,7 @@ class Line:
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}})[0]
 
     def plain(self) -> nn.Sequential:
-        """The same layers in one process."""
+        """Build the same layers in one process."""
         model, first = nn.Sequential(), dict[tuple[str, str], nn.Parameter]()
         for number, name in enumerate(self.names):
             torch.manual_seed(1234 + number)
@@ -146,9 +146,9 @@ def trained(line: Line) -> tuple[dict[str, Tensor], list[float], dict[str, Tenso
 CUT = Column(gather_output=True)
 LINES = {
     "the first copy is on the higher rank": Line(names="LaaL", stages=2, boundaries=[0, 1, 2, 3, 4]),
-    "that of one of two keys is": Line(names="LbaabL", stages=2, boundaries=[0, 2, 3, 4, 6]),
+    "the first copy of one of two keys is": Line(names="LbaabL", stages=2, boundaries=[0, 2, 3, 4, 6]),
     "in a V": Line(names="LababL", stages=2, boundaries=[0, 1, 3, 5, 6], schedule="zbv", zero=2),
-    "holders overlap": Line(names="abbba", stages=3, boundaries=[0, 2, 3, 5], schedule="1f1b", stages_per_rank=1),
+    "ranks of two keys overlap": Line(names="abbba", stages=3, boundaries=[0, 2, 3, 5], schedule="1f1b", stages_per_rank=1),
     "a rank has no other weights": Line(names="aaLa", stages=2, boundaries=[0, 2, 4], schedule="1f1b", stages_per_rank=1,
                                         shared=("weight", "bias")),
     "two keys in opposite order": Line(names="baab", stages=2, boundaries=[0, 1, 2, 3, 4], zero=3),

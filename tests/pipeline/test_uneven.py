@@ -1,4 +1,4 @@
-"""Stages that differ: nothing to train, nothing to run, dropout, odd biases, three layers with one weight."""
+"""Uneven stages: nothing to train, skipped layers, dropout, computed biases, a weight tied three times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Out(nn.Module):
         return self.words(x)
 
 
-def trained(layers: list[Any], schedule: str = "1f1b", change: Callable[[nn.Module], object] | None = None,
+def engine_of(layers: list[Any], schedule: str = "1f1b", change: Callable[[nn.Module], object] | None = None,
             **config: Any) -> Any:
     module = shoal.PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform", seed_layers=True,
                                   schedule=schedule)
@@ -42,7 +42,7 @@ def frozen() -> list[float]:
             module.requires_grad_(False)
 
     layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Block), shoal.LayerSpec(Out)]
-    engine = trained(layers, change=freeze)
+    engine = engine_of(layers, change=freeze)
     return [engine.train_batch(data(0, 0)).item() for _ in range(4)]
 
 
@@ -60,18 +60,18 @@ class Skips(Block):
 
 def skipping(schedule: str, stage: int) -> list[float]:
     layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Skips), shoal.LayerSpec(Out)]
-    engine = trained(layers, schedule, zero_optimization={"stage": stage})
+    engine = engine_of(layers, schedule, zero_optimization={"stage": stage})
     return [engine.train_batch(data(step, engine.mesh.rank("data"))).item() for step in range(3)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_data_rank_that_skips_layers_hangs_nobody(schedule: str) -> None:
+def test_a_data_rank_that_skips_layers_does_not_hang_the_others(schedule: str) -> None:
     assert run_ranks(4, skipping, schedule, 2)[0] == pytest.approx(run_ranks(4, skipping, "gpipe", 0)[0], rel=1e-5)
 
 
-def of_two_lengths(schedule: str, stage: int) -> list[float]:
+def with_two_lengths(schedule: str, stage: int) -> list[float]:
     layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Block), shoal.LayerSpec(Out)]
-    engine = trained(layers, schedule, zero_optimization={"stage": stage})
+    engine = engine_of(layers, schedule, zero_optimization={"stage": stage})
     rank = engine.mesh.rank("data")
     return [engine.train_batch(microbatch(step, number, rank, length=(2, 7)[rank]) for number in range(COUNT)).item()
             for step in range(3)]
@@ -79,12 +79,12 @@ def of_two_lengths(schedule: str, stage: int) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_data_ranks_with_longer_samples_reduce_as_often(schedule: str) -> None:
-    expected = run_ranks(4, of_two_lengths, "gpipe", 0)[0]
-    assert run_ranks(4, of_two_lengths, schedule, 2)[0] == pytest.approx(expected, rel=1e-5)
+    expected = run_ranks(4, with_two_lengths, "gpipe", 0)[0]
+    assert run_ranks(4, with_two_lengths, schedule, 2)[0] == pytest.approx(expected, rel=1e-5)
 
 
-class Odd(nn.Module):
-    """Biases that are no plain parameters."""
+class ComputedBias(nn.Module):
+    """Products whose biases are not parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,34 +96,34 @@ class Odd(nn.Module):
         return nn.functional.linear(torch.addmm(rows, rows, self.weight), self.weight, self.bias * self.scale).view_as(x)
 
 
-def odd(schedule: str) -> list[float]:
-    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Odd), shoal.LayerSpec(Odd), shoal.LayerSpec(Out)]
-    engine = trained(layers, schedule)
+def computed_biases(schedule: str) -> list[float]:
+    layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(ComputedBias), shoal.LayerSpec(ComputedBias), shoal.LayerSpec(Out)]
+    engine = engine_of(layers, schedule)
     return [engine.train_batch(data(step, 0)).item() for step in range(3)]
 
 
-def test_any_bias_goes_with_a_split_backward() -> None:
-    assert run_ranks(2, odd, "zb-h1")[0] == pytest.approx(run_ranks(2, odd, "1f1b")[0], rel=1e-6)
+def test_split_backward_works_with_computed_biases() -> None:
+    assert run_ranks(2, computed_biases, "zb-h1")[0] == pytest.approx(run_ranks(2, computed_biases, "1f1b")[0], rel=1e-6)
 
 
 def evaluated() -> list[Any]:
     drops = [shoal.LayerSpec(nn.Dropout, 0.5) for _ in range(2)]
     layers = [shoal.LayerSpec(Embed), *drops, shoal.LayerSpec(Out)]
-    engine = trained(layers)
+    engine = engine_of(layers)
     same = engine.eval_batch(data(0, 0)).item() == engine.eval_batch(data(0, 0)).item()
     with pytest.raises(ShoalError, match="the iterator ended after 1 of 4 microbatches"):
         engine.eval_batch(data(0, 0, 1))
-    after = engine.train_batch(data(0, 0)).item()  # an evaluation that cannot begin ends nothing
+    after = engine.train_batch(data(0, 0)).item()  # an evaluation that could not begin changed nothing
     with pytest.raises(ShoalError, match="got a list, which would start anew at every step; pass an iterator"):
         engine.train_batch(list(data(0, 0)))
     return [same, engine.module.training, after > 0]
 
 
-def test_evaluation_drops_nothing_and_needs_an_iterator() -> None:
+def test_evaluation_disables_dropout_and_needs_an_iterator() -> None:
     assert run_ranks(2, evaluated) == [[True, True, True]] * 2
 
 
-def thrice() -> list[str]:
+def tied_three_times() -> list[str]:
     spec = [shoal.TiedLayerSpec("w", nn.Linear, 4, 4) for _ in range(3)]
     module = shoal.PipelineModule([spec[0], nn.Tanh(), spec[1], spec[2]], num_stages=2, partition_method="uniform",
                                   loss_fn=nn.functional.mse_loss)
@@ -132,8 +132,8 @@ def thrice() -> list[str]:
     return sorted(engine.consolidated_state_dict() or {})
 
 
-def test_a_weight_of_three_layers_has_all_its_names() -> None:
-    assert [name for name in run_ranks(2, thrice)[0] if "weight" in name] == ["0.weight", "2.weight", "3.weight"]
+def test_a_weight_of_three_layers_is_saved_under_all_its_names() -> None:
+    assert [name for name in run_ranks(2, tied_three_times)[0] if "weight" in name] == ["0.weight", "2.weight", "3.weight"]
 
 
 def refused() -> str:
@@ -142,12 +142,12 @@ def refused() -> str:
     return str(found.value)
 
 
-def test_a_plain_model_has_no_pipeline_ranks() -> None:
+def test_a_plain_model_with_pipeline_ranks_is_refused() -> None:
     words = "mesh.pipeline asks for 2 pipeline ranks, and the model is a Linear, which has no stages"
     assert words in run_ranks(2, refused)[0]
 
 
-class Listening(logging.Handler):
+class LogLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -157,13 +157,13 @@ class Listening(logging.Handler):
 
 
 def plain() -> list[str]:
-    logging.getLogger("shoal").addHandler(listening := Listening())
+    logging.getLogger("shoal").addHandler(handler := LogLines())
     for settings in ({}, {"schedule": "zb-h1"}):
         shoal.initialize(model=nn.Linear(4, 4), config={**Case().settings, "pipeline": settings})
-    return listening.lines
+    return handler.lines
 
 
-def test_a_schedule_for_a_plain_model_is_said_to_have_no_effect() -> None:
+def test_a_schedule_without_a_pipeline_module_gives_a_warning() -> None:
     assert run_ranks(1, plain)[0] == ["pipeline: has no effect: the model is a Linear, and no PipelineModule"]
 
 
@@ -173,13 +173,13 @@ def detached() -> list[bool]:
             return super().forward(x.detach())
 
     layers = [shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Cuts), shoal.LayerSpec(Out)]
-    engine = trained(layers, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine = engine_of(layers, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.train_batch(data(0, 0))
     return [torch.equal(p, before[name]) for name, p in engine.module.named_parameters()]
 
 
-def test_a_stage_without_gradient_stays_as_it_is() -> None:
+def test_a_stage_without_gradients_keeps_its_weights() -> None:
     first, second = run_ranks(2, detached)
     assert all(first) and not any(second)
 
@@ -190,21 +190,21 @@ def within_init() -> str:
     return str(found.value)
 
 
-def test_a_pipeline_within_zero_init_is_refused_before_it_hangs() -> None:
+def test_a_pipeline_within_zero_init_is_refused() -> None:
     assert all("PipelineModule: built within zero.Init" in text for text in run_ranks(2, within_init))
 
 
 class Places(nn.Module):
-    """Projects a parameter, large enough for its memory to go back to the system between its uses, and what is it again."""
+    """Projects a parameter and a view of it; the parameter is so large that its memory is unmapped between uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.randn(512, 512) / 22)
         self.project = nn.Linear(512, 512)
-        self.again = nn.Linear(512, 512)
+        self.project_view = nn.Linear(512, 512)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + (self.project(self.places) + self.again(self.places.detach()))[:len(x)]
+        return x + (self.project(self.places) + self.project_view(self.places.detach()))[:len(x)]
 
 
 def projected(schedule: str, stage: int) -> tuple[float, float]:
@@ -222,5 +222,5 @@ def projected(schedule: str, stage: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-def test_a_parameter_that_is_projected_is_there_when_the_weights_are_paid(schedule: str) -> None:
+def test_a_parameter_used_as_activation_is_gathered_for_w(schedule: str) -> None:
     assert run_ranks(2, projected, schedule, 3)[0] == pytest.approx(run_ranks(2, projected, "1f1b", 0)[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""CPU tensors go by gloo in pieces, device tensors by their own backend; without tags each edge has a group."""
+"""CPU tensors go by gloo in chunks, device tensors by their own backend; without tags each edge has a group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shoal.mesh.mesh import Mesh
 from shoal.pipeline import links
 from shoal.pipeline.links import Connector, Edge, edge_backends
-from shoal.pipeline.wire import wire_pieces
+from shoal.pipeline.wire import wire_chunks
 from shoal.testing import run_ranks
 from shoal.transport.collectives import CHUNK_BYTES
 
@@ -28,8 +28,8 @@ def test_each_edge_has_a_group_where_the_backend_has_no_tags(backends: dict[str,
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 4])
-def test_gloo_sends_pieces_and_a_device_backend_sends_whole_tensors(size: int) -> None:
-    host, device = (wire_pieces(torch.empty(size // 4, device=place)) for place in ("cpu", "meta"))
+def test_gloo_sends_chunks_and_a_device_backend_sends_whole_tensors(size: int) -> None:
+    host, device = (wire_chunks(torch.empty(size // 4, device=place)) for place in ("cpu", "meta"))
     assert sum(each.nbytes for each in host) == sum(each.nbytes for each in device) == size // 4 * 4
     assert [each.nbytes <= CHUNK_BYTES for each in host] == [True] * -(-(size // 4 * 4) // CHUNK_BYTES)
     assert len(device) == (size >= 4)

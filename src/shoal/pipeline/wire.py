@@ -1,6 +1,6 @@
 """Point-to-point transport between two ranks: tensors sent under a tag arrive at the peer under that tag, in order.
 
-Tensors travel as raw bytes without a copy, so every dtype is supported. Headers and CPU tensors go by gloo, cut into pieces
+Tensors travel as raw bytes without a copy, so every dtype is supported. Headers and CPU tensors go by gloo, cut into chunks
 like those of collectives. Device tensors go by the device's own backend, uncut; if that backend is gloo, they are copied
 through the host. NCCL has no tags, so with NCCL each wire needs a process group of its own.
 """
@@ -19,7 +19,7 @@ from shoal.transport import process_group
 from shoal.transport.collectives import CHUNK_BYTES
 from shoal.transport.reduction import chunks
 
-__all__ = ["NO_TIMEOUT", "TAGS", "Wire", "WireTransfer", "wire_pieces"]
+__all__ = ["NO_TIMEOUT", "TAGS", "Wire", "WireTransfer", "wire_chunks"]
 
 TAGS = 128
 """The tags of one wire."""
@@ -43,7 +43,7 @@ class WireTransfer:
         self._device_work: list[dist.Work] = []
 
     def add(self, tensor: Tensor, works: Iterable[dist.Work]) -> None:
-        """Add the work handles of the pieces of `tensor`."""
+        """Add the work handles of the chunks of `tensor`."""
         (self._host_work if tensor.is_cpu else self._device_work).extend(works)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> None:
@@ -94,7 +94,7 @@ class Wire:
         group, peer, first = self._group, self._peer, self._tag
         transfer = WireTransfer([tensor for _, tensor in tagged])
         for tag, tensor in tagged:
-            transfer.add(tensor, [group.send([piece], peer, first + tag) for piece in wire_pieces(tensor)])
+            transfer.add(tensor, [group.send([chunk], peer, first + tag) for chunk in wire_chunks(tensor)])
         return transfer
 
     def receive(self, tensors: Sequence[Tensor], tag: int) -> WireTransfer:
@@ -102,7 +102,7 @@ class Wire:
         group, peer, tag = self._group, self._peer, self._tag + tag
         transfer = WireTransfer(tensors)
         for tensor in tensors:
-            transfer.add(tensor, [group.recv([piece], peer, tag) for piece in wire_pieces(tensor)])
+            transfer.add(tensor, [group.recv([chunk], peer, tag) for chunk in wire_chunks(tensor)])
         return transfer
 
     def break_waits(self) -> None:
@@ -111,10 +111,10 @@ class Wire:
             self._group.recv([torch.empty(1)], self._peer, self._tag).wait(_IMMEDIATELY)
 
 
-def wire_pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the pieces in which `tensor` is sent.
+def wire_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the chunks in which `tensor` is sent.
 
-    For gloo they are byte views of at most `PIECE_BYTES`, since gloo checks no dtype. A device tensor is one piece: NCCL
+    For gloo they are byte views of at most `CHUNK_BYTES`, since gloo checks no dtype. A device tensor is one chunk: NCCL
     cuts it by itself, and launches a kernel for each message.
     """
     size, by_gloo = tensor.nbytes, tensor.is_cpu
