@@ -1,7 +1,7 @@
-"""The GPT of `examples/gpt` as a list of layers, and how each of them is cut: all that three dimensions ask of a model.
+"""The GPT of `examples/gpt` as a list of layers with a tensor-parallel plan: all that 3D parallelism needs of a model.
 
-Layers have the names that they have in the plain model, so that both load each other's checkpoints, and begin with the
-same weights.
+Layers have their names in the plain model, so that both models load each other's checkpoints and start with the same
+weights.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from model import VOCABULARY, Block, Embedding, Shape, initialise, rotation
 from shoal.tensor_parallel import Column, Head, Heads, Kind, Plan, Region, Row, Vocabulary
 
 
-class Turned(Block):
-    """A block that computes its rotary positions by itself, so that the stream is all that travels between layers."""
+class RotaryBlock(Block):
+    """A block that computes its own rotary positions, so that only the residual stream travels between layers."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.head_size = shape.dim // shape.heads
 
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  that is the point
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  on purpose
         return super().forward(x, rotation(x.shape[1], self.head_size, x))
 
 
 def layers(shape: Shape) -> dict[str, shoal.LayerSpec]:
-    """List the model's layers in their order; each is built where it runs, and nowhere else."""
+    """Return the model's layers in order; each is built only on the ranks that run it."""
     return {
         "embedding": shoal.LayerSpec(Embedding, shape),
-        **{f"blocks.{number}": shoal.LayerSpec(Turned, shape) for number in range(shape.layers)},
+        **{f"blocks.{number}": shoal.LayerSpec(RotaryBlock, shape) for number in range(shape.layers)},
         "norm": shoal.LayerSpec(nn.LayerNorm, shape.dim, bias=False),
         "head": shoal.LayerSpec(nn.Linear, shape.dim, VOCABULARY, bias=False),
     }
 
 
 def plan(shape: Shape) -> Plan:
-    """Say how layers are cut over tensor ranks: attention by heads, the perceptron by its middle, the rest by words."""
+    """Return the tensor-parallel plan: attention split by heads, the MLP by its hidden dim, the rest by vocabulary."""
     kinds: dict[str, Kind] = {
         "embedding.byte": Vocabulary(),
         "blocks.*": Region(divide=("heads",)),
@@ -51,18 +51,19 @@ def plan(shape: Shape) -> Plan:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of the plain model."""
+    """Return the plain model's loss."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def begin(model: shoal.PipelineModule, shape: Shape, seed: int) -> None:
-    """Give this rank's layers the weights with which the plain model of that seed begins.
+    """Initialize this rank's layers as the plain model with the same seed does.
 
-    A rank draws the random numbers of all layers, in the plain model's order, and holds one layer beside its own at a time.
+    Every rank draws the random numbers of all layers in the plain model's order, and builds one layer beside its own at a
+    time.
     """
     own, specs = dict(model.named_parameters()), layers(shape)
     torch.manual_seed(seed)
-    for spec in specs.values():  # constructors draw, too
+    for spec in specs.values():  # constructors draw random numbers, too
         spec.build()
     for layer, spec in specs.items():
         with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""Train the GPT of `examples/gpt` over pipeline, tensor and data ranks, as many of each as the JSON file says.
+"""Train the GPT of `examples/gpt` with pipeline, tensor and data parallelism; the JSON file sets the mesh.
 
     shoal run --ranks 8 examples/gpt3d/train.py --shoal-config examples/gpt3d/3d.json
 
-`layers.py` is what the model needs for that; `build` is what the script needs.
+`layers.py` holds what the model needs for that, `build` what the script needs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from summary import Summary
 from watch import Watch
 
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
-"""Schedules that give a rank several stages."""
+"""Stages per rank of the schedules that need several."""
 
 
 def build(shape: Shape, config: dict[str, Any], seed: int, data: Blocks) -> PipelineEngine:
-    """Put the model on the mesh of the configuration: this rank's stages, and of their layers this rank's part."""
+    """Build this rank's stages on the mesh of the configuration, cut their layers over the tensor ranks, make the engine."""
     mesh = shoal.configured_mesh(config)
     schedule = config.get("pipeline", {}).get("schedule", "1f1b")
     model = shoal.PipelineModule(layers(shape), num_stages=mesh.size("pipeline"), loss_fn=cross_entropy, schedule=schedule,
@@ -50,7 +50,7 @@ def build(shape: Shape, config: dict[str, Any], seed: int, data: Blocks) -> Pipe
 
 
 def train(engine: PipelineEngine, watch: Watch) -> None:
-    """Take steps until `watch` says that it is enough."""
+    """Train until `watch` ends the run."""
     while not watch.ended:
         watch.note(engine.train_batch())
 
@@ -87,9 +87,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps in all (default: total_num_steps of the config's schedule)")
     parser.add_argument("--block", type=int, default=256, help="bytes that the model sees at once (default 256)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, whoever saved it")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out, of any mesh")
     parser.add_argument("--save-every", type=int, default=500, metavar="N", help="steps between checkpoints (default 500)")
-    parser.add_argument("--out", type=Path, help="folder for what is made (default out/gpt-MODEL, as of examples/gpt)")
+    parser.add_argument("--out", type=Path, help="folder for outputs (default out/gpt-MODEL, as of examples/gpt)")
     parser.add_argument("--cache", type=Path, default=Path("out/corpus"), help="folder of the corpus (default out/corpus)")
     shoal.add_config_arguments(parser)
     args = parser.parse_args()
@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the JSON file says, its schedule stretched to `--steps`."""
+    """Return the JSON configuration, with its learning-rate schedule stretched to `--steps`."""
     config: dict[str, Any] = read(args.shoal_config)
     schedule = config["scheduler"]["params"]
     schedule["total_num_steps"] = args.steps or schedule["total_num_steps"]
