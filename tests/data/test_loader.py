@@ -1,4 +1,4 @@
-"""The loader has one global order, gives ranks equal batches, and resumes exactly on any number of ranks."""
+"""The loader has one global order, gives ranks equal batches, and resumes exactly; `RepeatingLoader` never ends."""
 
 import logging
 from collections import Counter
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from shoal.data import Loader
+from shoal.data import Loader, RepeatingLoader
 from shoal.errors import CheckpointError, ConfigError, UsageError
 
 counts = st.integers(1, 40)
@@ -293,3 +293,56 @@ def test_a_resume_uses_the_checkpoints_seed(caplog: pytest.LogCaptureFixture) ->
         loader.load_state_dict(stored.state_dict())
     assert "using the checkpoint's seed 3 instead of 4" in caplog.text
     assert torch.equal(next(iter(loader)), next(iter(stored)))
+
+
+def small_loader() -> Loader:
+    return Loader(range(6), batch_size=2, collate_fn=list)
+
+
+def test_a_repeating_loader_starts_the_next_epoch_by_itself() -> None:
+    repeating, plain = RepeatingLoader(small_loader()), small_loader()
+    assert list(islice(repeating, 9)) == [*plain, *plain, *plain]
+    assert len(repeating) == 3
+
+
+def test_a_repeating_loader_repeats_any_iterable() -> None:
+    assert list(islice(RepeatingLoader([1, 2]), 5)) == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_a_repeating_loader_resumes_with_its_loader(stop: int) -> None:
+    straight = list(islice(RepeatingLoader(small_loader()), 12))
+    first, second = RepeatingLoader(small_loader()), RepeatingLoader(small_loader())
+    head = list(islice(first, stop))
+    next(second)
+    second.load_state_dict(first.state_dict())
+    assert head + list(islice(second, 12 - stop)) == straight
+
+
+def test_a_repeating_loader_follows_load_state_dict_of_its_loader() -> None:
+    inner = small_loader()
+    start = inner.state_dict()
+    repeating = RepeatingLoader(inner)
+    first = [next(repeating), next(repeating)]
+    inner.load_state_dict(start)
+    assert [next(repeating), next(repeating)] == first
+
+
+def test_an_exhausted_iterator_is_rejected() -> None:
+    def numbers() -> Iterator[Any]:
+        yield 1
+
+    repeating = RepeatingLoader(numbers())
+    assert next(repeating) == 1
+    with pytest.raises(UsageError, match="RepeatingLoader: generator yields no batches; an iterator can be used once only"):
+        next(repeating)
+
+
+def test_a_loader_without_state_is_named() -> None:
+    with pytest.raises(UsageError, match="RepeatingLoader: list has no state_dict and load_state_dict"):
+        RepeatingLoader([1]).state_dict()
+
+
+def test_a_loader_without_length_gives_no_length() -> None:
+    with pytest.raises(TypeError, match="generator has no length"):
+        len(RepeatingLoader(i for i in range(3)))

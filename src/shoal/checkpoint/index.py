@@ -20,7 +20,7 @@ from shoal.checkpoint.piece import Box, Interval, intersect, overlaps
 from shoal.checkpoint.tensor_file import DTYPES
 from shoal.errors import CheckpointError
 
-__all__ = ["INDEX", "VERSION", "File", "Index", "Range", "RankPart", "Stored", "gaps", "merge", "parse", "parse_part"]
+__all__ = ["INDEX", "VERSION", "File", "Index", "Range", "RankPart", "StoredTensor", "gaps", "merge", "parse", "parse_part"]
 
 INDEX = "index.json"
 FORMAT = "shoal checkpoint"
@@ -62,7 +62,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """One full tensor of the checkpoint."""
 
     shape: Shape
@@ -84,7 +84,7 @@ class RankPart:
     """The files, tensor ranges and values that one rank wrote."""
 
     files: list[File] = field(default_factory=list[File])
-    tensors: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    tensors: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     shared: JsonValue = None
     private: JsonValue = None
 
@@ -98,7 +98,7 @@ class Index:
 
     step: int
     files: list[File]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     shared: JsonValue
     private: list[JsonValue]
     """By rank."""
@@ -151,7 +151,7 @@ def parse(text: bytes, path: Path) -> Index:
 def merge(parts: Iterable[RankPart], step: int) -> Index:
     """Merge the parts of all ranks. Raises CheckpointError unless the pieces cover every tensor exactly once."""
     files: list[File] = []
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     shared: list[JsonValue] = []
     private: list[JsonValue] = []
     faults: list[str] = []
@@ -160,7 +160,7 @@ def merge(parts: Iterable[RankPart], step: int) -> Index:
         shared.append(part.shared)
         private.append(part.private)
         for name, ours in part.tensors.items():
-            stored = tensors.setdefault(name, Stored(shape=ours.shape, dtype=ours.dtype, ranges=[]))
+            stored = tensors.setdefault(name, StoredTensor(shape=ours.shape, dtype=ours.dtype, ranges=[]))
             if (stored.shape, stored.dtype) != (ours.shape, ours.dtype):
                 faults.append(f"{name}: rank {rank} has {ours.dtype} {ours.shape}, an earlier rank has "
                               f"{stored.dtype} {stored.shape}")
@@ -172,7 +172,7 @@ def merge(parts: Iterable[RankPart], step: int) -> Index:
     return Index(step=step, files=files, tensors=tensors, shared=shared[0], private=private)
 
 
-def gaps(stored: Stored) -> Iterator[str]:
+def gaps(stored: StoredTensor) -> Iterator[str]:
     """Yield a message for each place where the ranges do not cover a tensor exactly once."""
     covered = sum(r.stop - r.start for r in stored.ranges)
     by_box: dict[Box, list[Interval]] = {}
@@ -195,7 +195,7 @@ def _overlap(ones: list[Interval], others: list[Interval]) -> bool:
     return any(next(overlaps(one, other), None) is not None for one in ones for other in others)
 
 
-def _holes(stored: Stored, by_box: dict[Box, list[Interval]]) -> Iterator[str]:
+def _holes(stored: StoredTensor, by_box: dict[Box, list[Interval]]) -> Iterator[str]:
     ((box, intervals),) = by_box.items()
     if box.elements == stored.elements:
         ends = [0, *(interval.stop for interval in intervals)]

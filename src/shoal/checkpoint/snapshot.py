@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import folder as folders
-from shoal.checkpoint.index import Index, Range, Stored
+from shoal.checkpoint.index import Index, Range, StoredTensor
 from shoal.checkpoint.piece import Interval, Overlap, Piece, overlaps
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.tensor_file import BLOCK, DTYPES, memory
@@ -199,7 +199,7 @@ class Snapshot:
             return f"{piece.name}: {fault}"
         return None if piece.data.is_contiguous() else f"{piece.name}: the data to fill is not contiguous"
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self.index.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         return self.index.tensors[name]
@@ -246,7 +246,7 @@ def _block_interval(entry: Range, block: int, width: int) -> Interval:
     return Interval(entry.interval.box, start, min(entry.stop, start + BLOCK // width))
 
 
-def _block_read(name: str, stored: Stored, entry: Range, block: int) -> _BlockRead:
+def _block_read(name: str, stored: StoredTensor, entry: Range, block: int) -> _BlockRead:
     dtype = DTYPES[stored.dtype]
     size = _block_interval(entry, block, dtype.itemsize).elements * dtype.itemsize
     return _BlockRead(name=name, file=entry.file, at=entry.at + block * BLOCK, bytes=size,

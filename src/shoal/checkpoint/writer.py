@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from shoal.checkpoint import folder as folders
-from shoal.checkpoint.index import INDEX, RankPart, Stored, merge, parse_part
+from shoal.checkpoint.index import INDEX, RankPart, StoredTensor, merge, parse_part
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staged, Staging, disk_full, write_rank_file
 from shoal.checkpoint.ranks import Ranks
@@ -47,7 +47,7 @@ class _Content:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
+class _SaveOptions:
     """The options of one save, equal on all ranks."""
 
     folder: Path
@@ -153,7 +153,7 @@ class Writer:
         `PendingSave.wait`.
         """
         self.wait()
-        save = _Save(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back)
+        save = _SaveOptions(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back)
         pending = PendingSave(save.folder / tag)
         self.ranks.lock.acquire()  # released when the save has ended
         try:
@@ -180,7 +180,7 @@ class Writer:
         staged = self._staging.copy([*pieces, *values], file_bytes)
         return _Content(staged=staged, shared=shared_values.json, private=private_values.json)
 
-    def _run(self, save: _Save, content: _Content | Exception, pending: PendingSave) -> None:
+    def _run(self, save: _SaveOptions, content: _Content | Exception, pending: PendingSave) -> None:
         """Run the whole save. This is the body of a non-daemon thread, so the interpreter waits for it at exit.
 
         Only the first call runs the save. An interrupt can raise in the main thread although the new thread has started;
@@ -209,13 +209,13 @@ def write(folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, 
     return Writer(ranks).write(folder, tag, pieces, step=step, shared=shared, private=private).wait()
 
 
-def _check_options(save: _Save) -> None:
+def _check_options(save: _SaveOptions) -> None:
     folders.saving_path(save.folder, save.tag)
     if save.keep_last is not None and save.keep_last < 1:
         raise UsageError(f"keep_last: got {save.keep_last}; give 1 or more, or None to keep all")
 
 
-def _save_collectively(ranks: Ranks, save: _Save, content: _Content | Exception) -> None:
+def _save_collectively(ranks: Ranks, save: _SaveOptions, content: _Content | Exception) -> None:
     paths = [os.fsdecode(path) for path in ranks.all_gather(os.fsencode(save.folder / save.tag))]
     if len(set(paths)) > 1:
         other = next(rank for rank, path in enumerate(paths) if path != paths[0])
@@ -235,7 +235,7 @@ def _save_collectively(ranks: Ranks, save: _Save, content: _Content | Exception)
             raise
 
 
-def _prepare(save: _Save, content: _Content | Exception, locks: ExitStack, rank: int) -> _Content:
+def _prepare(save: _SaveOptions, content: _Content | Exception, locks: ExitStack, rank: int) -> _Content:
     if isinstance(content, Exception):
         raise content
     if rank == 0:
@@ -247,7 +247,7 @@ def _prepare(save: _Save, content: _Content | Exception, locks: ExitStack, rank:
     return content
 
 
-def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> RankPart:
+def _write_part(hidden: Path, save: _SaveOptions, content: _Content, rank: int) -> RankPart:
     """Write the files of one rank and describe them."""
     if not hidden.is_dir():
         raise CheckpointError(f"{save.folder}: rank 0 created {hidden.name} there, this rank does not see it; "
@@ -267,12 +267,12 @@ def _write_part(hidden: Path, save: _Save, content: _Content, rank: int) -> Rank
     return part
 
 
-def _stored(part: RankPart, piece: Piece) -> Stored:
-    empty = Stored(shape=piece.shape, dtype=CODES[piece.data.dtype], ranges=[])
+def _stored(part: RankPart, piece: Piece) -> StoredTensor:
+    empty = StoredTensor(shape=piece.shape, dtype=CODES[piece.data.dtype], ranges=[])
     return part.tensors.setdefault(piece.name, empty)
 
 
-def _commit(hidden: Path, save: _Save, parts: list[bytes]) -> None:
+def _commit(hidden: Path, save: _SaveOptions, parts: list[bytes]) -> None:
     """Write the index and publish the checkpoint; on rank 0."""
     index = merge([parse_part(part) for part in parts], save.step)
     if faults := folders.faults(hidden, index):

@@ -21,10 +21,10 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field,
 from shoal.config.published import Published
 
 __all__ = ["Conflict", "Count", "Dtype", "Every", "Number", "Positive", "Rewritten", "Section", "Switch", "Text", "any_case",
-           "spelled", "whole"]
+           "integral", "spelled"]
 
 
-def whole(value: object) -> object:
+def integral(value: object) -> object:
     """Return an integral float or a foreign integer (numpy's) as an int, and any other value unchanged."""
     match value:
         case float() if value.is_integer():
@@ -52,7 +52,7 @@ def any_case(*names: str) -> Callable[[object], object]:
 
 
 def _infinity_to_none(value: object) -> object:
-    return None if value == math.inf else whole(value)
+    return None if value == math.inf else integral(value)
 
 
 Switch = Annotated[bool, Strict()]
@@ -64,10 +64,10 @@ Text = Annotated[str, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 """A finite number."""
 
-Count = Annotated[int, Strict(), Field(ge=0), BeforeValidator(whole)]
+Count = Annotated[int, Strict(), Field(ge=0), BeforeValidator(integral)]
 """A whole number from 0."""
 
-Positive = Annotated[int, Strict(), Field(gt=0), BeforeValidator(whole)]
+Positive = Annotated[int, Strict(), Field(gt=0), BeforeValidator(integral)]
 """A whole number from 1."""
 
 Every = Annotated[Positive | None, BeforeValidator(_infinity_to_none)]

@@ -33,7 +33,7 @@ from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
 from shoal.launch.failure import Failure
 from shoal.launch.orphans import sweep
-from shoal.launch.run import LaunchPlan, say
+from shoal.launch.run import LaunchPlan, print_status
 
 __all__ = ["Agent", "launch"]
 
@@ -133,8 +133,8 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
         if alive := len(self._alive()):
-            say(f"shoal run: sending {death_sig.name} to {_count(alive)}, which have {grace:g} s to finish; "
-                "a second signal kills them at once")
+            print_status(f"shoal run: sending {death_sig.name} to {_count(alive)}, which have {grace:g} s to finish; "
+                         "a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         sweep(self.mark, ORPHAN_GRACE)
@@ -168,7 +168,7 @@ class Agent(LocalElasticAgent):
         attempt = self.plan.max_restarts - self._remaining_restarts
         note = (f"restarting all ranks: attempt {attempt + 2} of {self.plan.max_restarts + 1}"
                 if self._remaining_restarts > 0 else "")
-        say(failure.describe(self.failures, ranks, note))
+        print_status(failure.describe(self.failures, ranks, note))
 
 
 class SingleNodeRendezvous(RendezvousHandler):
@@ -251,8 +251,8 @@ def _default_ranks() -> int:
     gpus = torch.cuda.device_count()
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
-    say(f"shoal run: {_count(ranks)}, " + (f"one per GPU ({gpus})" if gpus else f"half of {usable} cores") +
-        "; set --ranks N to change it")
+    basis = f"one per GPU ({gpus})" if gpus else f"half of {usable} cores"
+    print_status(f"shoal run: {_count(ranks)}, {basis}; set --ranks N to change it")
     return ranks
 
 
@@ -263,7 +263,8 @@ def _count(ranks: int) -> str:
 def _shares(plan: LaunchPlan, ranks: int) -> list[cores.CoreShare]:
     groups = cores.physical_cores(cores.usable())
     if ranks > len(groups):
-        say(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one thread")
+        print_status(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one "
+                     "thread")
     shares = cores.shares(ranks, groups)
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
 

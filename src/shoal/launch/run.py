@@ -184,7 +184,7 @@ def read_variables(pairs: list[str]) -> dict[str, str]:
     return variables
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     """Write one message to stderr in a single write."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

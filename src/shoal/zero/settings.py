@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from shoal.config.problem import shown
 from shoal.config.published import Published, inert, later, later_block, old
-from shoal.config.section import Conflict, Count, Positive, Rewritten, Section, Switch, whole
+from shoal.config.section import Conflict, Count, Positive, Rewritten, Section, Switch, integral
 from shoal.tier.settings import OffloadOptimizer, OffloadParam
 
 __all__ = ["ZeroSettings"]
@@ -24,7 +24,7 @@ _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 class ZeroSettings(Section):
     """ZeRO shards training state over the data ranks. The value `true` is the oldest form of stage 1."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(integral)] = 0
     """The sharded state: 0 none; 1 masters and moments; 2 gradients too; 3 weights too."""
 
     overlap_comm: Switch = True
@@ -65,7 +65,7 @@ class ZeroSettings(Section):
     stage3_gather_16bit_weights_on_model_save: Switch = False
     """Stage 3: allow `save_16bit_model` to gather the full weights."""
 
-    mics_shard_size: Annotated[int, Field(ge=-1), BeforeValidator(whole)] = -1
+    mics_shard_size: Annotated[int, Field(ge=-1), BeforeValidator(integral)] = -1
     """Ranks that share one copy of the sharded state (MiCS, hybrid sharding); the data ranks divided by this number is
     the number of copies. -1: one copy over all data ranks. The same as `mesh.shard`."""
 
