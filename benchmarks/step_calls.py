@@ -47,9 +47,9 @@ class Trace:
             return
         self.files.add(here)
         caller = frame.f_back
-        while caller and not caller.f_code.co_filename.startswith(LIBRARY):
+        while caller and not caller.f_code.co_filename.startswith((LIBRARY, __file__)):
             caller = caller.f_back
-        if caller and caller.f_code.co_filename != here:
+        if caller and caller.f_code.co_filename not in (here, __file__):
             self.calls.add((caller.f_code.co_filename, here, frame.f_code.co_qualname))
 
 
@@ -91,15 +91,17 @@ def _short(path: str) -> str:
 
 def outcome(found: dict[str, Any], stage: int, ranks: int) -> Outcome:
     """Lay out what was counted."""
-    expected = stage == 2
-    targets = (Target(what="files entered", measured=len(found["files"]), high=FILES),
-               Target(what="calls between files", measured=len(found["calls"]), high=CALLS)) if expected else ()
+    files, calls = len(found["files"]), len(found["calls"])
+    targets = (Target(what="files entered", measured=files, high=FILES),
+               Target(what="calls between files", measured=calls, high=CALLS)) if stage == 2 else ()
+    pairs = len({(caller, callee) for caller, callee, _ in found["calls"]})
     return Outcome(
         benchmark="step_calls", command=" ".join(["python", *sys.argv]), raw=found | {"stage": stage, "ranks": ranks},
         note=f"One backward and one step at stage {stage} in fp32 on {ranks} ranks, traced on rank 0.", targets=targets,
         sheets=(Sheet(title="Calls between files", columns=("caller", "called", "function"), rows=tuple(found["calls"])),
                 Sheet(title="Structure", columns=("", "count"), rows=(
-                    ("files entered", str(len(found["files"]))), ("calls between files", str(len(found["calls"])))))))
+                    ("files entered", str(files)), ("calls between files", str(calls)),
+                    ("pairs of files with a call", str(pairs))))))
 
 
 def main() -> None:
