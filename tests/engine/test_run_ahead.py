@@ -33,7 +33,7 @@ def brought_ahead(folder: str) -> list[bool]:
     ahead: list[bool] = []
     for unit in engine.sharded.units[1:]:
         def arrives(module: nn.Module, args: object, unit: Unit = unit) -> None:
-            ahead.append(unit.owed is None and not unit.is_released)
+            ahead.append(not unit.is_owed and not unit.is_released)
 
         engine.module.get_submodule(unit.name).register_forward_pre_hook(arrives, prepend=True)
     train(engine, range(2, 3))
@@ -77,7 +77,7 @@ def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
         if engine.global_rank == 0:
             stepping._join()
             engine.sharded.run_ahead()
-        arriving = any(unit.phase is Phase.ARRIVING for unit in engine.sharded.units)
+        arriving = any(unit.phase is Phase.LOADING for unit in engine.sharded.units)
         model.early = early
         with torch.no_grad():
             engine(torch.zeros(1, 40)) if early else engine.sharded.settle()

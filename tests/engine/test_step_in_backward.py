@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet, TierError, UsageError
+from shoal.optim.step_scheduler import began_in_backward
 from shoal.testing import run_ranks
 from shoal.transport import process_group
 
@@ -100,7 +101,7 @@ def loss_of(engine: shoal.Engine, number: int = 0) -> Tensor:
 
 def stepped(engine: shoal.Engine) -> list[bool]:
     assert engine.sharded is not None
-    return [unit.stepped for unit in engine.sharded.trainable]
+    return [began_in_backward(unit) for unit in engine.sharded.trainable]
 
 
 def weights(engine: shoal.Engine) -> list[Tensor]:

@@ -184,8 +184,7 @@ def carry(stage: int, dtype: str) -> None:
     assert target.sharded is not None
     expected = weights(source)
     for unit in target.sharded.units:  # the masters took the whole precision
-        master = unit.full if unit.master is None else unit.master
-        span = unit.master_span
+        master, span = unit.precise.tensor, unit.precise_range
         for part in unit.layout.parts(span):
             value = expected[unit.layout.slots[part.slot].name].flatten()[part.start:part.stop]
             assert torch.equal(master[part.offset:part.offset + part.stop - part.start], value)

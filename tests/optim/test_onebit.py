@@ -159,8 +159,8 @@ def lost() -> float:
         engine.sharded.flush()
         applied += gradient.own
         engine.step()
-    assert gradient.addend.residual is not None
-    everything = engine.communicator.gather_objects((given - gradient.addend.residual, applied))
+    assert gradient.accumulator.residual is not None
+    everything = engine.communicator.gather_objects((given - gradient.accumulator.residual, applied))
     span = len(applied)
     sums = [sum(sent for sent, _ in everything)[rank * span:][:span] for rank in range(engine.world_size)]
     return max((total - applied).abs().max().item() for total, (_, applied) in zip(sums, everything, strict=True))
@@ -181,8 +181,8 @@ def overflowing(bad: float, kind: str) -> tuple[int, list[bool], bool, Tensor]:
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
         applied.append(engine.was_step_applied())
-    finite = all(bool(unit.gradient.addend.residual.isfinite().all()) for unit in engine.sharded.trainable  # pyright: ignore
-                 if unit.gradient is not None and unit.gradient.addend.residual is not None)
+    finite = all(bool(unit.gradient.accumulator.residual.isfinite().all()) for unit in engine.sharded.trainable  # pyright: ignore
+                 if unit.gradient.accumulator.residual is not None)
     return engine.skipped_steps, applied, finite, weights(engine)
 
 
@@ -210,8 +210,9 @@ def resumed(folder: str, first: int, last: int, config: dict[str, Any]) -> tuple
     engine.wait_for_checkpoint()
     kept = torch.zeros(sum(unit.layout.elements for unit in engine.sharded.units))
     at = 0
-    for unit in engine.sharded.units:
-        for view in unit.layout.views(unit.gradient.addend.residual) if unit.gradient.addend.residual is not None else ():  # pyright: ignore
+    for unit in engine.sharded.trainable:
+        residual = unit.gradient.accumulator.residual
+        for view in () if residual is None else unit.layout.views(residual):
             kept[at:at + view.numel()] = view.flatten()
             at += view.numel()
     return losses, weights(engine), sum(engine.communicator.gather_objects(kept), torch.zeros_like(kept))

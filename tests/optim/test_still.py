@@ -96,7 +96,7 @@ def joined_at_once() -> tuple[Tensor, Tensor]:
     state = engine.optimizer.optimizer.state[view.parameter]
     master, momentum = view.parameter.detach().clone(), state["exp_avg"].clone()
     train(engine, range(4, 5))  # is still
-    kept = unit.gradient.addend.residual
+    kept = unit.gradient.accumulator.residual
     assert kept is not None and torch.equal(view.parameter, master), "the master stands too"
     train(engine, range(5, 6))
     beta1 = 0.9

@@ -77,7 +77,8 @@ def tied() -> list[tuple[str, bool]]:
     engine = shoal.initialize(model=model, config={
         "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 1}}})[0]
     assert engine.sharded is not None
-    return [("shared" if unit.replica_group.spans_stages else "own", unit.signed) for unit in engine.sharded.trainable]
+    return [("shared" if unit.replica_group.spans_stages else "own", unit.transport.is_compressible)
+            for unit in engine.sharded.trainable]
 
 
 def test_what_pipeline_stages_share_travels_as_it_is_since_its_addends_are_not_alike() -> None:

@@ -93,7 +93,7 @@ def rest(engine: shoal.Engine) -> None:
     engine.optimizer.settle()
     on_disk(engine)
     for unit in engine.sharded.units:
-        unit._arriving.wait()  # what the next forward is to begin with
+        unit._loading.wait()  # what the next forward is to begin with
 
 
 def step(engine: shoal.Engine) -> None:

@@ -165,7 +165,7 @@ def reductions_under_way() -> list[int]:
     gradients = [unit.gradient for unit in engine.sharded.units]
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _args, output: output[0].register_hook(
-            lambda _gradient: counts.append(sum(gradient.launched for gradient in gradients))) and None)
+            lambda _gradient: counts.append(sum(gradient.reduced_in_pass for gradient in gradients))) and None)
     engine.backward(engine(inputs(0, dist.get_rank())))
     return counts
 

@@ -36,6 +36,7 @@ from shoal.schedule.registry import AnySchedule
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
 from shoal.tree import tree_map
+from shoal.zero.reducer import BackwardPass
 from shoal.zero.sharded import ShardedModel, ShardingPlan
 
 __all__ = ["BaseEngine"]
@@ -127,9 +128,7 @@ class BaseEngine(Accessors, nn.Module):
         self.policy = policy
         sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases)
         sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces,
-                      boundary=self.is_gradient_accumulation_boundary, sync=self.synchronising)
-        for each in sharded.passes:
-            each.before_backward = self.before_backward
+                      begin_pass=self.begin_pass)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
             self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
@@ -172,6 +171,13 @@ class BaseEngine(Accessors, nn.Module):
     def synchronising(self) -> bool:
         """Whether backward passes communicate at present."""
         return self.progress.sync and self.enable_backward_allreduce
+
+    def begin_pass(self) -> BackwardPass:
+        """Check a backward pass that begins, and return what its hooks need to know of it."""
+        self.before_backward()
+        assert self.optimizer is not None
+        return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.synchronising(),
+                            on_reduced=self.optimizer.on_reduced)
 
     def before_backward(self) -> None:
         """Check, when a backward pass begins, that it may, and that its loss carries the factor that this engine needs."""

@@ -362,7 +362,7 @@ def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
     zero = settings.zero_optimization
     param = zero.offload_param
     return ShardingPlan(
-        stage=zero.stage, signs=traits.compressing, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
+        stage=zero.stage, compressed=traits.compressing, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
         live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
         persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
         reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,

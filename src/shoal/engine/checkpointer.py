@@ -36,6 +36,7 @@ from shoal.optim.masks import MASK
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.schedule.registry import AnySchedule
 from shoal.zero.sharded import ShardedModel
+from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
 __all__ = ["Checkpointer", "TrainingObjects"]
@@ -86,7 +87,8 @@ class Checkpointer:
         settings = self._settings.checkpoint
         pieces = list(weights_to_save(sharded))
         if exclude_frozen:
-            frozen = {f"weight/{m.name}" for unit in sharded.units if not unit.trainable for m in unit.members}
+            frozen = {f"weight/{member.name}" for unit in sharded.units if not isinstance(unit, TrainableUnit)
+                      for member in unit.members}
             pieces = [piece for piece in pieces if piece.name not in frozen]
         if optimizer is not None:
             pieces += moments_to_save(sharded, optimizer)
@@ -180,17 +182,18 @@ class Checkpointer:
         pieces = list(weights_to_load(sharded, snapshot, strict=strict))
         if moments and training.optimizer is not None:
             pieces += moments_to_load(sharded, training.optimizer, snapshot)
-        sharded.travel(gradient=False, weights=False, still=False)
+        sharded.set_compression(gradient=False, weights=False, skip_sync=False)
         snapshot.fill(pieces)
         names = set(snapshot.names()) if moments else set[str]()
-        following = [unit for unit in sharded.trainable if unit.state is not None and unit.state.weights is not None
+        following = [unit for unit in sharded.trainable if unit.state.weights is not None
                      and all(f"{PUBLISHED}/{member.name}" in names for member in unit.members)]
-        for unit in sharded.units:
+        for unit in sharded.trainable:
             if unit not in following:
-                unit.round()
+                unit.cast_master_to_weights()
         snapshot.fill([piece for unit in following for piece in published(unit, sharded.cuts)])
         for unit in sharded.units:
-            unit.writes.mark(range(len(unit.members)))
+            unit.versions.mark(range(len(unit.members)))
+        for unit in sharded.trainable:
             unit.publish()
         self._load_residuals(sharded, snapshot if moments else None)
 
@@ -199,7 +202,7 @@ class Checkpointer:
         """Load the compression errors: rank r of N sums the residuals that ranks r, r+N, r+2N, ... have saved."""
         saved_ranks = {} if snapshot is None else residual_ranks(snapshot)
         # without compression one rank adds its sum to the gradient at once
-        units = [unit for unit in sharded.trainable if saved_ranks or unit.signed]
+        units = [unit for unit in sharded.trainable if saved_ranks or unit.transport.is_compressible]
         residuals: dict[Unit, Tensor] = {}
         for number in range(max(saved_ranks.values(), default=0)):
             filled = {unit: torch.zeros(unit.layout.size, device=self._device) for unit in units
@@ -210,8 +213,7 @@ class Checkpointer:
             for unit, values in filled.items():
                 residuals[unit] = residuals[unit].add_(values) if unit in residuals else values
         for unit in units:
-            assert unit.gradient is not None
-            unit.gradient.owe(residuals.get(unit))
+            unit.gradient.load_residual(residuals.get(unit))
 
     def _read_values(self, snapshot: Snapshot) -> dict[str, object] | None:
         """Read the values that are no tensors of the model, so that every rank reports damage before anything changes.

@@ -19,6 +19,7 @@ from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
 from shoal.tier import fetched
 from shoal.zero.partition import tied_names
 from shoal.zero.sharded import ShardedModel
+from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
 SHOWN = 5
@@ -36,7 +37,7 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     sending = mesh.rank("data") == 0
     own: dict[str, Tensor] = {}
     for unit in model.units:
-        if exclude_frozen and not unit.trainable:
+        if exclude_frozen and not isinstance(unit, TrainableUnit):
             continue
         for member, value in zip(unit.members, _values(unit, dtype), strict=True):
             if sending:
@@ -75,7 +76,7 @@ def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
     """Gather `unit`, and return the whole value of each member: its weight, or its master for a wider `dtype`."""
     unit.gather()  # takes a pending step first
     wider = dtype is not None and torch.promote_types(dtype, unit.full.dtype) != unit.full.dtype
-    if wider and unit.state is not None and not unit.is_stepped_in_place:
+    if wider and isinstance(unit, TrainableUnit) and not unit.is_stepped_in_place:
         return unit.layout.views(unit.gather_master())
     return [member.parameter.detach() for member in unit.members]
 
@@ -127,13 +128,12 @@ def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = Tru
 def _load_unit(unit: Unit, state: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice]) -> None:
     unit.gather()
     values = unit.full.float() if unit.full.dtype.itemsize < 4 else unit.full.clone()
-    span = unit.master_span
-    if unit.state is not None:
+    if isinstance(unit, TrainableUnit):
         with fetched(unit.state.master, changed=False) as master:
-            values[span.start:span.stop] = master
+            values[unit.master_span.start:unit.master_span.stop] = master
     for view, member in zip(unit.layout.views(values), unit.members, strict=True):
         if member.name in state:
             cut = cuts.get(member.name)
             view.copy_(state[member.name] if cut is None else slice_of(state[member.name], cut, extent=view.shape[cut.dim]))
-    unit.adopt(values)
-    unit.writes.mark(slot for slot, member in enumerate(unit.members) if member.name in state)
+    unit.load_full(values)
+    unit.versions.mark(slot for slot, member in enumerate(unit.members) if member.name in state)

@@ -226,7 +226,7 @@ class PipelineEngine(BaseEngine):
 
     def _may_be_freed(self, tensor: Tensor) -> bool:
         """Whether `tensor` shares the memory of weights that are released after their use."""
-        return any(each.lends(tensor) for each in self._passes.values())
+        return any(each.shares_weights(tensor) for each in self._passes.values())
 
     @property
     def _factor(self) -> float:
@@ -244,10 +244,10 @@ class PipelineEngine(BaseEngine):
         try:
             with (self.progress.one_pass(boundary=last, sync=sync), BaseEngine.running_backward.of(self._factor),
                   self.during("backward")):
-                self._passes[stage].as_pass(run)
+                self._passes[stage].backward.as_pass(run)
         except BaseException:
             for each in self._passes.values():
-                each.interrupt()
+                each.backward.interrupt()
             raise
 
     def _schedule(self, count: int) -> PipelineSchedule:

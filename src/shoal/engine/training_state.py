@@ -31,6 +31,7 @@ from shoal.optim.views import MasterView
 from shoal.tier import ResidentSpan, Span, fetched
 from shoal.zero.layout import Part, Slot
 from shoal.zero.sharded import ShardedModel
+from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
 WEIGHT, BUFFER, PUBLISHED = "weight", "buffer", "published"
@@ -56,10 +57,10 @@ def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, fr
     """Yield the pieces that rest on this rank, to be filled in place; with `strict` also those that the checkpoint lacks."""
     saved = set(snapshot.names())
     for unit in model.units:
-        for part in unit.layout.parts(_resting_span(unit)):
+        for part in unit.layout.parts(unit.precise_range):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
-            if name in saved or (strict and (unit.trainable or frozen)):
-                yield from _weight(model, unit, part, _resting_span(unit))
+            if name in saved or (strict and (isinstance(unit, TrainableUnit) or frozen)):
+                yield from _weight(model, unit, part, unit.precise_range)
     yield from (piece for piece in _whole(model) if strict or piece.name in saved)
 
 
@@ -90,7 +91,6 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
         for kind, scalar in saved(view, view.parts[0]):
             dtype = snapshot.dtype(f"{kind}/{view.unit.layout.slots[view.parts[0].slot].name}")
             if scalar is None:
-                assert view.unit.state is not None
                 whole = view.unit.state.moment(kind, _state_dtype(view, dtype))
                 state[kind] = whole[view.start:view.stop]
                 yield from _parts(view, kind, model.cuts)
@@ -105,10 +105,10 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
 def wire_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield the state of compressed communication: this rank's slices of published weights, and its compression error."""
     for unit in model.trainable:
-        if unit.state is not None and unit.state.follows:
+        if unit.state.follows_publication:
             yield from published(unit, model.cuts)
-        if unit.gradient is not None and unit.gradient.addend.residual is not None:
-            yield from unsent(unit, unit.gradient.addend.residual, unit.communicator.rank, model.cuts)
+        if unit.gradient.accumulator.residual is not None:
+            yield from unsent(unit, unit.gradient.accumulator.residual, unit.communicator.rank, model.cuts)
 
 
 def published(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
@@ -139,21 +139,15 @@ def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
             for name, shape in ((name, tuple(parameter.shape)) for name, parameter in model.named().items())}
 
 
-def _resting_span(unit: Unit) -> range:
-    """The elements of a unit whose most precise copy rests on this rank."""
-    return unit.resting if unit.state is None else unit.master_span
-
-
 def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
-    at = span.start + part.offset - _resting_span(unit).start
-    yield from _of(unit.rest if unit.state is None else unit.state.master, at, WEIGHT, slot,
+    at = span.start + part.offset - unit.precise_range.start
+    yield from _of(unit.precise, at, WEIGHT, slot,
                    range(part.start, part.stop), model.cuts)
 
 
 def _parts(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:
     """Yield the pieces of a moment of a view, slot by slot."""
-    assert view.unit.state is not None
     for part in view.parts:
         slot = view.unit.layout.slots[part.slot]
         yield from _of(view.unit.state.moments[kind], part.offset, kind, slot, range(part.start, part.stop), cuts)
@@ -186,7 +180,6 @@ def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts
     if start >= stop:
         return
     if isinstance(value, Tensor) and value.dim():
-        assert unit.state is not None
         at = start - unit.master_span.start
         span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (ResidentSpan(value), at - view.start)
         yield from _of(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from shoal.interrupts import uninterrupted
 from shoal.optim.step_pass import Options, StepPass, Stepping, is_native, natively, options_of
-from shoal.optim.step_scheduler import StepScheduler
+from shoal.optim.step_scheduler import StepScheduler, began_in_backward
 from shoal.optim.views import MasterView, Views
-from shoal.zero.gradient import Gradient
+from shoal.zero.gradient import Gradient, OnReduced
 from shoal.zero.sharded import ShardedModel
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["BackwardStepper"]
 
@@ -35,13 +35,14 @@ class BackwardStepper:
         self._natively = natively(optimizer) if native else None
         self._factor = 1.0
         self._options: Options | None = None
-        self._units: dict[Gradient, tuple[Unit, list[MasterView]]] = {}
+        self._units: dict[Gradient, tuple[TrainableUnit, list[MasterView]]] = {}
+        self._offering = False
         self._taken: list[Gradient] = []  # in the order of the last backward that stepped
 
     @property
     def begun(self) -> bool:
         """Whether backward has begun the next step."""
-        return any(unit.stepped for unit in self._model.trainable)
+        return any(began_in_backward(unit) for unit in self._model.trainable)
 
     @property
     def options(self) -> Options | None:
@@ -64,19 +65,23 @@ class BackwardStepper:
                     self._scheduler.fail(error)
                 raise
             finally:
-                self._model.offer(None)
+                self._offering = False
                 self._scheduler.expect(())
 
     def _begin(self, factor: float) -> None:
         self._options, self._factor = options_of(self._optimizer), factor
-        self._units = {unit.gradient: (unit, []) for unit in self._model.trainable if unit.gradient is not None}
+        self._units = {unit.gradient: (unit, []) for unit in self._model.trainable}
         for view in self._views.views:
-            assert view.unit.gradient is not None
             self._units[view.unit.gradient][1].append(view)
         self._scheduler.expect(view for gradient in self._taken if gradient in self._units
                                for view in self._units[gradient][1])
         self._taken = []
-        self._model.offer(self._take)
+        self._offering = True
+
+    @property
+    def on_reduced(self) -> OnReduced | None:
+        """The consumer of the sums of a backward pass within `context`; None outside."""
+        return self._take if self._offering else None
 
     def finish(self) -> None:
         """Forget the options of the step that `step()` has ended."""
@@ -90,10 +95,11 @@ class BackwardStepper:
         its own, that others keep gathered, or whose gradient another rank may complete with zeros.
         """
         unit, views = self._units[gradient]
-        whole = gradient.addend.touched == (1 << len(unit.members)) - 1
+        whole = gradient.accumulator.slots_with_grad == (1 << len(unit.members)) - 1
         replicated = unit.replica_group.replicas is not None  # the sum over the other replicas is missing
-        if not whole or gradient.again or replicated or (unit.travels and not unit.is_released) or unit.lent is not None:
-            unit.stay.unpin()
+        in_use = (unit.reshards and not unit.is_released) or unit.is_exposed
+        if not whole or gradient.late_recompute or replicated or in_use:
+            unit.residency.unpin()
             return False
         assert self._options is not None
         beside = self._natively is not None and is_native(self._optimizer, views, self._options)

@@ -15,7 +15,7 @@ from operator import or_
 import torch
 
 from shoal.mesh.parameter_groups import ParameterGroups
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 _WORD_BITS = 62
 
@@ -26,7 +26,7 @@ class GradStats:
 
     norm: float | None
     """Of the gradients as they are (still scaled by the loss scale); None when it was not asked for."""
-    touched: dict[Unit, int]
+    touched: dict[TrainableUnit, int]
     """For each unit a bit for each slot that received a gradient on some rank."""
 
     @property
@@ -34,16 +34,16 @@ class GradStats:
         return self.norm is not None and not isfinite(self.norm)
 
 
-def reduce_grad_stats(units: list[Unit], parameter_groups: ParameterGroups, *, norm: bool,
+def reduce_grad_stats(units: list[TrainableUnit], parameter_groups: ParameterGroups, *, norm: bool,
                       device: torch.device) -> GradStats:
     """Agree over all ranks on the norm of the reduced gradients (if asked for), and within the replica group of each unit on
     which of its parameters received one. Words travel from `device`, where the weights of ranks that have any are.
     """
     total = 0.0
-    touched: dict[Unit, int] = {}
+    touched: dict[TrainableUnit, int] = {}
     for communicator in parameter_groups.communicators:
         held = [unit for unit in units if communicator in (unit.communicator, unit.replica_group.replicas)]
-        masks = [touched.get(unit, unit.gradient.addend.touched) for unit in held if unit.gradient is not None]
+        masks = [touched.get(unit, unit.gradient.accumulator.slots_with_grad) for unit in held]
         words = [word for unit, mask in zip(held, masks, strict=True) for word in _to_words(mask, len(unit.members))]
         if communicator is parameter_groups.world:
             words.append(_to_word(_squares(units) if norm else 0.0))
@@ -57,10 +57,10 @@ def reduce_grad_stats(units: list[Unit], parameter_groups: ParameterGroups, *, n
                    touched={unit: touched[unit] for unit in units})
 
 
-def _masks(units: list[Unit], rows: list[list[int]]) -> dict[Unit, int]:
+def _masks(units: list[TrainableUnit], rows: list[list[int]]) -> dict[TrainableUnit, int]:
     """Return for each unit the bits that any rank has set in its words."""
     merged = [reduce(or_, column) for column in zip(*rows, strict=True)]
-    masks: dict[Unit, int] = {}
+    masks: dict[TrainableUnit, int] = {}
     for unit in units:
         count = len(_to_words(0, len(unit.members)))
         mine, merged = merged[:count], merged[count:]
@@ -68,9 +68,9 @@ def _masks(units: list[Unit], rows: list[list[int]]) -> dict[Unit, int]:
     return masks
 
 
-def _squares(units: list[Unit]) -> float:
+def _squares(units: list[TrainableUnit]) -> float:
     """Return the sum of squares of the gradients that this rank owns, in the first copy of them."""
-    norms = [unit.gradient.norm() for unit in units if unit.gradient is not None and unit.replica_group.is_first_copy]
+    norms = [unit.gradient.norm() for unit in units if unit.replica_group.is_first_copy]
     return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
 
 

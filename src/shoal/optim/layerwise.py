@@ -27,7 +27,7 @@ from shoal.optim.step_pass import Options, StepPass, fits, is_unhooked, moments_
 from shoal.optim.views import MasterView
 from shoal.transport.collectives import Communicator
 from shoal.zero.optimizer_state import Use
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["Layerwise"]
 
@@ -45,8 +45,8 @@ class Layerwise:
         self._parameter_groups = parameter_groups
         self._native = native
         self._cutting = parameter_groups.communicator("tensor") if parameter_groups.mesh.size("tensor") > 1 else None
-        self._sums: dict[Unit, Tensor] = {}
-        self._scales: dict[Unit, list[float]] = {}
+        self._sums: dict[TrainableUnit, Tensor] = {}
+        self._scales: dict[TrainableUnit, list[float]] = {}
         self.coefficients: dict[str, float] = {}
         """By parameter: those that the last step multiplied updates by."""
 
@@ -61,7 +61,7 @@ class Layerwise:
         """Return the sweep that changes the weights, once the ranks agree; `factor` and `options` are those of `measure`."""
         return StepPass(step=self._apply, factor=factor, options=options, use=AHEAD if self._keeps else APPLY)
 
-    def agree(self, touched: Mapping[Unit, int], views: Sequence[MasterView], options: Options) -> None:
+    def agree(self, touched: Mapping[TrainableUnit, int], views: Sequence[MasterView], options: Options) -> None:
         """Add up what the ranks have measured; all ranks call it, with all units that they train.
 
         `touched` has a bit for each slot that was stepped, and `views` are of those.
@@ -71,7 +71,7 @@ class Layerwise:
             _add_up(communicator, sums, [unit for unit in sums if unit.communicator is communicator])
         if self._cutting is not None:
             _add_up(self._cutting, sums, [unit for unit in sums if not unit.replica_group.tensor_replicated])
-        states: dict[tuple[Unit, int], list[dict[str, Any]]] = {}
+        states: dict[tuple[TrainableUnit, int], list[dict[str, Any]]] = {}
         for view in views:
             for part in view.parts:
                 states.setdefault((view.unit, part.slot), []).append(self._optimizer.state[view.parameter])
@@ -102,9 +102,8 @@ class Layerwise:
     def _measured(self, view: MasterView, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
         """Let the moments take the gradient, and return the two sums of squares of each stretch, of no slot anything."""
         optimizer, weight = self._optimizer, view.parameter.detach()
-        addend, addends = view.unit.addend(view.part) or (None, 1)
+        addend, addends = view.unit.transport.exact_addend(view.part) or (None, 1)
         if self._is_native(view):
-            assert view.unit.gradient is not None
             state = optimizer.state[view.parameter]
             optimizer.begin(group, state, moments_of(view))
             gradient = view.unit.gradient.at_rest(view.part)
@@ -127,7 +126,6 @@ class Layerwise:
             stretches = list(_stretches(view, range(view.stop)))
             lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
             if self._is_native(view):
-                assert view.unit.gradient is not None
                 state, at_rest = optimizer.state[view.parameter], view.unit.gradient.at_rest
                 with rounding(view) as rounded:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
@@ -179,13 +177,12 @@ def _ends(stretches: list[_Stretch]) -> list[int]:
     return [stretch.stop for stretch in stretches]
 
 
-def _nothing(unit: Unit) -> Tensor:
+def _nothing(unit: TrainableUnit) -> Tensor:
     """Return for each slot two sums of nothing: the squares of its weight, and of its update."""
-    assert unit.master is not None
     return torch.zeros(len(unit.layout.slots), 2, dtype=torch.float64, device=unit.master.device)
 
 
-def _add_up(communicator: Communicator, sums: dict[Unit, Tensor], units: list[Unit]) -> None:
+def _add_up(communicator: Communicator, sums: dict[TrainableUnit, Tensor], units: list[TrainableUnit]) -> None:
     """Let the sums of `units` be those of all ranks of `communicator`, added in the order of the ranks."""
     if not units:
         return

@@ -22,7 +22,7 @@ from shoal.log import warn_once
 from shoal.mesh.tensor_slice import TensorSlice, slice_of
 from shoal.optim.compressed import CompressedOptimizer, next_time
 from shoal.optim.views import MasterView
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["MASK", "boxes", "check_masks", "kept_of", "leave_out", "warn_of_masks"]
 
@@ -32,7 +32,7 @@ MASK = "exp_avg_mask"
 _Groups = Sequence[Mapping[str, Any]]
 
 
-def check_masks(units: Iterable[Unit], groups: _Groups, cuts: Mapping[str, TensorSlice]) -> None:
+def check_masks(units: Iterable[TrainableUnit], groups: _Groups, cuts: Mapping[str, TensorSlice]) -> None:
     """Raise `ConfigError` unless the mask of each group fits each of its parameters, or the tensors that `cuts` cut."""
     for unit in units:
         for slot in unit.layout.slots:
@@ -48,7 +48,7 @@ def warn_of_masks(groups: _Groups, name: str) -> None:
                   f"nothing travels as signs; name OneBitAdam, ZeroOneAdam or OneBitLamb, or remove it")
 
 
-def leave_out(optimizer: CompressedOptimizer, units: Sequence[Unit], views: Iterable[MasterView],
+def leave_out(optimizer: CompressedOptimizer, units: Sequence[TrainableUnit], views: Iterable[MasterView],
               cuts: Mapping[str, TensorSlice]) -> None:
     """Take what the masks leave out from the reduced gradients, their exact addends and the momenta of `views`, those of
     `units`, where they rest: before a step judges them.
@@ -59,9 +59,9 @@ def leave_out(optimizer: CompressedOptimizer, units: Sequence[Unit], views: Iter
     for view in views:
         state, gradient = optimizer.state.get(view.parameter, {}), view.unit.gradient
         given = _mask_of(optimizer, optimizer.param_groups[view.group], state)
-        if given is None or gradient is None or not gradient.pending:
+        if given is None or not gradient.pending:
             continue
-        addend, _ = view.unit.addend(view.part) or (None, 1)
+        addend, _ = view.unit.transport.exact_addend(view.part) or (None, 1)
         vectors = [each for each in (gradient.at_rest(view.part), addend, state.get("exp_avg")) if each is not None]
         for part in view.parts:
             slot, at = view.unit.layout.slots[part.slot], part.offset - view.start

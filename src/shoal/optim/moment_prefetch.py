@@ -49,5 +49,4 @@ class MomentPrefetcher:
 
 
 def _state(view: MasterView) -> OptimizerState:
-    assert view.unit.state is not None
     return view.unit.state

@@ -28,7 +28,7 @@ class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):
             raise KeyError(parameter)
         state: dict[str, Any] = self._state[parameter]
         view = next((view for view in self._views.views if view.parameter is parameter), None)
-        if view is None or view.unit.state is None or view.unit.state.store.granule is None:
+        if view is None or view.unit.state.store.granule is None:
             return state
         return {kind: _brought(view, kind, value) for kind, value in state.items()}
 
@@ -42,7 +42,6 @@ class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):
 
 
 def _brought(view: MasterView, kind: str, value: Any) -> Any:
-    assert view.unit.state is not None
     span = view.unit.state.moments.get(kind)
     if span is None or isinstance(span, ResidentSpan):
         return value

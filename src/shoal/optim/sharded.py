@@ -41,9 +41,10 @@ from shoal.optim.step_scheduler import StepScheduler
 from shoal.optim.views import Views
 from shoal.optim.write_check import MasterWriteCheck
 from shoal.precision.loss_scale import LossScale
+from shoal.zero.gradient import OnReduced
 from shoal.zero.optimizer_state import Use
 from shoal.zero.sharded import ShardedModel
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value that torch.nn.utils.clip_grad_norm_ uses."""
@@ -85,8 +86,7 @@ class ShardedOptimizer:
             optimizer.exchanging = model.parameter_groups.state_shards > 1
         self.route()
         for view in views.views:
-            assert view.unit.gradient is not None and view.unit.state is not None
-            view.unit.gradient.measured = rules.measures
+            view.unit.gradient.measure(rules.measures)
             if optimizer.state.get(view.parameter):  # made when it was built
                 moments = Use(gradient=False, weights=False)
                 view.unit.state.fetch(view.part, moments).wait()
@@ -115,7 +115,7 @@ class ShardedOptimizer:
     @property
     def pending(self) -> bool:
         """Whether a backward pass ran since the last step."""
-        return self.begun or any(unit.gradient is not None and unit.gradient.pending and unit.owed is None
+        return self.begun or any(unit.gradient.pending and not unit.is_owed
                                  for unit in self._model.trainable)
 
     @property
@@ -170,7 +170,7 @@ class ShardedOptimizer:
             self._model.run_ahead()
         return not self.overflow
 
-    def _judge(self, units: list[Unit]) -> GradStats:
+    def _judge(self, units: list[TrainableUnit]) -> GradStats:
         """Return what all ranks know of the gradients of `units`."""
         self._model.settle()  # what no forward has used since the last step travels still, out of the masters
         self._written.check()
@@ -188,8 +188,7 @@ class ShardedOptimizer:
     def _stand_still(self) -> bool:
         """Let the gradients wait for a later step; count this one."""
         for unit in self._model.trainable:
-            if unit.gradient is not None:
-                unit.gradient.keep()
+            unit.gradient.carry_over()
         self.overflow = False
         self._count()
         self.route()
@@ -208,7 +207,7 @@ class ShardedOptimizer:
             return 1
         return max(map(self.optimizer.due, self.optimizer.param_groups))
 
-    def _change(self, touched: dict[Unit, int], factor: float, options: Options) -> None:
+    def _change(self, touched: dict[TrainableUnit, int], factor: float, options: Options) -> None:
         """Step what received gradients, times `factor`, and publish it."""
         views = self.views.touched(touched, self.optimizer)
         native = self.rules.native and is_native(self.optimizer, views, options)
@@ -218,13 +217,18 @@ class ShardedOptimizer:
                                    lambda: layers.agree(touched, views, options))
             sweep = layers.apply(factor, options)
         for unit, mask in touched.items():
-            unit.writes.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
+            unit.versions.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
         self._stepping.run(touched, views, sweep, wait=native)
 
     def within_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that steps units whose gradient it has finished (backward_step.py)."""
         assert self._backward_stepper is not None
         return self._backward_stepper.context(self._factor(None, self.scaler.value))
+
+    @property
+    def on_reduced(self) -> OnReduced | None:
+        """The consumer of the sums of the present backward pass, where it steps units; None elsewhere."""
+        return None if self._backward_stepper is None else self._backward_stepper.on_reduced
 
     def check_not_begun(self, call: str) -> None:
         """Raise `UsageError` for `call`, which comes before the next step, if backward has begun that; `TierError` if the
@@ -240,7 +244,7 @@ class ShardedOptimizer:
         self.check_not_begun("zero_grad")
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would bring weights
             for unit in self._model.trainable:
-                if unit.gradient is not None and unit.owed is None:
+                if not (unit.is_owed or unit.gradient.is_reset):
                     unit.gradient.reset()
                 for member in unit.members:  # of a pass that was interrupted
                     member.parameter.grad = None
@@ -249,20 +253,18 @@ class ShardedOptimizer:
         """Let the next step travel as the optimizer says."""
         if isinstance(self.optimizer, CompressedOptimizer):
             wire = self.optimizer.wire()
-            self._model.travel(gradient=wire.gradient, weights=wire.weights, still=wire.still)
+            self._model.set_compression(gradient=wire.gradient, weights=wire.weights, skip_sync=wire.still)
 
     def rescale(self, factor: float) -> None:
         """Let what was not sent of the gradients follow the loss scale, which has changed by `factor`."""
         for unit in self._model.trainable:
-            if unit.gradient is not None:
-                unit.gradient.addend.rescale(factor)
+            unit.gradient.accumulator.rescale(factor)
 
     def settle(self) -> None:
         """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
         self._stepping.settle()
         for unit in self._model.trainable:
-            if unit.expected:
-                unit.stay.unpin()
+            unit.residency.unpin_stepped()
 
     def close(self) -> None:
         """Take what is owed; no thread steps anything afterwards."""

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from shoal.optim.masks import MASK
 from shoal.optim.onebit import CompressedAdam, OneBitAdam, ZeroOneAdam
 from shoal.optim.views import MasterView, Views
 from shoal.tier.streams import staging_buffers
-from shoal.zero.optimizer_state import WHOLE_STEP, OptimizerState, Use
+from shoal.zero.optimizer_state import WHOLE_STEP, Use
 
 __all__ = [
     "Options",
@@ -140,10 +140,10 @@ def by_signs(optimizer: CompressedAdam, *, native: bool) -> Stepping:
             raise OptimizerError(f"optimizer: {type(optimizer).__name__} has a step hook, or another step in place of its "
                                  f"own, which nobody calls: slices are stepped by what came as signs of them; remove them")
         for view in some:
-            group, exact = options[view.group], view.unit.addend(view.part)
+            group, exact = options[view.group], view.unit.transport.exact_addend(view.part)
             steps = min(optimizer.due(group), optimizer.reach(group))
-            if not view.unit.signed:  # the gradient is its only addend
-                exact = (view.unit.gradient.at_rest(view.part), 1) if view.unit.gradient is not None else None
+            if not view.unit.transport.is_compressible:  # the gradient is its only addend
+                exact = view.unit.gradient.at_rest(view.part), 1
             addend, addends = (None, 1) if exact is None else exact
             if native and available() and fits(view) and not group["eps_inside_sqrt"]:
                 _step_signed(optimizer, view, group, factor, addend, addends, steps)
@@ -160,7 +160,6 @@ def by_signs(optimizer: CompressedAdam, *, native: bool) -> Stepping:
 
 def _step_signed(optimizer: CompressedAdam, view: MasterView, group: dict[str, Any], factor: float, addend: Tensor | None,
                  addends: int, steps: int) -> None:
-    assert view.unit.gradient is not None
     state, lr = optimizer.state[view.parameter], steps * float(group["lr"])
     terms = optimizer.begin(group, state, moments_of(view), exact=addend is None, steps=steps)
     constants = [1 - terms.beta1, terms.beta2, terms.into, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
@@ -182,7 +181,6 @@ def is_native(optimizer: Optimizer, views: Sequence[MasterView], options: Option
 
 def settle(view: MasterView, optimizer: Optimizer) -> None:
     """Move moments that the optimizer made by itself into the spans of the unit's state."""
-    assert view.unit.state is not None
     if view.unit.state.store.granule is None:  # they are always there, wherever they lie
         return
     state = optimizer.state.get(view.parameter, {})
@@ -195,7 +193,6 @@ def settle(view: MasterView, optimizer: Optimizer) -> None:
 
 def round_off(view: MasterView) -> None:
     """Bring the master of a view, rounded, to where the weights rest."""
-    assert view.unit.state is not None
     if view.unit.state.rounded is not None:
         view.unit.state.rounded.tensor[view.start:view.stop].copy_(view.parameter)
 
@@ -203,7 +200,6 @@ def round_off(view: MasterView) -> None:
 @contextmanager
 def rounding(view: MasterView) -> Generator[Tensor | None]:
     """Give where native code is to write the rounded weights of a view, and bring them to where they rest."""
-    assert view.unit.state is not None
     rounded = None if view.unit.state.rounded is None else view.unit.state.rounded.tensor[view.start:view.stop]
     if rounded is None or rounded.device.type == "cpu":
         yield rounded
@@ -229,12 +225,10 @@ def _as_it_is(value: object) -> object:
 
 def moments_of(view: MasterView) -> Callable[[str], Tensor]:
     """Return what gives the moments of a view by name, zeros at first."""
-    assert view.unit.state is not None
-    return lambda kind: cast("OptimizerState", view.unit.state).moment(kind, torch.float32)[view.start:view.stop].zero_()
+    return lambda kind: view.unit.state.moment(kind, torch.float32)[view.start:view.stop].zero_()
 
 
 def _step(view: MasterView, plan: _Plan, factor: float) -> None:
-    assert view.unit.gradient is not None
     rule, moments, constants = plan
     gradient = view.unit.gradient.at_rest(view.part)
     with rounding(view) as weight:
@@ -245,7 +239,7 @@ def fits(view: MasterView) -> bool:
     """Whether native code can step a view, whatever the rule."""
     master, gradient = view.parameter, view.unit.gradient
     return (master.dtype == torch.float32 and master.device.type == "cpu" and view.unit.full.dtype in DTYPES
-            and gradient is not None and gradient.rest.tensor.device.type == "cpu" and gradient.rest.tensor.dtype in DTYPES)
+            and gradient.rest.tensor.device.type == "cpu" and gradient.rest.tensor.dtype in DTYPES)
 
 
 def is_plain(optimizer: Optimizer, options: Options) -> bool:

@@ -22,7 +22,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -33,7 +32,7 @@ from shoal.optim.views import MasterView
 from shoal.tier import JoinedTransfers, Lanes, Transfer
 from shoal.tier.span import DONE
 from shoal.zero.placement import SHARD
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["StepScheduler"]
 
@@ -44,7 +43,7 @@ class _StepPiece:
 
     sweep: StepPass
     views: list[MasterView] = field(default_factory=list[MasterView])
-    units: list[Unit] = field(default_factory=list[Unit])
+    units: list[TrainableUnit] = field(default_factory=list[TrainableUnit])
     arriving: Transfer = DONE
 
     @property
@@ -53,11 +52,47 @@ class _StepPiece:
 
     @property
     def away(self) -> bool:
-        return any(_is_away(view.unit) for view in self.views)
+        return any(_is_offloaded(view.unit) for view in self.views)
 
 
 _Source = Callable[[int], _StepPiece | None]
 """Gives the next piece, if there is one now; it is told how many others are left to do."""
+
+
+class DeferredStep:
+    """The step of one unit that the scheduler's thread takes, or that backward has taken (a `PendingStep` of the unit)."""
+
+    def __init__(self, scheduler: StepScheduler, unit: TrainableUnit, *, in_backward: bool = False):
+        self._scheduler, self._unit = scheduler, unit
+        self._in_backward = in_backward
+        self._is_taken = False
+        self.keeps_weights = False
+        """Whether the step leaves the weights in memory: the next pass needs the unit."""
+
+    @property
+    def is_taken(self) -> bool:
+        return self._is_taken
+
+    @property
+    def in_backward(self) -> bool:
+        return self._in_backward
+
+    def request(self) -> None:
+        if not (self._in_backward or self._is_taken):
+            self._scheduler.settle(self._unit, wait=False)  # it may have been taken long ago, and its weights been given up
+        self.keeps_weights = not self._is_taken
+
+    def finish(self) -> None:
+        if not self._is_taken:
+            self._scheduler.settle(self._unit)
+
+    def mark_taken(self) -> None:
+        """Note that the weights show the step."""
+        self._is_taken = True
+
+    def leave_backward(self) -> None:
+        """Note that `engine.step()` has begun: from now on the weights may be asked for."""
+        self._in_backward = False
 
 
 class StepScheduler:
@@ -66,7 +101,7 @@ class StepScheduler:
     Of all `units` those that are taken in backward hold at most `waiting` bytes in memory together, or one does more.
     """
 
-    def __init__(self, units: Sequence[Unit], *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
+    def __init__(self, units: Sequence[TrainableUnit], *, at_once: int, ahead: int, behind: int, waiting: int, lanes: Lanes):
         self._units = units
         self._at_once = at_once
         self._ahead = ahead
@@ -74,11 +109,11 @@ class StepScheduler:
         self._waiting = waiting
         self._lanes = lanes
         self._leaving: deque[Transfer] = deque()  # the last of a step are still on their way when the next forward begins
-        self._owed: deque[Unit] = deque()
+        self._deferred: deque[TrainableUnit] = deque()
         self._stepped = 0  # how many of these the thread has stepped
         self._queue: deque[_StepPiece] = deque()  # of these, for the thread
-        self._held: dict[Unit, int] = {}  # bytes
-        self._foresight = MomentPrefetcher()
+        self._held: dict[TrainableUnit, int] = {}  # bytes
+        self._prefetcher = MomentPrefetcher()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._idle = True  # whether the thread has ended, or will without taking another piece
@@ -86,7 +121,7 @@ class StepScheduler:
         self._lock = threading.RLock()  # and not the condition: its entrance is no place for an interrupt
         self._changed = threading.Condition(self._lock)
 
-    def measure(self, touched: Mapping[Unit, int], views: Sequence[MasterView], sweep: StepPass,
+    def measure(self, touched: Mapping[TrainableUnit, int], views: Sequence[MasterView], sweep: StepPass,
                 agree: Callable[[], None]) -> None:
         """Take `sweep` over the `views` that `run` will step, and let the ranks `agree` on what it found.
 
@@ -102,73 +137,78 @@ class StepScheduler:
             self.fail(error)
             raise
 
-    def run(self, touched: Mapping[Unit, int], views: Sequence[MasterView], sweep: StepPass, *, wait: bool) -> None:
+    def run(self, touched: Mapping[TrainableUnit, int], views: Sequence[MasterView], sweep: StepPass, *, wait: bool) -> None:
         """Step `views`, those of the units of `touched` that received a gradient on some rank, and publish these units.
 
         With `wait`, units that can are stepped later. Units that backward has taken are only published.
         """
         units = [unit for unit, mask in touched.items() if mask]
-        taken = any(unit.stepped for unit in units)
-        self.check() if taken else self.settle()
-        later = [unit for unit in units if wait and not unit.stepped and _can_wait(unit)]
-        now = [unit for unit in units if not unit.stepped and unit not in later]
-        if now or not taken:
+        begun = {unit for unit in units if began_in_backward(unit)}
+        self.check() if begun else self.settle()
+        later = [unit for unit in units if wait and unit not in begun and _can_wait(unit)]
+        now = [unit for unit in units if unit not in begun and unit not in later]
+        if now or not begun:
             self._join()
         try:
             for unit in self._stream(_given(self._pieces(now, views, sweep))):
-                unit.stepped = taken
-                _finish(unit)
-            for unit in units:
-                self._conclude(unit)
+                if not begun:
+                    _publish(unit)
+            for unit in units if begun else ():  # all ranks publish in one order, whichever units backward has stepped
+                if unit in begun:
+                    self._end_backward_step(unit)
+                elif unit in now:
+                    _publish(unit)
         except BaseException as error:
             self.fail(error)
             raise
-        self._owe(later, self._pieces(later, views, sweep))
+        self._defer(later, self._pieces(later, views, sweep))
 
     @torch.no_grad()
-    def take(self, unit: Unit, views: Sequence[MasterView], sweep: StepPass, *, beside: bool) -> None:
+    def take(self, unit: TrainableUnit, views: Sequence[MasterView], sweep: StepPass, *, beside: bool) -> None:
         """Step the `views` of `unit`, all that it has, while backward goes on with others; at once unless `beside`."""
         self.check()
-        unit.stepped = True
+        step = DeferredStep(self, unit, in_backward=True)
+        unit.begin_step(step)
         pieces = self._pieces([unit], views, sweep)
         if beside:
             self._admit(unit)
-            self._owe([unit], pieces)
+            self._defer([unit], pieces)
         else:
             self._join()
             deque(self._stream(_given(pieces)), maxlen=0)
+            step.mark_taken()
 
     def expect(self, views: Iterable[MasterView]) -> None:
         """Bring moments before their units are taken, those of `views` in their order; without any, nothing more will be."""
-        self._foresight.expect(view for view in views if _is_away(view.unit))
-        self._foresight.bring(self._ahead + 1)
+        self._prefetcher.expect(view for view in views if _is_offloaded(view.unit))
+        self._prefetcher.bring(self._ahead + 1)
 
     def fail(self, error: BaseException) -> None:
         """Note that a step was taken in part: nobody reads the weights of any unit any more."""
         self._failure = self._failure or error
-        self._owed.clear()  # nobody takes note of what the thread has still stepped
+        self._deferred.clear()  # nobody takes note of what the thread has still stepped
         for unit in self._units:
-            unit.spoil(partial(self.settle, unit))
+            unit.poison(DeferredStep(self, unit))
 
-    def settle(self, unit: Unit | None = None, *, wait: bool = True) -> None:
+    def settle(self, unit: TrainableUnit | None = None, *, wait: bool = True) -> None:
         """Wait until the step of `unit` is taken, or of all units; raises what went wrong with it, from then on always.
 
         Unless `wait`, only take note of what is taken already: whoever asks for weights is told the rest.
         """
-        if self._owed and os.getpid() != self._owner:
-            raise TierError(f"unit '{self._owed[0].name}' is stepped by process {self._owner}, from which this one was "
+        if self._deferred and os.getpid() != self._owner:
+            raise TierError(f"unit '{self._deferred[0].name}' is stepped by process {self._owner}, from which this one was "
                             f"forked; read weights in the process that trains")
-        while self._owed and (unit is None or unit.owed is not None):
+        while self._deferred and (unit is None or unit.is_owed):
             if wait:
-                with self._lock, self._lanes.during("wait", self._owed[0].name):
+                with self._lock, self._lanes.during("wait", self._deferred[0].name):
                     self._changed.wait_for(lambda: self._stepped or self._failure is not None)
             if not self._stepped:
                 break
-            _finish(self._owed[0])
-            self._owed.popleft()
+            _end(self._deferred[0])
+            self._deferred.popleft()
             with self._lock:
                 self._stepped -= 1
-        if wait and (unit is None or unit.owed is not None):
+        if wait and (unit is None or unit.is_owed):
             self.check()
 
     def close(self) -> None:
@@ -190,34 +230,35 @@ class StepScheduler:
         """Whether a step was taken in part."""
         return self._failure is not None
 
-    def _conclude(self, unit: Unit) -> None:
-        """End the step of a unit that was taken in backward, or that waits for one to be published in its turn."""
-        if unit.stepped:
-            if not _can_wait(unit):
-                self.settle(unit)
-            unit.stepped = False
-            if unit.owed is None:
-                _finish(unit)
+    def _end_backward_step(self, unit: TrainableUnit) -> None:
+        """Publish a unit that backward has stepped, or let the thread's step of it be an ordinary deferred one."""
+        step = unit.pending
+        assert isinstance(step, DeferredStep)
+        if not _can_wait(unit):
+            step.finish()
+        step.leave_backward()
+        if step.is_taken:
+            _publish(unit)
 
-    def _admit(self, unit: Unit) -> None:
+    def _admit(self, unit: TrainableUnit) -> None:
         """Wait until what `unit` holds in memory before its step is taken may be there too."""
-        assert unit.gradient is not None and unit.state is not None
-        size = unit.gradient.bytes * (2 if unit.state.rounded is None else 1) if _is_away(unit) else 0
+        size = unit.gradient.bytes * (2 if unit.state.rounded is None else 1) if _is_offloaded(unit) else 0
         with self._lock, self._lanes.during("wait", unit.name):
             self._changed.wait_for(lambda: self.failed or not (held := sum(self._held.values()))
                                    or held + size <= self._waiting)
             self._held[unit] = size
         self.check()
 
-    def _owe(self, units: list[Unit], pieces: Iterable[_StepPiece]) -> None:
+    def _defer(self, units: list[TrainableUnit], pieces: Iterable[_StepPiece]) -> None:
         """Let the thread step `units`; whatever interrupts this leaves a step that was taken in part."""
         if not units:
             return
         try:
             for unit in units:
-                unit.owed = partial(self.settle, unit)
+                if unit.pending is None:
+                    unit.begin_step(DeferredStep(self, unit))
             with self._lock:
-                self._owed.extend(units)
+                self._deferred.extend(units)
                 self._queue.extend(pieces)
                 idle, self._idle = self._idle, False
             if idle:
@@ -252,17 +293,16 @@ class StepScheduler:
         with self._lock:
             if self._queue:
                 return self._queue.popleft()
-            self._foresight.bring(self._ahead + 1 - left)
+            self._prefetcher.bring(self._ahead + 1 - left)
             self._idle = not left
             return None
 
     def _fetch(self, piece: _StepPiece) -> _StepPiece:
-        piece.arriving = JoinedTransfers([view.unit.state.fetch(view.part, piece.sweep.use)
-                                   for view in piece.views if view.unit.state is not None])
-        self._foresight.met(piece.views)
+        piece.arriving = JoinedTransfers([view.unit.state.fetch(view.part, piece.sweep.use) for view in piece.views])
+        self._prefetcher.met(piece.views)
         return piece
 
-    def _stream(self, source: _Source) -> Iterator[Unit]:
+    def _stream(self, source: _Source) -> Iterator[TrainableUnit]:
         """Step what `source` gives, and yield each unit when it is stepped."""
         fetched: deque[_StepPiece] = deque()
         while True:
@@ -278,14 +318,14 @@ class StepScheduler:
                     piece.sweep.step(piece.views, piece.sweep.factor, piece.sweep.options)
             self._leaving.append(_commit(piece))
             for unit in piece.units:
-                _let_go(unit, piece.sweep)
+                _release_gradient(unit, piece.sweep)
                 yield unit
             while len(self._leaving) > self._behind:
                 with self._lanes.during("commit", piece.name):
                     self._leaving.popleft().wait()
 
-    def _pieces(self, units: Sequence[Unit], views: Sequence[MasterView], sweep: StepPass) -> Iterator[_StepPiece]:
-        of_unit: dict[Unit, list[MasterView]] = {unit: [] for unit in units}
+    def _pieces(self, units: Sequence[TrainableUnit], views: Sequence[MasterView], sweep: StepPass) -> Iterator[_StepPiece]:
+        of_unit: dict[TrainableUnit, list[MasterView]] = {unit: [] for unit in units}
         for view in views:
             if view.unit in of_unit:
                 of_unit[view.unit].append(view)
@@ -293,7 +333,7 @@ class StepScheduler:
         for unit, some in of_unit.items():
             for view in some:
                 size = view.stop - view.start
-                if piece.views and (_is_away(unit) or piece.away or elements + size > self._at_once):
+                if piece.views and (_is_offloaded(unit) or piece.away or elements + size > self._at_once):
                     yield piece
                     piece, elements = _StepPiece(sweep=sweep), 0
                 piece.views.append(view)
@@ -307,38 +347,52 @@ def _given(pieces: Iterator[_StepPiece]) -> _Source:
     return lambda left: next(pieces, None)
 
 
-def _is_away(unit: Unit) -> bool:
-    """Whether the step of `unit` brings what it needs."""
-    return unit.state is not None and unit.state.granule is not None
+def began_in_backward(unit: TrainableUnit) -> bool:
+    """Whether backward has begun the step of `unit`, which `engine.step()` has yet to end."""
+    return unit.pending is not None and unit.pending.in_backward
 
 
-def _can_wait(unit: Unit) -> bool:
-    """Whether nobody sees the unit's weights or state before asking for them."""
+def _is_offloaded(unit: TrainableUnit) -> bool:
+    """Whether the step of `unit` fetches its state."""
+    return unit.state.granule is not None
+
+
+def _can_wait(unit: TrainableUnit) -> bool:
+    """Whether every reader of the unit's weights or state asks for them first."""
     alone = unit.stage.weight is SHARD or unit.stage.master is not SHARD or unit.communicator.ranks == 1  # to publish it
-    return alone and unit.is_released and unit.lent is None and unit.away and _is_away(unit)
+    return alone and unit.is_released and not unit.is_exposed and unit.offloaded and _is_offloaded(unit)
 
 
-def _let_go(unit: Unit, sweep: StepPass) -> None:
-    """Give up what was there for `sweep` alone."""
-    if unit.gradient is not None and unit.state is not None:
-        unit.gradient.spend()
-        if sweep.use.weights and not unit.expected:
-            unit.stay.unpin()
+def _keeps_weights(unit: TrainableUnit, sweep: StepPass) -> bool:
+    return sweep.use.weights and isinstance(unit.pending, DeferredStep) and unit.pending.keeps_weights
+
+
+def _release_gradient(unit: TrainableUnit, sweep: StepPass) -> None:
+    """Discard the gradient that `sweep` has consumed, and weights that stayed in memory for it."""
+    unit.gradient.discard()
+    if sweep.use.weights and not _keeps_weights(unit, sweep):
+        unit.residency.unpin()
+
+
+def _end(unit: TrainableUnit) -> None:
+    """Note that the thread has stepped `unit`; `run` publishes in its turn a unit that backward has begun."""
+    step = unit.pending
+    assert isinstance(step, DeferredStep)
+    step.mark_taken()
+    if not step.in_backward:
+        _publish(unit)
 
 
 @torch.no_grad()
-def _finish(unit: Unit) -> None:
-    """Forget the gradient that the step has consumed, and let the others see the weights, unless `run` has yet to do so."""
-    unit.owed = None
-    if not unit.stepped:
-        if unit.gradient is not None:
-            unit.gradient.reset()
-        unit.publish()
+def _publish(unit: TrainableUnit) -> None:
+    """Forget the gradient that the step has consumed, and let the other ranks see the weights."""
+    unit.end_step()
+    unit.gradient.reset()
+    unit.publish()
 
 
 def _commit(piece: _StepPiece) -> Transfer:
     for view in piece.views:
-        if view.unit.expected and view.unit.state is not None and piece.sweep.use.weights:
-            view.unit.keep(view.part)
-    return JoinedTransfers([view.unit.state.commit(view.part, piece.sweep.use)
-                     for view in piece.views if view.unit.state is not None])
+        if _keeps_weights(view.unit, piece.sweep):
+            view.unit.keep_part_resident(view.part, by_step=True)
+    return JoinedTransfers([view.unit.state.commit(view.part, piece.sweep.use) for view in piece.views])

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import OptimizerError
 from shoal.zero.layout import ALIGNMENT, Part
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class MasterView:
     rounds them another way where a master is cut in other places.
     """
 
-    unit: Unit
+    unit: TrainableUnit
     group: int
     start: int
     stop: int
@@ -45,7 +45,6 @@ class MasterView:
 
         Where it rests in that dtype, it is multiplied where it rests, unless somebody reads it `again`.
         """
-        assert self.unit.gradient is not None
         gradient = self.unit.gradient.at_rest(self.part)
         wide = gradient.to(self.parameter.dtype)
         if factor == 1:
@@ -56,7 +55,7 @@ class MasterView:
 class Views:
     """The masters of all units, cut for the optimizer."""
 
-    def __init__(self, units: list[Unit], groups: int):
+    def __init__(self, units: list[TrainableUnit], groups: int):
         self.groups = groups
         self.views = [view for unit in units for view in _cut(unit)]
 
@@ -74,7 +73,7 @@ class Views:
         for view in views:
             view.parameter.grad = None
 
-    def touched(self, touched: dict[Unit, int], optimizer: Optimizer) -> list[MasterView]:
+    def touched(self, touched: dict[TrainableUnit, int], optimizer: Optimizer) -> list[MasterView]:
         """Return the views of the slots that received a gradient, after splitting those where slots differ in that."""
         self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
         return [view for view in self.views if touched[view.unit] >> view.parts[0].slot & 1]
@@ -103,9 +102,8 @@ class Views:
                         f"{tuple(view.parameter.shape)}: only elementwise state can be sharded")
 
 
-def _cut(unit: Unit) -> Iterator[MasterView]:
+def _cut(unit: TrainableUnit) -> Iterator[MasterView]:
     """Cut a unit at the borders of optimizer groups, and where its state is brought piece by piece, between the pieces."""
-    assert unit.state is not None
     parts = list(unit.layout.parts(unit.master_span))
     if (granule := unit.state.granule) is not None:
         parts = [piece for part in parts for piece in _pieces(part, granule)]
@@ -127,8 +125,7 @@ def _pieces(part: Part, granule: int) -> Iterator[Part]:
         start = stop
 
 
-def _view(unit: Unit, group: int, parts: tuple[Part, ...]) -> MasterView:
-    assert unit.master is not None
+def _view(unit: TrainableUnit, group: int, parts: tuple[Part, ...]) -> MasterView:
     start, stop = parts[0].offset, parts[-1].offset + parts[-1].stop - parts[-1].start
     stop += -stop % ALIGNMENT
     return MasterView(unit=unit, group=group, start=start, stop=stop, parts=parts,

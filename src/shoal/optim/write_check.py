@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from shoal.log import warn_once
-from shoal.zero.unit import Unit
+from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["MasterWriteCheck"]
 
@@ -15,14 +15,14 @@ __all__ = ["MasterWriteCheck"]
 class MasterWriteCheck:
     """The units whose weights rest beside their masters, and the writes into them that autograd has counted."""
 
-    def __init__(self, units: Iterable[Unit]):
-        self._versions = {unit: unit.writes.count() for unit in units
-                          if unit.state is not None and unit.state.weights is not None and not unit.travels}
+    def __init__(self, units: Iterable[TrainableUnit]):
+        self._versions = {unit: unit.versions.count() for unit in units
+                          if unit.state.weights is not None and not unit.reshards}
 
     def check(self) -> None:
         """Warn of a unit that was written into since the last time, unless its masters have learned of it."""
         for unit, before in self._versions.items():
-            if (now := unit.writes.count()) != before:
+            if (now := unit.versions.count()) != before:
                 self._versions[unit] = now
                 if not _agrees(unit):
                     warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "
@@ -30,9 +30,9 @@ class MasterWriteCheck:
                               f"within shoal.gathered(model, modifier_rank=0)")
 
 
-def _agrees(unit: Unit) -> bool:
+def _agrees(unit: TrainableUnit) -> bool:
     """Whether this rank's weights are its masters', rounded."""
-    if unit.state is None or unit.state.granule is not None:  # masters that are not here
+    if unit.state.granule is not None:  # masters that are not here
         return False
     span, master = unit.master_span, unit.state.master.tensor
     weights = unit.full[span.start:span.stop]

@@ -168,19 +168,30 @@ class ResidencyPin:
     def __init__(self, span: Span):
         self._span = span
         self._parts: list[range] = []
+        self._stepped: list[range] = []  # of these, pinned by a step for a pass that has not come yet
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def pin(self, part: range) -> None:
+    def pin(self, part: range, *, by_step: bool = False) -> None:
         """Keep the elements `part`, which must be in memory, when their user commits them."""
         self._parts.append(part)
+        if by_step:
+            self._stepped.append(part)
         self._span.fetch(part.start, part.stop)
 
     def unpin(self) -> None:
         """Release all parts: the next user has fetched them, or there is none."""
+        self._stepped = []
         while self._parts:
             part = self._parts.pop()
+            self._span.commit(part.start, part.stop, changed=False)
+
+    def unpin_stepped(self) -> None:
+        """Release the parts that a step has pinned: the pass that they were pinned for does not come."""
+        while self._stepped:
+            part = self._stepped.pop()
+            self._parts.remove(part)
             self._span.commit(part.start, part.stop, changed=False)
 
 

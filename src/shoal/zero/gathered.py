@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, nullcontext
 
-import torch
 from torch import nn
 
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import REPLICATE, SHARD
-from shoal.zero.unit import Unit
+from shoal.zero.unit import Hold, Unit
 
 Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 
@@ -32,52 +31,49 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
         unit.prefetch()
     with ExitStack() as whole:
         for unit in units:
-            whole.enter_context(_pinned(unit, modifier_rank))
+            whole.enter_context(_held(unit, modifier_rank))
         yield
 
 
 @contextmanager
-def _pinned(unit: Unit, modifier_rank: int | None) -> Generator[None]:
-    """Hold one unit; an exception takes nothing over."""
+def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
+    """Hold one unit gathered; after an exception nothing written is taken over."""
     unit.gather()
-    unit.lend()
-    unit.pins += 1
+    unit.expose()
+    unit.hold(Hold.CONTEXT)
     try:
-        with _undone(unit) if modifier_rank is None and unit.stage.weight is SHARD else nullcontext():
+        with _writes_dropped(unit) if modifier_rank is None and unit.stage.weight is SHARD else nullcontext():
             yield
         if modifier_rank is not None:
-            unit.scatter(modifier_rank)
+            unit.broadcast_edit(modifier_rank)
         elif unit.stage.weight is REPLICATE:
-            unit.written = unit.travels
+            unit.mark_dirty()
     finally:
-        unit.pins -= 1
-        unit.awaited = False
+        unit.drop(Hold.CONTEXT | Hold.REUSE)
         unit.release()
 
 
 @contextmanager
-def _undone(unit: Unit) -> Generator[None]:
-    """Drop what is written into sharded weights within the context, unless it is taken over within it.
+def _writes_dropped(unit: Unit) -> Generator[None]:
+    """Drop the writes into sharded weights within the context, unless an inner context takes them over.
 
-    Where they rest within the buffer, that is put back; all of it if somebody has it in use. Who came to use it within the
-    context finds what rests on every rank.
+    Where the resting weights lie within the buffer, these are restored; the whole buffer if another reader holds it. Readers
+    that arrive inside the context get the restored shards.
     """
-    used = unit.pins > 1 or unit.held
-    now = unit.full if used else unit.rest_within
-    copies = [] if now is None else [(now, now.detach().clone())]
-    unit.copies += copies
+    used = unit.contexts > 1 or Hold.FOREIGN_READ in unit.held
+    memory = unit.full if used else unit.resting_view
+    values = None if memory is None else unit.save_values(memory)
     try:
         yield
     except BaseException:
-        unit.held &= used  # its pass is over
+        if not used:
+            unit.drop(Hold.FOREIGN_READ)  # the pass that read it is over
         raise
     finally:
-        for copy in copies:
-            unit.copies = [other for other in unit.copies if other is not copy]
-            with torch.no_grad():
-                copy[0].copy_(copy[1])
-    if not used and (unit.held or unit.pins > 1):
-        unit.renew()
+        if values is not None:
+            unit.restore(values)
+    if not used and (unit.contexts > 1 or Hold.FOREIGN_READ in unit.held):
+        unit.refresh_full()
 
 
 def _units(parameters: Gatherable) -> list[Unit]:

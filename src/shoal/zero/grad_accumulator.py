@@ -1,10 +1,11 @@
-"""What this rank has collected of one unit's gradient: an addend of the sum over the ranks, slot by slot.
+"""What one rank collects of one unit's gradient, slot by slot: this rank's addend of the sum over the ranks.
 
 Collected gradients are copied into the *open* buffer, one addend of the whole unit, until a reduction closes it. Where the
-gradient rests PARTIAL the open buffer is the resting one, else it is borrowed and given back.
+gradient rests PARTIAL the open buffer is the resting one; otherwise it is borrowed from the pool and given back.
 
-Where gradients may travel as signs (compressed.py), what was not sent stays in the resting buffer as this rank's first
-addend of the next step.
+    GradAccumulator        dense gradients
+    RowsAccumulator        sparse gradients of an embedding stay apart, as rows
+    ResidualAccumulator    after a compressed reduction the resting buffer keeps the compression error
 """
 
 from __future__ import annotations
@@ -17,97 +18,97 @@ from shoal.tier import FetchOnce
 from shoal.zero.buffer import Pool
 from shoal.zero.layout import Layout
 
+__all__ = ["GradAccumulator", "ResidualAccumulator", "RowsAccumulator"]
+
 
 class GradAccumulator:
     """One rank's addend of one unit's gradient, times `factor`, in `dtype`.
 
-    It rests in `resting` (size,), which is in use at its `place`, or nowhere. The memory of a
-    gradient that is `kept` always belongs to it: what nobody writes stays zero there.
+    It rests in `resting` (size,), which is in use at its `place`, or nowhere. With `resident` that memory is never given up:
+    gaps between slots stay zero there.
     """
 
     complete = False
-    """Every slot received its gradient in the present backward pass."""
-    _owed = False  # the resting buffer holds what signs did not say, of the slots
-    _carried = 0
-    _collected = False  # a gradient has come since the last step
+    """Whether every slot received its gradient in the present backward pass."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, rows: RowExchange | None,
-                 signed: bool, resting: Tensor | None, place: FetchOnce, kept: bool):
+    def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, resting: Tensor | None,
+                 place: FetchOnce, resident: bool):
         self.resting = resting
-        self.touched = 0
+        self.slots_with_grad = 0
         """Bit i: slot i received a gradient on this rank since the last step."""
         self._layout, self._dtype, self._pool = layout, dtype, pool
         self._factor = factor
-        self._rows = rows
-        self._signed = signed
         self._place = place
-        self._kept = kept
+        self._resident = resident
         self._slots = len(layout.slots)
         self._resting_views = [] if resting is None else layout.views(resting)
         self._open: Tensor | None = None
         self._views: list[Tensor] = []
-        self._filled = 0  # the slots whose view of the open buffer holds a value
-        self._seen = 0  # those of the present backward pass, since it last was complete
+        self._filled = 0  # bit i: the view of slot i in the open buffer holds a value
+        self._seen = 0  # bit i: slot i received a gradient in this backward pass, since the last completion
 
     @property
     def missing(self) -> list[int]:
-        """The slots that the present backward pass has given nothing, since it last completed the gradient."""
+        """The slots without a gradient in the present backward pass, since it last completed the unit."""
         return [slot for slot in range(self._slots) if not self._seen >> slot & 1]
 
     @property
-    def is_open(self) -> bool:
-        """Whether a buffer is open: after a reduction, whether anything came since."""
+    def reopened(self) -> bool:
+        """Whether gradients arrived since the last reduction closed the buffer."""
         return self._open is not None
 
     @property
-    def dense(self) -> bool:
-        """Whether the open buffer holds anything."""
+    def has_dense(self) -> bool:
+        """Whether the open buffer holds a value."""
         return bool(self._filled)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the resting buffer holds a compression error."""
+        return False
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The compression error of the whole unit, an addend of the mean; None where there is none."""
+        return None
 
     def begin(self) -> None:
         """Start a backward pass."""
         self._seen, self.complete = 0, False
 
     def collect(self, slot: int, gradient: Tensor) -> bool:
-        """Add the gradient of one slot (its shape, any dtype) to the open buffer; return whether it was the last one.
+        """Add the gradient of one slot (its shape, any dtype); return whether every slot of the unit now has one.
 
-        A pass may complete a gradient more than once: re-entrant recompute runs a backward of its own for each call.
+        A pass may complete a unit more than once: re-entrant recompute runs a backward of its own for each call.
         """
+        self._add(slot, gradient)
         bit = 1 << slot
-        self._collected = True
-        if gradient.is_sparse and self._rows:
-            self._rows.collect(gradient, self._factor)
-        else:
-            gradient = to_dense(gradient, self._layout.slots[slot].name, compressed=self._signed)
-            view = self._opened()[slot]
-            if self._filled & bit:
-                view.add_(gradient, alpha=self._factor)
-            elif self._factor == 1:
-                view.copy_(gradient)
-            elif gradient.dtype == view.dtype:
-                torch.mul(gradient, self._factor, out=view)
-            else:
-                view.copy_(gradient).mul_(self._factor)
-            self._filled |= bit
-        self.touched |= bit
+        self.slots_with_grad |= bit
         self._seen |= bit
         if self._seen.bit_count() < self._slots:
             return False
         self.conclude()
         return True
 
+    def _add(self, slot: int, gradient: Tensor) -> None:
+        gradient = to_dense(gradient, self._layout.slots[slot].name, compressed=False) if gradient.is_sparse else gradient
+        bit, view = 1 << slot, self._opened()[slot]
+        if self._filled & bit:
+            view.add_(gradient, alpha=self._factor)
+        elif self._factor == 1:
+            view.copy_(gradient)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, self._factor, out=view)
+        else:
+            view.copy_(gradient).mul_(self._factor)
+        self._filled |= bit
+
     def conclude(self) -> None:
-        """Take the slots that the present backward pass gave nothing so far to receive nothing from it."""
+        """Count the slots without a gradient as done: the present backward pass gives them none."""
         self._seen, self.complete = 0, True
 
-    def spill(self) -> None:
-        """Add the rows that were collected alone to the open buffer."""
-        if self._rows and self._rows.collected:
-            self._rows.move_to(self._opened()[0], accumulate=self.dense)
-            self._filled = 1
-
     def close(self) -> Tensor:
-        """Return the open buffer, with zeros where nothing was collected."""
+        """Return the open buffer, with zeros where no gradient was collected."""
         source = self._open
         if source is None:
             source = self._pool.borrow(self._layout.size, self._dtype)
@@ -116,7 +117,7 @@ class GradAccumulator:
             for slot, view in enumerate(self._views):
                 if not self._filled >> slot & 1:
                     view.zero_()
-        if source is not self.resting or not self._kept:
+        if source is not self.resting or not self._resident:
             self._layout.clear_gaps(source)
         self._open, self._views, self._filled = None, [], 0
         return source
@@ -126,60 +127,28 @@ class GradAccumulator:
         if source is not self.resting:
             self._pool.give_back(source)
 
-    def sent(self) -> None:
-        """Take note that the sum holds all of it, and nothing is open any more."""
-        self._open, self._views, self._owed = None, [], False
+    def mark_reduced(self) -> None:
+        """Note that a reduction has taken all of it."""
+        self._open, self._views = None, []
 
-    def send_signs(self, source: Tensor) -> Tensor:
-        """Return the resting buffer with `source` added, unless it is that; it keeps what signs do not say of it."""
-        assert self.resting is not None
-        if source is not self.resting:
-            self.resting.add_(source)
-            self._pool.give_back(source)
-        self._carried |= self.touched
-        self._owed = True
-        return self.resting
-
-    def keep(self) -> None:
-        """Let all that was collected be what was not sent: a later step sends it."""
-        self.close()
-        self._owed, self._collected, self._carried = True, False, self.touched
+    def carry_over(self) -> None:
+        """Keep what was collected for a later step; only a `ResidualAccumulator` can."""
+        raise AssertionError("this gradient has no residual buffer")
 
     def rescale(self, factor: float) -> None:
-        """Multiply what was not sent by `factor`: the loss scale has changed."""
-        if self._owed and factor != 1:
-            assert self.resting is not None
-            self.resting.mul_(factor)
+        """Multiply the residual by `factor`: the loss scale has changed."""
 
-    @property
-    def residual(self) -> Tensor | None:
-        """What this rank has not sent yet of the whole unit, an addend of the mean; None if everything was, or if it cannot
-        be told from gradients that came since.
-        """
-        return self.resting if self._owed and not self._collected else None
-
-    def owe(self, residual: Tensor | None) -> None:
-        """Take over `residual` (size,) as what is still to be sent, in place of what was."""
-        self._owed = residual is not None and self.resting is not None
-        if residual is not None and self.resting is not None:
-            self.resting.copy_(residual)
-            self._carried = sum(int(bool(view.any())) << slot for slot, view in enumerate(self._resting_views))
+    def load_residual(self, residual: Tensor | None) -> None:
+        """Replace the residual (size,). A residual that this transport cannot keep is dropped."""
 
     def reset(self, *, summed: bool) -> bool:
-        """Forget what was collected, but for what was not sent of it, if a sum was made; return whether there is any."""
+        """Forget what was collected, after a sum was made or not; return whether a residual stays."""
         if self._open is not None:
             self.give_back(self._open)
         self._open, self._views = self.resting, self._resting_views
-        if self._rows:
-            self._rows.clear()
-        self._owed = self._owed and (summed or not self._collected)  # of a gradient that is dropped, all goes
-        if not self._owed:
-            self._carried = 0
-        self.touched = self._carried
-        self._filled = (1 << self._slots) - 1 if self._owed else 0
-        self._collected = False
+        self.slots_with_grad = self._filled = 0
         self.begin()
-        return self._owed
+        return False
 
     def _opened(self) -> list[Tensor]:
         if self._open is not None and self._open is self.resting:
@@ -188,3 +157,97 @@ class GradAccumulator:
             self._open = self._pool.borrow(self._layout.size, self._dtype)
             self._views = self._layout.views(self._open)
         return self._views
+
+
+class RowsAccumulator(GradAccumulator):
+    """The accumulator of an embedding: COO gradients are collected as rows, dense ones as usual."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, resting: Tensor | None,
+                 place: FetchOnce, resident: bool, rows: RowExchange):
+        super().__init__(layout, dtype, pool, factor=factor, resting=resting, place=place, resident=resident)
+        self._rows = rows
+
+    @property
+    def reopened(self) -> bool:
+        return super().reopened or self._rows.collected
+
+    def _add(self, slot: int, gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            self._rows.collect(gradient, self._factor)
+        else:
+            super()._add(slot, gradient)
+
+    def close(self) -> Tensor:
+        if self._rows.collected:
+            self._rows.move_to(self._opened()[0], accumulate=self.has_dense)
+            self._filled = 1
+        return super().close()
+
+    def reset(self, *, summed: bool) -> bool:
+        self._rows.clear()
+        return super().reset(summed=summed)
+
+
+class ResidualAccumulator(GradAccumulator):
+    """The accumulator of a compressed gradient: the compression error is the first addend of the next sum."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, resting: Tensor | None,
+                 place: FetchOnce, resident: bool):
+        super().__init__(layout, dtype, pool, factor=factor, resting=resting, place=place, resident=resident)
+        self._has_residual = False
+        self._residual_slots = 0
+        self._collected = False  # a gradient has come since the last step
+
+    @property
+    def has_residual(self) -> bool:
+        return self._has_residual
+
+    @property
+    def residual(self) -> Tensor | None:
+        return self.resting if self._has_residual and not self._collected else None
+
+    def _add(self, slot: int, gradient: Tensor) -> None:
+        self._collected = True
+        gradient = to_dense(gradient, self._layout.slots[slot].name, compressed=True) if gradient.is_sparse else gradient
+        super()._add(slot, gradient)
+
+    def mark_reduced(self) -> None:
+        super().mark_reduced()
+        self._has_residual = False
+
+    def to_compress(self, source: Tensor) -> Tensor:
+        """Return the resting buffer with the closed `source` added; after the reduction it holds the compression error."""
+        assert self.resting is not None
+        if source is not self.resting:
+            self.resting.add_(source)
+            self._pool.give_back(source)
+        self._residual_slots |= self.slots_with_grad
+        self._has_residual = True
+        return self.resting
+
+    def carry_over(self) -> None:
+        """Keep everything that was collected as the residual: a later step sends it."""
+        self.close()
+        self._has_residual, self._collected, self._residual_slots = True, False, self.slots_with_grad
+
+    def rescale(self, factor: float) -> None:
+        if self._has_residual and factor != 1:
+            assert self.resting is not None
+            self.resting.mul_(factor)
+
+    def load_residual(self, residual: Tensor | None) -> None:
+        self._has_residual = residual is not None and self.resting is not None
+        if residual is not None and self.resting is not None:
+            self.resting.copy_(residual)
+            self._residual_slots = sum(int(bool(view.any())) << slot for slot, view in enumerate(self._resting_views))
+
+    def reset(self, *, summed: bool) -> bool:
+        stays = self._has_residual and (summed or not self._collected)  # a gradient that is dropped takes its residual along
+        super().reset(summed=summed)
+        self._has_residual = stays
+        if not stays:
+            self._residual_slots = 0
+        self.slots_with_grad = self._residual_slots
+        self._filled = (1 << self._slots) - 1 if stays else 0
+        self._collected = False
+        return stays

@@ -1,192 +1,137 @@
-"""The gradient of one unit: what the ranks have together, resting where the stage says.
+"""The gradient of one unit over all ranks, resting where the stage says.
 
-A reduction closes this rank's addend (addend.py) and adds the sum over the ranks to what rests in `reduced`. Where the
-gradient rests PARTIAL the addend's own span receives the sum in place, and nothing else is held.
-
-What rests, rests in a tier: it is brought when something is to be added to it, and left when its pass or its sum is done.
-
-Where gradients may travel as signs (compressed.py) they rest PARTIAL. Division by the ranks then comes before the sum, so
-that it is one of a mean.
+A reduction closes this rank's accumulator and adds the sum over the ranks to `own`. Where the gradient rests PARTIAL the
+accumulator's own span receives the sum in place, and nothing else is held. The sum rests in a tier: it is brought before
+something is added to it, and offloaded when its pass or its sum is done. How it travels is its transport's matter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from shoal.mesh.parameter_groups import ReplicaGroup
-from shoal.precision.policy import Averaging
-from shoal.recording.call import Handle
-from shoal.sparse.row_exchange import RowExchange
 from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, mirrored, offset_names
-from shoal.transport.collectives import Communicator, Label
-from shoal.transport.reduction import CopyOut
-from shoal.zero.buffer import Pool
-from shoal.zero.grad_accumulator import GradAccumulator
-from shoal.zero.layout import Layout
-from shoal.zero.onebit_transport import OneBitTransport
+from shoal.zero.gradient_transport import DenseTransport, InFlight, UnitWire
 from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientDtypes:
-    """The dtype in which a gradient rests, the one in which it travels, and where between them it is divided."""
-
-    accumulate: torch.dtype
-    wire: torch.dtype
-    averaging: Averaging = field(default_factory=Averaging)
+__all__ = ["Gradient", "OnReduced"]
 
 
 class Gradient:
     """One unit's gradient between the backward passes that make it and the step that consumes it."""
 
-    stays = False
-    """A step may take the sum as soon as it is there: it does not go to rest before."""
-    again = False
-    """Recompute within a backward pass may add to it when it seemed complete."""
-    unsynced = False
-    """A backward pass ended without reducing this gradient."""
-    launched = False
-    """The present backward pass has reduced this gradient once."""
-    measured = True
-    """Whether a step will ask for the norm."""
-    signed = False
-    """It travels as signs."""
-    still = False
-    """It stays where it is until a later step sends it."""
-    _valid = False  # `reduced` holds a sum
-
-    def __init__(self, layout: Layout, stage: Stage, replica_group: ReplicaGroup, dtypes: GradientDtypes, pool: Pool,
-                 store: Store, *, unit: str, index: int, rows: RowExchange | None = None,
-                 signs: OneBitTransport | None = None):
-        self.layout = layout
-        self.rows = rows  # what moves those of an embedding; None: the gradient is always whole
+    def __init__(self, wire: UnitWire, stage: Stage, transport: DenseTransport, store: Store):
+        self.transport = transport
+        self.layout = layout = wire.layout
         self.stage = stage
-        self._communicator = communicator = replica_group.communicator
-        self._replicas = replica_group.replicas
-        self._dtypes, self._pool = dtypes, pool
-        factors = dtypes.averaging.factors(replica_group.grad_divisor, accumulate=dtypes.accumulate, wire=dtypes.wire)
-        before, self._after = factors.before, factors.after
-        if signs is not None:  # what was not sent is an addend of the mean
-            before, self._after = factors.before * factors.after, 1.0
-        self._signs = signs
-        self._reduce_label = Label(kind="reduce", unit=unit, index=index)
-        self._replicate_label = Label(kind="replicate", unit=unit, index=index)
-        self._flight: _Flight | None = None
+        self.late_recompute = False
+        """Whether recompute within a backward pass may add to it after it seemed complete."""
+        self.unsynced = False
+        """Whether a backward pass ended without reducing this gradient."""
+        self.reduced_in_pass = False
+        """Whether the present backward pass has reduced it."""
+        self.has_sum = False
+        """Whether `reduced` holds a sum."""
+        self._consumed_early = False  # a step may take the sum as soon as it is there: it is not offloaded before
+        self._measured = True
+        self._replicas = wire.replica_group.replicas
+        self._flight: InFlight | None = None
         self._norm: Tensor | None = None
+        communicator = wire.replica_group.communicator
         partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
-        self._span, self.rest = mirrored(pool.device, store, layout.size if partial else len(own), dtypes.accumulate,
-                                      f"gradient of unit '{unit}'", offset_names(layout.names, 0 if partial else own.start))
+        self._span, self.rest = mirrored(
+            wire.pool.device, store, layout.size if partial else len(own), wire.dtypes.accumulate,
+            f"gradient of unit '{wire.name}'", offset_names(layout.names, 0 if partial else own.start))
+        self._pool = wire.pool
         self._place = FetchOnce(self._span)
         self._place.fetch(fresh=True)
-        self._at = own.start if partial and stage.master is SHARD else 0
+        self._start = own.start if partial and stage.master is SHARD else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
         """This rank's span of the reduced gradient."""
         whole = stage.master is SHARD or len(own) == layout.size
         self.reduced = self.own if whole else self._span.tensor
         """The reduced gradient, where the master rests."""
-        self.addend = GradAccumulator(layout, dtypes.accumulate, pool, factor=before, rows=rows, signed=signs is not None,
-                             resting=self._span.tensor if partial else None, place=self._place,
-                             kept=isinstance(self._span, ResidentSpan))
-        """What this rank has collected."""
+        self.accumulator = transport.accumulator(self._span.tensor if partial else None, self._place,
+                                                 resident=isinstance(self._span, ResidentSpan))
+        """This rank's addend."""
         self.reset()
 
     @property
     def reopened(self) -> bool:
         """Whether gradients arrived after the present pass had reduced this one (re-entrant recompute)."""
-        return self.launched and (self.addend.is_open or bool(self.rows and self.rows.collected))
+        return self.reduced_in_pass and self.accumulator.reopened
 
     @property
     def pending(self) -> bool:
         """Whether a backward pass ran since the last step."""
-        return self._valid or self.unsynced
+        return self.has_sum or self.unsynced
 
     @property
     def bytes(self) -> int:
         """Bytes that rest on this rank."""
         return self._span.tensor.nbytes
 
+    def measure(self, wanted: bool) -> None:
+        """Compute the norm before the sum is offloaded, if a step will ask for it."""
+        self._measured = wanted
+
     def norm(self) -> Tensor:
         """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
         if (norm := self._norm) is None:
-            fetched = self._place.fetched
+            here = self._place.fetched
             self._place.fetch()
             norm = self._norm = _norm(self.own)
-            if not fetched:
-                self.leave()
+            if not here:
+                self.offload()
         return norm
 
     def at_rest(self, part: range) -> Tensor:
         """Return the elements `part` of the reduced gradient, counted as the master's, where the step reads them."""
-        return self.rest.tensor[self._at + part.start:self._at + part.stop]
+        return self.rest.tensor[self._start + part.start:self._start + part.stop]
 
     def fetch(self, part: range) -> Transfer:
-        """Bring what `at_rest` returns."""
-        return self.rest.fetch(self._at + part.start, self._at + part.stop)
+        """Bring the elements that `at_rest` returns."""
+        return self.rest.fetch(self._start + part.start, self._start + part.stop)
 
     def commit(self, part: range) -> Transfer:
-        """Be done with what `at_rest` returned."""
-        return self.rest.commit(self._at + part.start, self._at + part.stop, changed=False)
+        """Be done with the elements that `at_rest` returned."""
+        return self.rest.commit(self._start + part.start, self._start + part.stop, changed=False)
 
     def due(self, *, boundary: bool, sync: bool) -> bool:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
-        return sync and not self.still and (boundary or self.stage.gradient is SHARD)
+        return sync and not self.transport.skips_sync and (boundary or self.stage.gradient is SHARD)
 
-    def begin(self, *, stays: bool) -> None:
-        """Start a backward pass, whose sum `stays` for a step that may take it at once."""
-        self.stays, self.launched = stays, False
-        self.addend.begin()
+    def begin(self, *, consumed_early: bool) -> None:
+        """Start a backward pass; with `consumed_early` a step may take its sum at once."""
+        self._consumed_early, self.reduced_in_pass = consumed_early, False
+        self.accumulator.begin()
 
-    def launch(self) -> None:
-        """Start reducing the open buffer; slots that received nothing count as zero."""
-        self.fold()
+    def expect_recompute(self) -> None:
+        """Note that recompute may add to the gradient after it seemed complete: no step takes it within backward."""
+        self.late_recompute = True
+
+    def skip(self) -> None:
+        """End a backward pass that does not reduce this gradient."""
+        self.mark_unsynced()
+        self.offload()
+
+    def mark_unsynced(self) -> None:
+        """Note that a backward pass ended without reducing this gradient, to which later passes may add."""
+        self.unsynced = True
+
+    def bring_sum(self, *, fresh: bool) -> None:
+        """Have the resting buffer in memory; `fresh`: it will be overwritten."""
+        self._place.fetch(fresh=fresh)
+
+    def reduce(self) -> None:
+        """Start reducing the accumulator; slots without a gradient count as zero."""
+        self.wait_reduced()
         self._norm = None
-        if self.signed:
-            self._launch_signs()
-            return
-        by_rows = self.rows and self.rows.agree_on_rows(dense=self.addend.dense)
-        self._flight = self._launch_rows(self.rows) if self.rows and by_rows else self._launch_whole()
-        self.addend.sent()
-        self._valid = self.launched = True
+        self._flight = self.transport.reduce(self)
+        self.has_sum = self.reduced_in_pass = True
         self.unsynced = False
-
-    def _launch_whole(self) -> _Flight:
-        resting = self.addend.resting
-        self.addend.spill()
-        self._place.fetch(fresh=not (self._valid or (self.addend.dense and resting is not None)))
-        source = self.addend.close() if self._communicator.ranks == 1 else self._closed_on_wire()
-        staging = self._pool.borrow(self._communicator.staging_elements(self.layout.size), source.dtype)
-        handle = self._communicator.reduce_scatter(source, self.own, staging, self._reduce_label,
-                                                   scale=self._after, accumulate=self._valid)
-        return _Flight(handle=handle, borrowed=[staging] if source is resting else [staging, source])
-
-    def _launch_rows(self, rows: RowExchange) -> _Flight:
-        self._place.fetch(fresh=not self._valid)
-        if not self._valid:
-            self.reduced.zero_()
-        return _Flight(handle=rows.reduce(self.own, scale=self._after, accumulate=self._valid), borrowed=[], rows=rows)
-
-    def _launch_signs(self) -> None:
-        """Start reducing the resting buffer by its signs, with what was collected elsewhere after a first sum was there."""
-        assert self._signs is not None
-        source = self.addend.close()
-        self._signs.keep(source, onto=self._valid)
-        self._flight = _Flight(handle=self._signs.reduce(self.addend.send_signs(source), self._reduce_label), borrowed=[])
-        self._valid = self.launched = True
-        self.unsynced = False
-
-    def keep(self) -> None:
-        """Let all that was collected be what was not sent: a later step sends it."""
-        self.addend.keep()
-        self.reset()
-
-    def owe(self, residual: Tensor | None) -> None:
-        """Take over `residual` (size,), as the addend's `residual` gave it, as what is still to be sent."""
-        for owed in (None, residual):  # first, nothing is
-            self.addend.owe(owed)
-            self.reset()
 
     def advance(self) -> None:
         """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
@@ -198,94 +143,83 @@ class Gradient:
         while flight.borrowed:
             self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
-            flight.handle = (self._replicate(self._communicator, self.reduced) if flight.rows is None
-                             else flight.rows.replicate(self.reduced))
+            flight.handle = flight.replicate(self.reduced)
         else:
             self._flight = None
-            self.leave()
+            self.offload()
 
-    def fold(self) -> None:
-        """Wait until `reduced` holds the sum, and let it rest."""
+    def wait_reduced(self) -> None:
+        """Wait until `reduced` holds the sum, and offload it."""
         self.advance()
         if self._flight is not None:
             self._flight.handle.wait()
             self._flight = None
-            self.leave()
+            self.offload()
+
+    def offer(self, on_reduced: OnReduced | None) -> None:
+        """Offer the sum to the step that may take it now, once; offload it otherwise."""
+        if self._consumed_early:
+            self._consumed_early = False
+            if on_reduced is None or not on_reduced(self):
+                self.offload()
+
+    @property
+    def consumed_early(self) -> bool:
+        """Whether a step may still take the sum within the present backward pass."""
+        return self._consumed_early
 
     def join_replicas(self) -> None:
-        """Add what the other copies of this rank's span received: once, when a step begins."""
-        if self._replicas is None or not self._valid:
-            return
-        self.fold()
-        self._place.fetch()
-        self._norm = None
-        size = self.own.numel() // self._replicas.ranks
-        part = self.own[self._replicas.rank * size:][:size]
-        source = self._on_wire(self.own)
-        staging = self._pool.borrow(self._replicas.staging_elements(source.numel()), source.dtype)
-        self._replicas.reduce_scatter(source, part, staging, self._reduce_label, scale=1.0, accumulate=False).wait()
-        self._pool.give_back(staging)
-        if source is not self.own:
-            self._pool.give_back(source)
-        self._replicate(self._replicas, self.own).wait()
-        self.leave()
+        """Add the sums of the other copies of the state: once, when a step begins."""
+        if self._replicas is not None and self.has_sum:
+            self.wait_reduced()
+            self._place.fetch()
+            self._norm = None
+            self.transport.sum_over_replicas(self.own, self._replicas)
+            self.offload()
 
-    def leave(self) -> None:
-        """Let what was collected or reduced rest in its tier."""
-        kept = isinstance(self._span, ResidentSpan) or (self.stays and self._span is self.rest)
-        if kept or not self._place.fetched or self._flight is not None:
+    def carry_over(self) -> None:
+        """Keep everything that was collected for a later step."""
+        self.accumulator.carry_over()
+        self.reset()
+
+    def load_residual(self, residual: Tensor | None) -> None:
+        """Replace the compression error by `residual` (size,)."""
+        for value in (None, residual):  # with no residual first, `reset` drops everything
+            self.accumulator.load_residual(value)
+            self.reset()
+
+    def offload(self) -> None:
+        """Let the accumulator's buffer or the sum rest in its tier."""
+        stays = isinstance(self._span, ResidentSpan) or (self._consumed_early and self._span is self.rest)
+        if stays or not self._place.fetched or self._flight is not None:
             return
-        if self.measured and self._valid and self._norm is None:
+        if self._measured and self.has_sum and self._norm is None:
             self._norm = _norm(self.own)
         self._place.commit()
 
     def reset(self) -> None:
         """Forget the gradient: the step has consumed it."""
-        self.fold()
-        self.spend()
-        if self.addend.reset(summed=self._valid) and self._valid:
-            self.own.zero_()  # which was this rank's own to sum
+        self.wait_reduced()
+        self.discard()
+        if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
+            self.own.zero_()  # this rank's span of the residual buffer held the sum
         self._norm = None
-        self._valid = self.unsynced = self.launched = self.stays = self.again = False
+        self.has_sum = self.unsynced = self.reduced_in_pass = self._consumed_early = self.late_recompute = False
 
-    def spend(self) -> None:
-        """Give up the sum, which a step has consumed, but not who received a gradient: the ranks may not have agreed yet."""
+    @property
+    def is_reset(self) -> bool:
+        """Whether `reset` has nothing to forget."""
+        return not (self.pending or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None)
+
+    def discard(self) -> None:
+        """Give up the sum, which a step has consumed. Which slots received a gradient stays known until `reset`."""
         self._place.commit(changed=False)
         self._span.discard()
 
-    def _closed_on_wire(self) -> Tensor:
-        """Return the open buffer in the wire's dtype."""
-        source = self.addend.close()
-        wire = self._on_wire(source)
-        if wire is not source:
-            self.addend.give_back(source)
-        return wire
 
-    def _on_wire(self, source: Tensor) -> Tensor:
-        """Return `source` in the wire's dtype: itself, or a borrowed copy."""
-        if source.dtype == self._dtypes.wire:
-            return source
-        return self._pool.borrow(source.numel(), self._dtypes.wire).copy_(source)
-
-    def _replicate(self, communicator: Communicator, whole: Tensor) -> Handle:
-        """Give every rank the spans of `whole`. Where the wire is narrower they are rounded to it, this rank's own too."""
-        if self._dtypes.wire.itemsize >= whole.dtype.itemsize:
-            return communicator.all_gather(whole, self._replicate_label)
-        narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
-        rows = whole.view(communicator.ranks, -1)
-        narrow.view(communicator.ranks, -1)[communicator.rank] = rows[communicator.rank]
-        return CopyOut(communicator.all_gather(narrow, self._replicate_label), narrow, whole, self._pool.give_back)
+OnReduced = Callable[[Gradient], bool]
+"""Takes the sum of a gradient in a step; returns whether it did, so that the sum need not rest."""
 
 
 def _norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=master_dtype(gradient.dtype))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A reduction under way, and what it borrowed."""
-
-    handle: Handle
-    borrowed: list[Tensor]
-    rows: RowExchange | None = None
-    summed: bool = False

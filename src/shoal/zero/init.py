@@ -22,17 +22,16 @@ from shoal.config.resolve import resolve
 from shoal.config.section import Section
 from shoal.errors import ConfigError, UsageError
 from shoal.mesh.parameter_groups import ReplicaGroup
-from shoal.tier import Store, Tiers, trim
+from shoal.tier import Store, trim
 from shoal.tier.settings import AioSettings, OffloadParam
 from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.zero.buffer import Pool
-from shoal.zero.gradient import GradientDtypes
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.settings import ZeroSettings
-from shoal.zero.unit import Member, Scope, Unit, UnitDtypes
+from shoal.zero.unit import Member, Scope, Unit
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a collective may take, as in the configuration's `timeout`."""
@@ -69,7 +68,7 @@ class Init:
         self._enabled = enabled
         self._dtype = dtype
         self._group = data_parallel_group
-        self._scope = Scope(open=True)
+        self._scope = Scope(is_open=True)
         self._handles: list[RemovableHandle] = []
         self._pending: list[nn.Parameter] = []
         self._building: nn.Module | None = None
@@ -102,7 +101,7 @@ class Init:
             self._handles.pop().remove()
         if kind is None and self._enabled:
             self._park()
-        self._scope.open = False
+        self._scope.close()
 
     def open(self, unit: Unit) -> None:
         """Gather a unit for one operation; the next event shards it again with what the operation wrote."""
@@ -143,7 +142,7 @@ class Init:
     def _close_opened(self) -> None:
         while self._opened:
             unit = self._opened.pop()
-            unit.scatter(0)
+            unit.broadcast_edit(0)
             unit.release()
 
     def _shard(self, parameter: nn.Parameter) -> None:
@@ -151,14 +150,13 @@ class Init:
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
         unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3],
-                       ReplicaGroup(self._communicator, self._communicator.ranks),
-                       UnitDtypes(compute=dtype, gradient=GradientDtypes(accumulate=dtype, wire=dtype)), self._pool,
-                       self._scope, Tiers(weight=self._store, state=self._store), trainable=False)
+                       ReplicaGroup(self._communicator, self._communicator.ranks), dtype, self._pool, self._scope,
+                       self._store)
         unit.session = self
         values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=self._pool.device)
         values[:parameter.numel()].copy_(parameter.detach().reshape(-1))
         self._communicator.broadcast(values, 0, name)
-        unit.adopt(values)
+        unit.load_full(values)
 
 
 class _Parked(Unit):
@@ -168,7 +166,7 @@ class _Parked(Unit):
     temporary = True
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
-        if self._scope.open:
+        if self._scope.is_open:
             self.session.open(self)
         else:
             super().read(parameter, operation)

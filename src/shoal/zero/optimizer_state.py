@@ -49,8 +49,6 @@ class OptimizerState:
         self.master = master
         self.weights = rounded
         """The resting weights where they are not the master; None where they are."""
-        self.follows = False
-        """They follow the master by what is published: the step leaves them alone."""
         self._gradient = gradient
         self._held: list[range] = []
         self._expected: dict[range, list[Span]] = {}
@@ -58,7 +56,12 @@ class OptimizerState:
     @property
     def rounded(self) -> Span | None:
         """The resting weights in the compute dtype, which the step writes; None where it writes none."""
-        return None if self.follows else self.weights
+        return None if self.follows_publication else self.weights
+
+    @property
+    def follows_publication(self) -> bool:
+        """Whether the weights follow the master by compressed publications alone: the step leaves them as they are."""
+        return self.weights is not None and self._gradient.transport.compresses_weights
 
     @property
     def granule(self) -> int | None:

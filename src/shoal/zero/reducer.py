@@ -1,75 +1,93 @@
-"""Gradients are reduced in one fixed order, each as soon as it and all before it are complete.
+"""From `parameter.grad` to the sum over the ranks: collect gradients as autograd writes them, reduce them in one order.
 
-The order is a contract between ranks. A gradient that a pass did not complete is reduced when the pass ends, with zeros
-for what is missing, so that a rank that skips a module does not hang the others. Those that travel by rows come last, when
-the pass ends: they begin with a word from every rank, which within a pass might be waiting for something of this one.
+The order is a contract between ranks. A unit is reduced as soon as it and all units before it are complete. A unit that a
+pass did not complete is reduced when the pass ends, with zeros for the missing slots, so that a rank that skips a module
+does not hang the others. Transports whose reduction begins with a message from every rank come last, when the pass ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
-from shoal.zero.gradient import Gradient
+from shoal.zero.gradient import Gradient, OnReduced
+from shoal.zero.trainable_unit import TrainableUnit
+
+__all__ = ["IN_FLIGHT", "BackwardPass", "Reducer", "collect"]
 
 IN_FLIGHT = 2
-"""Reductions under way before the oldest is summed: what they borrow is constant. None are where nothing travels."""
+"""Reductions under way before the oldest is summed, so that the borrowed memory is constant. None on one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPass:
+    """What the engine says of one backward pass when it begins."""
+
+    boundary: bool
+    """Whether it ends an accumulation."""
+    sync: bool
+    """Whether it communicates."""
+    on_reduced: OnReduced | None = None
+    """Offered each sum as soon as it is there; returns whether a step has taken it, so that it need not rest."""
 
 
 class Reducer:
     """The reductions of one backward pass, and those that a step still owes."""
 
-    def __init__(self, gradients: list[Gradient], *, overlap: bool, ranks: int = 1, late: Sequence[Gradient] = ()):
-        """`late` are gradients that no pass reduces: a step does when it begins."""
+    def __init__(self, gradients: Sequence[Gradient], *, overlap: bool, ranks: int = 1, late: Sequence[Gradient] = ()):
+        """`late` gradients span pipeline stages: no pass reduces them, a step does when it begins."""
         self._late = late
-        self._order = sorted(gradients, key=lambda gradient: gradient.rows is not None)
+        self._order = sorted(gradients, key=lambda gradient: gradient.transport.ends_pass)
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
-        self._flight: deque[Gradient] = deque()
+        self._reducing: deque[Gradient] = deque()
         self._replicating: deque[Gradient] = deque()
         self._due: list[Gradient] = []
         self._is_due: set[Gradient] = set()
         self._next = 0
-        self.consume: Callable[[Gradient], bool] | None = None
-        """Offered each sum of a pass as soon as it is there; says whether a step has taken it, so that it need not rest."""
+        self._on_reduced: OnReduced | None = None
 
-    def begin(self, *, boundary: bool, sync: bool) -> None:
-        """Start a backward pass, which reduces at an accumulation `boundary` and not at all without `sync`."""
-        self._due = [gradient for gradient in self._order if gradient.due(boundary=boundary, sync=sync)]
+    def begin(self, backward: BackwardPass) -> None:
+        """Start a backward pass."""
+        self._due = [gradient for gradient in self._order if gradient.due(boundary=backward.boundary, sync=backward.sync)]
         self._is_due = set(self._due)
         self._next = 0
+        self._on_reduced = backward.on_reduced
         for gradient in self._order:
-            gradient.begin(stays=self.consume is not None and gradient in self._is_due)
+            gradient.begin(consumed_early=backward.on_reduced is not None and gradient in self._is_due)
 
     def advance(self) -> None:
-        """Launch what is complete, in order."""
-        while (self._overlap and self._next < len(self._due) and (due := self._due[self._next]).addend.complete
-               and due.rows is None):
+        """Launch the complete units, in order."""
+        while (self._overlap and self._next < len(self._due) and (due := self._due[self._next]).accumulator.complete
+               and not due.transport.ends_pass):
             self._launch(due)
             self._next += 1
 
     def completed(self, gradient: Gradient) -> None:
-        """Let a complete gradient rest that this pass does not reduce."""
+        """Offload a complete gradient that this pass does not reduce; launch what can be."""
         if gradient not in self._is_due:
-            gradient.leave()
+            gradient.offload()
+        self.advance()
 
     def finish(self) -> None:
         """End the backward pass: reduce the rest, and wait for all."""
         for gradient in self._order:
             if gradient not in self._is_due:
-                gradient.unsynced = True
-                gradient.leave()
+                gradient.skip()
         for gradient in self._late:
-            gradient.unsynced = True
+            gradient.mark_unsynced()
         if self._due:
             self._reduce_rest()
+        self._on_reduced = None
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
         for gradient in self._due:
-            if not gradient.launched:
+            if not gradient.reduced_in_pass:
                 self._launch(gradient)
         for gradient in self._due:
             if gradient.reopened:
@@ -85,27 +103,49 @@ class Reducer:
         self._drain()
 
     def _launch(self, gradient: Gradient) -> None:
-        gradient.launch()
-        self._flight.append(gradient)
-        if len(self._flight) > self._in_flight:
-            self._replicating.append(self._flight.popleft())
+        gradient.reduce()
+        self._reducing.append(gradient)
+        if len(self._reducing) > self._in_flight:
+            self._replicating.append(self._reducing.popleft())
             self._replicating[-1].advance()
         if len(self._replicating) > self._in_flight:
-            self._fold(self._replicating.popleft())
+            self._wait(self._replicating.popleft())
         if not self._overlap:
-            self._fold(gradient)
+            self._wait(gradient)
 
-    def _fold(self, gradient: Gradient) -> None:
-        gradient.fold()
-        if gradient.stays:
-            gradient.stays = False
-            if self.consume is None or not self.consume(gradient):
-                gradient.leave()
+    def _wait(self, gradient: Gradient) -> None:
+        gradient.wait_reduced()
+        gradient.offer(self._on_reduced)
 
     def _drain(self) -> None:
         for gradient in self._order:
             gradient.advance()
         for gradient in self._order:
-            self._fold(gradient)
-        self._flight.clear()
+            self._wait(gradient)
+        self._reducing.clear()
         self._replicating.clear()
+
+
+def collect(unit: TrainableUnit, slot: int, parameter: nn.Parameter, *, nested: bool = False) -> bool:
+    """Move the gradient of one slot from `parameter.grad` to the unit; return whether the unit is complete in this pass.
+
+    `nested`: the pass runs within another backward pass (re-entrant recompute), which may give the slot more.
+    """
+    gradient = _taken(parameter)
+    if gradient is None:  # a node that computes the weight's gradient later leads here all the same
+        return False
+    if nested:
+        unit.gradient.expect_recompute()
+    if not torch.is_grad_enabled():  # every pass but one with create_graph
+        return unit.gradient.accumulator.collect(slot, gradient)
+    with torch.no_grad():
+        return unit.gradient.accumulator.collect(slot, gradient)
+
+
+def _taken(parameter: nn.Parameter) -> Tensor | None:
+    if type(parameter) is nn.Parameter:
+        gradient, parameter.grad = parameter.grad, None
+    else:  # released, or of the script's own class
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            gradient, parameter.grad = parameter.grad, None
+    return gradient

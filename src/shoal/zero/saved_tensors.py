@@ -96,7 +96,7 @@ class SavedTensorTracker:
         if module in self._running[1:]:
             del self._running[self._running.index(module, 1):]
 
-    def lends(self, tensor: Tensor) -> bool:
+    def shares_weights(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the memory of weights that come and go."""
         return _storage(tensor) in self._weights
 

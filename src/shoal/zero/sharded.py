@@ -20,13 +20,14 @@ from shoal.precision.policy import Policy
 from shoal.tier import Memory, StoragePlan, trim
 from shoal.transport.collectives import Communicator
 from shoal.zero.buffer import Pool
-from shoal.zero.gradient import Gradient, GradientDtypes
+from shoal.zero.gradient_transport import GradientDtypes
 from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import UnitSpec, partition, tied_names
 from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes, over
-from shoal.zero.reducer import Reducer
-from shoal.zero.unit import Phase, Scope, Unit, UnitDtypes
+from shoal.zero.reducer import BackwardPass, Reducer
+from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
+from shoal.zero.unit import Hold, Phase, Scope, Unit
 from shoal.zero.window import Window
 
 
@@ -50,8 +51,8 @@ class ShardingPlan:
     """Units whose weights are brought from another tier ahead of use."""
     read_elements: int = sys.maxsize
     """Elements of such units together."""
-    signs: bool = False
-    """Gradients and weights may travel as signs: state rests as at stage 1, whichever of 0 to 2 is asked for."""
+    compressed: bool = False
+    """Gradients and weights may be compressed: state rests as at stage 1, whichever of 0 to 2 is asked for."""
     by_rows: bool = False
     """Embeddings whose gradient is rows exchange rows alone."""
     in_backward: bool = False
@@ -73,16 +74,20 @@ class ShardedModel:
         self.scope = Scope()
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
-        self.trainable: list[Unit] = []
-        self.late: list[Unit] = []
+        self.trainable: list[TrainableUnit] = []
+        self.late: list[TrainableUnit] = []
         """Units that several stages hold, in the same order on every rank: reduced when a step begins."""
         self.passes: list[Hooks] = []
         """What drives the units of each root, in the order of the roots."""
 
-    def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *, boundary: Callable[[], bool],
-              sync: Callable[[], bool], roots: Mapping[nn.Module, str] | None = None, announced: bool = False) -> None:
-        """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises."""
-        row = STAGES[1 if plan.signs else plan.stage]
+    def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *,
+              begin_pass: Callable[[], BackwardPass], roots: Mapping[nn.Module, str] | None = None,
+              announced: bool = False) -> None:
+        """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises.
+
+        `begin_pass` is called at the begin of each backward pass of a root.
+        """
+        row = STAGES[1 if plan.compressed else plan.stage]
         persistent_below = plan.persistent_below if row.weight is SHARD else 0
         shares = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                            persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
@@ -94,12 +99,12 @@ class ShardedModel:
             unit = self._unit(share, over(stage, share.replica_group.communicator.ranks), policy, plan)
             self.units.append(unit)
             self.by_module.setdefault(share.module, []).append(unit)
-            if share.trainable:
+            if isinstance(unit, TrainableUnit):
                 self.trainable.append(unit)
-            if share.replica_group.spans_stages and share.trainable:
-                self.late.append(unit)
+                if share.replica_group.spans_stages:
+                    self.late.append(unit)
         trim()  # the parameters' own memory is free now
-        self.passes += [self._pass(root, plan, boundary, sync, announced) for root in roots or (self.model,)]
+        self.passes += [self._pass(root, plan, begin_pass, announced) for root in roots or (self.model,)]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank by their first names in the whole model."""
@@ -114,57 +119,48 @@ class ShardedModel:
         """Return the unit that `parameter` belongs to."""
         return next((unit for unit in self.units if any(m.parameter is parameter for m in unit.members)), None)
 
-    def offer(self, consume: Callable[[Gradient], bool] | None) -> None:
-        """Offer each sum of the next backward passes to `consume`, which says whether a step has taken it."""
-        for each in self.passes:
-            each.reducer.consume = consume
-
     def flush(self) -> None:
         """Reduce what backward passes left unreduced: a step needs it."""
         for each in self.passes:
-            each.reducer.flush()
+            each.backward.reducer.flush()
         for unit in self.late:
-            assert unit.gradient is not None
-            unit.gradient.launch()
+            unit.gradient.reduce()
         for unit in self.late:
-            assert unit.gradient is not None
-            unit.gradient.fold()
+            unit.gradient.wait_reduced()
         for unit in self.trainable:
-            assert unit.gradient is not None
             unit.gradient.join_replicas()
 
     def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
         weight = sum(_bytes(unit.weight) for unit in self.units)
-        gradient = sum(unit.gradient.bytes for unit in self.units if unit.gradient is not None)
-        states = [unit.state for unit in self.units if unit.state is not None]
-        master = sum(_bytes(state.master.tensor) for state in states if state.weights is not None)
+        gradient = sum(unit.gradient.bytes for unit in self.trainable)
+        master = sum(_bytes(unit.master) for unit in self.trainable if not unit.is_stepped_in_place)
         kept = sum(_bytes(value) for state in moments.values() for value in state.values()
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
 
-    def travel(self, *, gradient: bool, weights: bool, still: bool) -> None:
-        """From the next backward pass on, let gradients or weights travel as signs, or as they are; or stay, if `still`."""
+    def set_compression(self, *, gradient: bool, weights: bool, skip_sync: bool) -> None:
+        """From the next backward pass on compress gradients or weights, or send no gradients at all."""
         for unit in self.trainable:
-            unit.travel(gradient=gradient, weights=weights, still=still)
+            unit.transport.set_compression(gradient=gradient, weights=weights, skip_sync=skip_sync)
 
     def run_ahead(self) -> None:
         """Start what the next forward uses first."""
-        self.passes[0].open()
+        self.passes[0].run_ahead()
 
     def interrupt(self) -> None:
         """Take note that an exception has ended a backward pass."""
         for each in self.passes:
-            each.interrupt()
+            each.backward.interrupt()
 
     def settle(self) -> None:
         """Wait for everything under way, and take the steps that are owed, but for those of a step that has only begun."""
         for unit in self.units:
-            if unit.owed is not None and not unit.stepped:
-                unit.owed()
+            if unit.pending is not None and not unit.pending.in_backward:
+                unit.pending.finish()
             if (phase := unit.phase) is Phase.IN_FLIGHT:
                 unit.gather()
-            if phase in (Phase.ARRIVING, Phase.IN_FLIGHT):
+            if phase in (Phase.LOADING, Phase.IN_FLIGHT):
                 unit.release()
 
     def destroy(self) -> None:
@@ -183,13 +179,14 @@ class ShardedModel:
         """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for."""
         failure: Exception | None = None
         for unit in self.units:
-            unit.stepped = False
+            if unit.pending is not None and unit.pending.in_backward:
+                unit.end_step()
             try:
                 if failure is None:
                     unit.gather()
             except Exception as error:
                 failure = error
-            unit.pins += 1
+            unit.hold(Hold.CONTEXT)
             for member in unit.members:
                 clear_owner(member.parameter)
             unit.close()
@@ -199,37 +196,43 @@ class ShardedModel:
 
     def _unit(self, share: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan) -> Unit:
         compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
-        same = compute == policy.compute
-        dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
-            accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute,
-            averaging=policy.averaging))
         values = self._values(share)
-        elements = sum(member.parameter.numel() for member in share.members)
-        tiers = self.residence.tiers(elements, elements if share.trainable else 0)
-        if share.persistent:
-            tiers = replace(tiers, weight=Memory(device=self.residence.device))
-        unit = Unit(share.name, share.members, stage, share.replica_group, dtypes, self.pool, self.scope, tiers,
-                    trainable=share.trainable, columns=share.columns, by_rows=plan.by_rows, signs=plan.signs)
+        unit = self._new_unit(share, stage, policy, plan, compute)
         flat = _flatten(unit, values, self.pool.device)
         if share.replica_group.replicas is not None:
             share.replica_group.replicas.broadcast(flat, 0, f"unit '{share.name}'")
         share.replica_group.communicator.broadcast(flat, share.replica_group.source, f"unit '{share.name}'")
-        unit.adopt(flat)
+        unit.load_full(flat)
         return unit
 
-    def _pass(self, root: nn.Module, plan: ShardingPlan, boundary: Callable[[], bool], sync: Callable[[], bool],
-              announced: bool) -> Hooks:
+    def _new_unit(self, share: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan, compute: torch.dtype) -> Unit:
+        elements = sum(member.parameter.numel() for member in share.members)
+        tiers = self.residence.tiers(elements, elements if share.trainable else 0)
+        if share.persistent:
+            tiers = replace(tiers, weight=Memory(device=self.residence.device))
+        if not share.trainable:
+            return Unit(share.name, share.members, stage, share.replica_group, compute, self.pool, self.scope, tiers.weight,
+                        columns=share.columns)
+        same = compute == policy.compute
+        dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
+            accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute,
+            averaging=policy.averaging))
+        return TrainableUnit(share.name, share.members, stage, share.replica_group, dtypes, self.pool, self.scope, tiers,
+                             columns=share.columns, by_rows=plan.by_rows, compressed=plan.compressed)
+
+    def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass], announced: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
         window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
-                        lanes=self.residence.lanes)
-        reduced = [unit for found in units.values() for unit in found if unit.gradient is not None and unit not in self.late]
-        reducer = Reducer([unit.gradient for unit in reversed(reduced) if unit.gradient is not None], overlap=plan.overlap,
+                        lanes=self.residence.lanes, every=self.units)
+        reduced = [unit for found in units.values() for unit in found
+                   if isinstance(unit, TrainableUnit) and unit not in self.late]
+        reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,
                           ranks=max((unit.communicator.ranks for unit in reduced), default=1),
-                          late=[unit.gradient for unit in self.late if unit.gradient is not None])
-        hooks = Hooks(root, units, window, reducer, self.scope, boundary=boundary, sync=sync, every=self.units,
-                      late=self.late, watched=plan.in_backward, announced=announced)
+                          late=[unit.gradient for unit in self.late])
+        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, late=self.late, watched=plan.in_backward,
+                      announced=announced)
         hooks.install()
         return hooks
 

@@ -7,17 +7,21 @@ they have arrived when their gather starts. A pass that leaves the expected orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.tier import Lanes
-from shoal.zero.unit import Phase, Unit
+from shoal.zero.unit import Hold, Phase, Unit
 
 
 class Window:
     """What is gathered, and what will be."""
 
     def __init__(self, ahead: int, live: int, reuse: int = 0, *, reads: int = 0, read_elements: int = 0,
-                 lanes: Lanes | None = None):
+                 lanes: Lanes | None = None, every: Sequence[Unit] = ()):
+        """`every` unit of the engine shares the memory of weights that stay between passes, also those of other windows."""
         self._ahead = min(ahead, live)
         self._reuse = reuse
+        self._every = every
         self._reads = reads
         self._read_elements = read_elements
         self._lanes = lanes or Lanes()
@@ -30,6 +34,7 @@ class Window:
         """Start the pass `name`; the window expects the order of the last pass of that name."""
         self._name, self._seen = name, []
         self._expected = self._orders.get(name, [])
+        self._unpin_others(name)
 
     def end(self) -> None:
         """Keep the order of the pass that ends."""
@@ -39,7 +44,7 @@ class Window:
 
     def use(self, unit: Unit) -> None:
         """Gather `unit`, with the next ones on their way."""
-        unit.awaited = False
+        unit.drop(Hold.REUSE)
         unit.prefetch()
         if self._seen[-1:] != [unit]:
             self._seen.append(unit)
@@ -64,7 +69,7 @@ class Window:
         coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
         return coming[:coming.index(unit)] if unit in coming else None
 
-    def begins(self, name: str, unit: Unit) -> bool:
+    def begins_with(self, name: str, unit: Unit) -> bool:
         """Whether the pass `name`, if it goes as its last one did, uses `unit` before more units than are brought ahead."""
         order = self._orders.get(name, [])
         return unit.can_stay and unit in order and self._fit(order[:order.index(unit) + 1])
@@ -75,8 +80,15 @@ class Window:
 
     def open(self, name: str) -> None:
         """Start the first gathers of the pass `name` before it begins."""
+        self._unpin_others(name)
         self._expected = self._orders.get(name, [])
         self._run_ahead(0)
+
+    def _unpin_others(self, name: str) -> None:
+        """Give up resident weights that the pass `name` does not begin with."""
+        for unit in self._every:
+            if unit.residency and not unit.is_owed and not self.begins_with(name, unit):
+                unit.residency.unpin()
 
     def _run_ahead(self, position: int) -> None:
         elements, gathering, fetching = 0, self._ahead > 0, self._reads > 0
@@ -86,7 +98,7 @@ class Window:
             fetching = fetching and count < self._reads and (elements == 0 or elements + size <= self._read_elements)
             if gathering:
                 unit.prefetch()
-            elif fetching and unit.away:
+            elif fetching and unit.offloaded:
                 unit.fetch()
             elif not fetching:
                 return

@@ -1,0 +1,227 @@
+"""When a backward pass uses units, and when their gradients are complete.
+
+    gradient of a module's output    gather the module's units: its backward begins
+    gradient of a slot               collect it; reduce and release a complete unit
+    backward moves to other modules  units of earlier ones get no more gradients: reduce and release them
+    end of backward                  reduce what is incomplete, release everything
+
+Autograd runs the nodes of one forward strictly in reverse order. So a unit that no last gradient completes, frozen or with
+an unused parameter, is done when the backward of a module outside its own begins and the graph holds no more gradients for
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from shoal.errors import UsageError
+from shoal.interrupts import unbroken
+from shoal.tree import tensors_within
+from shoal.zero.reducer import BackwardPass, Reducer, collect
+from shoal.zero.trainable_unit import TrainableUnit
+from shoal.zero.unit import Hold, Scope, Unit
+from shoal.zero.window import Window
+
+__all__ = ["BackwardHooks", "graph_task"]
+
+_DETACHED = BackwardPass(boundary=False, sync=False)
+
+
+class BackwardHooks:
+    """The backward passes through the units of one model."""
+
+    def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, late: Sequence[Unit], announced: bool,
+                 refuses_create_graph: bool):
+        """`begin_pass` is called when a pass begins, before anything is collected. `late` units span pipeline stages.
+
+        A model whose passes are `announced` (`as_pass`) needs no hook on its output. With `refuses_create_graph` a second
+        derivative would find weights released.
+        """
+        self._model = model
+        self._units = units
+        self._window = window
+        self.reducer = reducer
+        self._scope = scope
+        self._begin_pass = begin_pass
+        self._late = frozenset(late)
+        # The gradient of the model's output tells that a pass begins, and that the first weights are needed again
+        self._watches_model = not announced or any(unit.reshards for found in units.values() for unit in found)
+        self._inner = {module: frozenset(module.modules()) for module in units}
+        self._pass: BackwardPass | None = None
+        self._passes = 0
+        self._task = -1  # autograd's number of the present pass; a re-entrant pass within it has its own
+        self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
+        self._handles: list[RemovableHandle] = []
+        self._refuses_create_graph = refuses_create_graph
+
+    def install(self) -> None:
+        """Attach to the parameters."""
+        found = [unit for units in self._units.values() for unit in units]
+        training = any(isinstance(unit, TrainableUnit) for unit in found)
+        for unit in found:
+            for slot, member in enumerate(unit.members if training else ()):
+                if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
+                    take = _drop
+                    if isinstance(unit, TrainableUnit):
+                        take = partial(_collect_late if unit in self._late else self._collect, unit, slot)
+                    self._handles.append(member.parameter.register_post_accumulate_grad_hook(take))
+
+    def remove(self) -> None:
+        """Detach from the parameters, and from the engine: it goes with its last reference."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._begin_pass = _detached
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
+
+    def as_pass(self, run: Callable[[], None]) -> None:
+        """Call `run` as one backward pass, even if nothing runs in it: what the others reduce, this rank does too."""
+        passes = self._passes
+        run()
+        if self._passes == passes:
+            self.reducer.begin(self._begin_pass())
+            self.reducer.finish()
+
+    def interrupt(self) -> None:
+        """Note that an exception has ended the present pass, whose end autograd will not announce."""
+        self._pass = None
+        self._scope.close()
+
+    def abandon(self) -> bool:
+        """Forget a pass that an exception ended; return whether there was one."""
+        abandoned = self._pass is not None or bool(self._entered)
+        self._pass, self._entered = None, []
+        return abandoned
+
+    def watch(self, module: nn.Module, output: object) -> bool:
+        """Gather the units of `module` when the gradient of its output arrives; return False where the output has none."""
+        if module not in self._units if module is not self._model else not self._watches_model:
+            return True
+        watched = [tensor for tensor in tensors_within(output) if tensor.requires_grad and not tensor.is_leaf]
+        for tensor in watched:
+            tensor.register_hook(partial(self._before_module, module))
+        return bool(watched)
+
+    def begin(self) -> None:
+        """Begin a pass, unless one is under way."""
+        if self._pass is not None:
+            return
+        if self._refuses_create_graph and torch.is_grad_enabled():  # it would release what its own backward needs
+            raise UsageError("backward with create_graph=True through a model at stage 3 is not supported, nor through one "
+                             "whose weights rest in another tier or are stepped in backward: a second derivative needs the "
+                             "weights of the first pass; use zero_optimization.stage 0, 1 or 2 without offload_param and "
+                             "step_in_backward")
+        self._pass = _DETACHED  # an exception below ends a pass that has begun
+        self._scope.open()
+        self._passes += 1
+        self._task = graph_task()
+        Variable._execution_engine.queue_callback(self._end)  # pyright: ignore  no annotation, no other way
+        self._pass = self._begin_pass()
+        self._window.begin("backward")
+        self.reducer.begin(self._pass)
+
+    def enter(self, module: nn.Module, unit: Unit) -> None:
+        """Gather a unit for the backward of `module`."""
+        self._window.use(unit)
+        if (module, unit) not in self._entered:
+            self._entered.append((module, unit))
+
+    @unbroken
+    def _before_module(self, module: nn.Module, gradient: Tensor) -> None:
+        self.begin()
+        self._leave(module)
+        for unit in self._units.get(module, ()):
+            if not unit.gathers_rows:  # a look-up's gradient needs no weights; where it does, the saved tensor gathers them
+                self.enter(module, unit)
+
+    def _leave(self, module: nn.Module) -> None:
+        """Be done with units whose module's backward is over, now that `module`'s begins."""
+        waiting, self._entered = self._entered, []
+        for around, unit in waiting:
+            if module in self._inner[around] or self._receives_more(unit):
+                self._entered.append((around, unit))
+                continue
+            if isinstance(unit, TrainableUnit):
+                unit.gradient.accumulator.conclude()
+            self._done(unit)
+        self.reducer.advance()
+
+    @unbroken
+    def _collect(self, unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
+        self.begin()
+        unit.check()
+        if collect(unit, slot, parameter, nested=graph_task() != self._task):
+            self._done(unit)
+            self.reducer.completed(unit.gradient)
+
+    def _receives_more(self, unit: Unit) -> bool:
+        """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
+        if not isinstance(unit, TrainableUnit) or unit.gradient.accumulator.complete:
+            return False
+        if graph_task() != self._task:  # the graph of a re-entrant pass is not the whole
+            return True
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
+                   for slot in unit.gradient.accumulator.missing
+                   if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
+
+    def _done(self, unit: Unit) -> None:
+        """Release a unit that this pass needs no more. Weights that the step or the next forward begins with stay."""
+        if unit.is_released:
+            return
+        overwritten = (self._pass is not None and self._pass.boundary and isinstance(unit, TrainableUnit)
+                       and not unit.is_stepped_in_place)
+        if self._window.begins_with("forward", unit) and not overwritten:
+            unit.keep_resident()
+        elif (isinstance(unit, TrainableUnit) and unit.gradient.consumed_early and unit.is_stepped_in_place
+              and unit.can_stay):
+            unit.keep_part_resident(range(len(unit.master_span)))
+        unit.release()
+
+    @unbroken
+    def _end(self) -> None:
+        self.reducer.finish()
+        self._window.end()
+        for _, unit in self._entered:
+            self._done(unit)
+        self._entered = []
+        self.release_all()
+        self._pass = None
+        self._scope.close()
+
+    def release_all(self) -> None:
+        """Release every unit that no context holds: a pass is over."""
+        for units in self._units.values():
+            for unit in units:
+                unit.drop(Hold.FOREIGN_READ | Hold.REUSE)
+                unit.release()
+
+
+def graph_task() -> int:
+    """Return autograd's number of the backward pass under way on this thread, -1 for none."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
+
+
+@unbroken
+def _collect_late(unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
+    """Collect a gradient of a unit that several stages hold: none of their passes is its last."""
+    collect(unit, slot, parameter)
+
+
+def _drop(parameter: nn.Parameter) -> None:
+    """Forget the gradient of a parameter that is never stepped."""
+    parameter.grad = None
+
+
+def _detached() -> BackwardPass:
+    return _DETACHED

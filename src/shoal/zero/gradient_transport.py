@@ -1,0 +1,349 @@
+"""How the gradient and the weights of one unit travel between ranks.
+
+    DenseTransport     reduce-scatter the whole buffer, all-gather the sum or the stepped weights
+    RowsTransport      an embedding: exchange only the rows that a step touches, where these are fewer bytes
+    OneBitTransport    one bit an element and one scale a block (docs/compression.md)
+
+`Gradient` asks its transport to reduce and to replicate, `TrainableUnit` to publish. A transport keeps no gradient: it reads
+the accumulator's closed buffer and adds to `gradient.own`, this rank's span of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal import onebit
+from shoal.mesh.parameter_groups import ReplicaGroup
+from shoal.precision.policy import Averaging
+from shoal.recording.call import Handle
+from shoal.sparse.row_exchange import RowExchange
+from shoal.tier import FetchOnce
+from shoal.transport.collectives import Communicator, Label
+from shoal.transport.reduction import CopyOut
+from shoal.zero.buffer import Pool
+from shoal.zero.grad_accumulator import GradAccumulator, ResidualAccumulator, RowsAccumulator
+from shoal.zero.layout import Layout
+
+__all__ = ["COMPRESSIBLE", "DenseTransport", "GradientDtypes", "InFlight", "OneBitTransport", "RowsTransport", "UnitWire"]
+
+COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of weights that one-bit compression takes; others travel uncompressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientDtypes:
+    """The dtype in which a gradient rests, the one in which it travels, and where between them it is divided."""
+
+    accumulate: torch.dtype
+    wire: torch.dtype
+    averaging: Averaging = field(default_factory=Averaging)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitWire:
+    """One unit as its transport sees it."""
+
+    name: str
+    index: int
+    layout: Layout
+    replica_group: ReplicaGroup
+    dtypes: GradientDtypes
+    pool: Pool
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A reduction under way, and the buffers that it borrowed."""
+
+    handle: Handle
+    borrowed: list[Tensor] = field(default_factory=list[Tensor])
+    replicate: Callable[[Tensor], Handle]
+    """Gives all ranks the spans of the sum, where the master rests replicated."""
+    summed: bool = False
+
+
+class Reducible(Protocol):
+    """The part of a `Gradient` that a transport reads and writes."""
+
+    accumulator: GradAccumulator
+    own: Tensor
+    """This rank's span of the sum."""
+    reduced: Tensor
+    """The sum, where the master rests."""
+    has_sum: bool
+    """Whether `reduced` holds an earlier sum of the step, to which this one is added."""
+
+    def bring_sum(self, *, fresh: bool) -> None:
+        """Have the resting buffer in memory; `fresh`: it will be overwritten."""
+        ...
+
+
+class DenseTransport:
+    """Sends the whole buffer, in the wire dtype. With `carries` the accumulator can keep gradients for a later step."""
+
+    ends_pass = False
+    """Whether the reduction waits for the end of the backward pass."""
+    is_compressible = False
+    """Whether gradients and weights may be compressed."""
+    skips_sync = False
+    """Whether the gradient stays on this rank until a later step sends it."""
+
+    def __init__(self, wire: UnitWire, *, carries: bool = False):
+        self._layout, self._pool, self._dtypes = wire.layout, wire.pool, wire.dtypes
+        self._communicator = wire.replica_group.communicator
+        self._carries = carries
+        factors = wire.dtypes.averaging.factors(wire.replica_group.grad_divisor, accumulate=wire.dtypes.accumulate,
+                                                wire=wire.dtypes.wire)
+        self._before, self._after = factors.before, factors.after
+        self._reduce_label = Label(kind="reduce", unit=wire.name, index=wire.index)
+        self._replicate_label = Label(kind="replicate", unit=wire.name, index=wire.index)
+        self._publish_label = Label(kind="publish", unit=wire.name, index=wire.index)
+
+    def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
+        """Return what collects this rank's gradients; `resting` (size,) is their buffer where they rest PARTIAL."""
+        make = ResidualAccumulator if self._carries else GradAccumulator
+        return make(self._layout, self._dtypes.accumulate, self._pool, factor=self._before, resting=resting, place=place,
+                    resident=resident)
+
+    @property
+    def compresses_gradient(self) -> bool:
+        """Whether the next reduction sends one bit an element."""
+        return False
+
+    @property
+    def compresses_weights(self) -> bool:
+        """Whether the next publication sends one bit an element, so that the step leaves the resting weights alone."""
+        return False
+
+    def set_compression(self, *, gradient: bool, weights: bool, skip_sync: bool) -> None:
+        """From the next backward pass on compress gradients or weights, or send no gradients at all."""
+        self.skips_sync = skip_sync
+
+    def exact_addend(self, part: range) -> tuple[Tensor, int] | None:
+        """Return this rank's uncompressed addend of the elements `part` of its span, and the number of addends; None where
+        all are exact."""
+        return None
+
+    def reduce(self, gradient: Reducible) -> InFlight:
+        """Close the accumulator and start summing it over the ranks into `gradient.own`."""
+        accumulator, resting = gradient.accumulator, gradient.accumulator.resting
+        gradient.bring_sum(fresh=not (gradient.has_sum or (accumulator.has_dense and resting is not None)))
+        source = accumulator.close() if self._communicator.ranks == 1 else self._closed_on_wire(accumulator)
+        staging = self._pool.borrow(self._communicator.staging_elements(self._layout.size), source.dtype)
+        handle = self._communicator.reduce_scatter(source, gradient.own, staging, self._reduce_label, scale=self._after,
+                                                   accumulate=gradient.has_sum)
+        accumulator.mark_reduced()
+        return InFlight(handle=handle, borrowed=[staging] if source is resting else [staging, source],
+                        replicate=self.replicate)
+
+    def replicate(self, whole: Tensor) -> Handle:
+        """Give every rank the spans of the sum `whole` (1-D)."""
+        return self._replicate_over(self._communicator, whole)
+
+    def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
+        """Give every rank the stepped weights of every span of `full`. `foreign_writes`: the script wrote into `full`."""
+        return self._communicator.all_gather(full, self._publish_label)
+
+    def sum_over_replicas(self, own: Tensor, replicas: Communicator) -> None:
+        """Sum `own`, this rank's span, over the other copies of the state."""
+        part = own[replicas.rank * (own.numel() // replicas.ranks):][:own.numel() // replicas.ranks]
+        source = self._on_wire(own)
+        staging = self._pool.borrow(replicas.staging_elements(source.numel()), source.dtype)
+        replicas.reduce_scatter(source, part, staging, self._reduce_label, scale=1.0, accumulate=False).wait()
+        self._pool.give_back(staging)
+        if source is not own:
+            self._pool.give_back(source)
+        self._replicate_over(replicas, own).wait()
+
+    def _closed_on_wire(self, accumulator: GradAccumulator) -> Tensor:
+        source = accumulator.close()
+        wire = self._on_wire(source)
+        if wire is not source:
+            accumulator.give_back(source)
+        return wire
+
+    def _on_wire(self, source: Tensor) -> Tensor:
+        """Return `source` in the wire dtype: itself, or a borrowed copy."""
+        if source.dtype == self._dtypes.wire:
+            return source
+        return self._pool.borrow(source.numel(), self._dtypes.wire).copy_(source)
+
+    def _replicate_over(self, communicator: Communicator, whole: Tensor) -> Handle:
+        """All-gather `whole`. Where the wire is narrower every span is rounded to it, this rank's own too."""
+        if self._dtypes.wire.itemsize >= whole.dtype.itemsize:
+            return communicator.all_gather(whole, self._replicate_label)
+        narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
+        spans = whole.view(communicator.ranks, -1)
+        narrow.view(communicator.ranks, -1)[communicator.rank] = spans[communicator.rank]
+        return CopyOut(communicator.all_gather(narrow, self._replicate_label), narrow, whole, self._pool.give_back)
+
+
+class RowsTransport(DenseTransport):
+    """Sends the rows of an embedding that a step touches; the whole where all ranks agree that this is fewer bytes.
+
+    A reduction begins with a message from every rank. Within a pass that message might wait for another collective of this
+    rank, so rows are reduced when the pass ends.
+    """
+
+    ends_pass = True
+
+    def __init__(self, wire: UnitWire, *, columns: int):
+        super().__init__(wire)
+        self.rows = RowExchange(self._communicator, wire.layout.size, columns, wire.dtypes.accumulate, wire.dtypes.wire,
+                         wire.pool.device, unit=wire.name, index=wire.index)
+
+    def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
+        return RowsAccumulator(self._layout, self._dtypes.accumulate, self._pool, factor=self._before, resting=resting,
+                               place=place, resident=resident, rows=self.rows)
+
+    def reduce(self, gradient: Reducible) -> InFlight:
+        if not self.rows.agree_on_rows(dense=gradient.accumulator.has_dense):
+            return super().reduce(gradient)
+        gradient.bring_sum(fresh=not gradient.has_sum)
+        if not gradient.has_sum:
+            gradient.reduced.zero_()
+        handle = self.rows.reduce(gradient.own, scale=self._after, accumulate=gradient.has_sum)
+        gradient.accumulator.mark_reduced()
+        return InFlight(handle=handle, replicate=self.rows.replicate)
+
+    def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
+        return self.rows.publish(full, written=foreign_writes)
+
+
+class OneBitTransport(DenseTransport):
+    """Sends one bit an element and one scale a block, with error feedback.
+
+        reduce     every rank packs its addend of each other's span; the owner adds what it unpacks to its own, exact addend
+        publish    the owner packs by how much its master is ahead of the published weights; every rank adds what it unpacks
+
+    The exact addend is kept apart until the step, since the squares of compressed values are not those of a gradient. The
+    compression error of an addend stays in the accumulator's resting buffer; that of an update is the difference that
+    remains between master and weight. Nothing is lost. Division by the ranks comes before the sum, so that the error is one
+    of a mean. The gaps of the layout hold zeros: padding must not count in a block's scale.
+    """
+
+    is_compressible = True
+
+    def __init__(self, wire: UnitWire):
+        super().__init__(wire, carries=True)
+        self._before, self._after = self._before * self._after, 1.0
+        self._copies = wire.replica_group.identical_grad_ranks
+        self._span = wire.layout.size // self._communicator.ranks
+        self._row = onebit.packed_bytes(self._span)
+        self._addends = self._communicator.ranks // self._copies
+        self._exact: Tensor | None = None  # this rank's own addend of its span, of the step's sum
+        self._gradient = self._weights = False
+
+    @classmethod
+    def suits(cls, group: ReplicaGroup, dtype: torch.dtype) -> bool:
+        """Whether weights of `dtype` over `group` may be compressed.
+
+        One rank sends nothing. Where several pipeline stages use the weights, one addend does not tell the variance.
+        """
+        return group.communicator.ranks > 1 and not group.spans_stages and dtype in COMPRESSIBLE
+
+    @property
+    def compresses_gradient(self) -> bool:
+        return self._gradient
+
+    @property
+    def compresses_weights(self) -> bool:
+        return self._weights
+
+    def set_compression(self, *, gradient: bool, weights: bool, skip_sync: bool) -> None:
+        super().set_compression(gradient=gradient, weights=weights, skip_sync=skip_sync)
+        self._gradient, self._weights = gradient, weights
+
+    def exact_addend(self, part: range) -> tuple[Tensor, int] | None:
+        if self._exact is None or not self._gradient:
+            return None
+        return self._exact[part.start:part.stop], self._addends
+
+    def reduce(self, gradient: Reducible) -> InFlight:
+        if not self._gradient:
+            return super().reduce(gradient)
+        accumulator = gradient.accumulator
+        assert isinstance(accumulator, ResidualAccumulator)
+        source = accumulator.close()
+        self._keep_exact(source, onto=gradient.has_sum)
+        return InFlight(handle=self._reduce_packed(accumulator.to_compress(source)), replicate=self.replicate)
+
+    def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
+        if not self._weights:
+            return super().publish(master, full, foreign_writes=foreign_writes)
+        ranks, rank = self._communicator.ranks, self._communicator.rank
+        spans = full.view(ranks, self._span)
+        flat = self._borrow()
+        rows = flat.view(ranks, self._row)
+        onebit.difference(master, spans[rank], rows[rank])
+        transfer = self._communicator.all_gather(flat, self._publish_label)
+
+        def add() -> None:
+            for row, span in zip(rows, spans, strict=True):
+                onebit.unpack(row, span, accumulate=True)
+            self._layout.clear_gaps(full)
+            self._give_back([flat])
+
+        return _Then(transfer, add)
+
+    def _keep_exact(self, addend: Tensor, *, onto: bool) -> None:
+        """Keep this rank's span of `addend` (size,), which is to be reduced, `onto` that of an earlier sum of the step."""
+        own = addend.view(self._communicator.ranks, self._span)[self._communicator.rank]
+        if self._exact is None:
+            self._exact = torch.zeros_like(own)
+        if not onto:
+            self._exact.zero_()
+        self._exact.add_(own, alpha=self._copies)
+
+    def _reduce_packed(self, addend: Tensor) -> Handle:
+        """Sum `addend` (size,) over the ranks into this rank's span of it; the other spans keep the compression error.
+
+        The sum is taken in rank order, this rank's own addend first.
+        """
+        ranks, rank = self._communicator.ranks, self._communicator.rank
+        spans = addend.view(ranks, self._span)
+        borrowed = [self._borrow(), self._borrow()]
+        sent, received = (list(flat.view(ranks, self._row)) for flat in borrowed)
+        sent[rank] = received[rank] = borrowed[0][:0]
+        for peer in range(ranks):
+            if peer != rank:
+                onebit.pack(spans[peer], sent[peer])
+        transfer = self._communicator.all_to_all(sent, received, self._reduce_label)
+
+        def add() -> None:
+            for peer in range(ranks):
+                if peer != rank:
+                    onebit.unpack(received[peer], spans[rank], accumulate=True)
+            self._layout.clear_gaps(addend)
+            self._give_back(borrowed)
+
+        return _Then(transfer, add)
+
+    def _borrow(self) -> Tensor:
+        """Return room for a packed vector of each rank, one after the other."""
+        return self._pool.borrow(self._communicator.ranks * self._row, torch.uint8)
+
+    def _give_back(self, borrowed: list[Tensor]) -> None:
+        while borrowed:
+            self._pool.give_back(borrowed.pop())
+
+
+class _Then:
+    """A transfer, and what is done once it is over."""
+
+    def __init__(self, transfer: Handle, then: Callable[[], None]):
+        self._transfer = transfer
+        self._then: Callable[[], None] | None = then
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._then is None:
+            return
+        self._transfer.wait()  # if it fails, every later wait fails with it
+        then, self._then = self._then, None
+        then()

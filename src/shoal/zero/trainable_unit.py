@@ -1,0 +1,162 @@
+"""A unit that is trained: its weights, its gradient, and the state that the optimizer steps.
+
+The four redistributions of a step are `gather`, `gradient.reduce`, `gradient.wait_reduced` and `publish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.mesh.parameter_groups import ReplicaGroup
+from shoal.recording.call import Handle
+from shoal.tier import ResidentSpan, Span, Store, SubSpan, Tiers, fetched, offset_names
+from shoal.zero.buffer import Pool
+from shoal.zero.gradient import Gradient
+from shoal.zero.gradient_transport import DenseTransport, GradientDtypes, OneBitTransport, RowsTransport, UnitWire
+from shoal.zero.guard import guard, unguard
+from shoal.zero.optimizer_state import OptimizerState
+from shoal.zero.placement import SHARD, Stage, master_dtype
+from shoal.zero.unit import Member, Phase, Scope, Unit
+
+__all__ = ["TrainableUnit", "UnitDtypes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDtypes:
+    """The dtypes of a unit: of its weights, and of its gradient."""
+
+    compute: torch.dtype
+    gradient: GradientDtypes
+
+
+class TrainableUnit(Unit):
+    """Parameters whose gradients are reduced and whose masters are stepped together."""
+
+    def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, replica_group: ReplicaGroup,
+                 dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, columns: int | None = None,
+                 by_rows: bool = False, compressed: bool = False):
+        """With `by_rows` the rows of an embedding of `columns` columns travel alone; with `compressed` one-bit transport."""
+        super().__init__(name, members, stage, replica_group, dtypes.compute, pool, scope, tiers.weight, columns=columns)
+        wire = UnitWire(name=name, index=self.index, layout=self.layout, replica_group=replica_group, dtypes=dtypes.gradient,
+                        pool=pool)
+        self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)
+        self.gradient = Gradient(wire, stage, self.transport, tiers.state)
+        self.state = self._new_state(tiers.state, separate=self.transport.is_compressible)
+
+    def _new_state(self, store: Store, *, separate: bool) -> OptimizerState:
+        """Return the state that the optimizer steps; with `separate` the master is never the resting weights."""
+        span, wide = self.master_span, master_dtype(self.full.dtype)
+        part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
+                       offset_names(self.layout.names, span.start))
+        stepped = (ResidentSpan(self.weight[part.start:part.stop]) if isinstance(self.rest, ResidentSpan)
+                   else SubSpan(self.rest, part))
+        in_place = wide == self.full.dtype and self.weight.device == store.device and not separate
+        master = stepped if in_place else store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
+        return OptimizerState(self.name, len(span), store, master, None if in_place else stepped, self.gradient, names)
+
+    @property
+    def master(self) -> Tensor:
+        """The fp32 master, or the resting weights (master_span,)."""
+        return self.state.master.tensor
+
+    @property
+    def master_span(self) -> range:
+        """The elements of the buffer whose master rests on this rank."""
+        return self.span if self.stage.master is SHARD else range(self.layout.size)
+
+    @property
+    def precise(self) -> Span:
+        return self.state.master
+
+    @property
+    def precise_range(self) -> range:
+        return self.master_span
+
+    @property
+    def is_stepped_in_place(self) -> bool:
+        return self.state.weights is None
+
+    @property
+    def gathers_rows(self) -> bool:
+        return isinstance(self.transport, RowsTransport) and self._gathers_over_ranks and not self.offloaded
+
+    def keep_part_resident(self, part: range, *, by_step: bool = False) -> None:
+        """Have the weights whose masters are the elements `part`, counted as the master's, stay in memory."""
+        start = self.master_span.start - self.resting.start
+        self.residency.pin(range(start + part.start, start + part.stop), by_step=by_step)
+
+    @torch.no_grad()
+    def gather_rows(self, rows: Tensor) -> None:
+        if self._phase is Phase.RELEASED and not self.is_owed:
+            assert self._memory is not None and isinstance(self.transport, RowsTransport)
+            self.fetch()
+            self._loading.wait()
+            if self.transport.rows.gather_rows(self.full, rows):
+                self._enter(Phase.ROWS_GATHERED)
+                for parameter in self._parameters:
+                    unguard(parameter)
+        if self._phase is not Phase.ROWS_GATHERED:
+            self.gather()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the stepped masters of all ranks to where the weights rest. The next use waits for what travels."""
+        self.refresh_full()
+        if self.stage.weight is SHARD or self.stage.master is not SHARD:
+            return
+        if self._memory is not None:
+            self.gather()
+            self._publication().wait()
+            self._memory.save_shard()
+            self.release()
+        else:
+            for parameter in self._parameters:
+                guard(parameter)
+            self._handle = self._publication()
+            self._enter(Phase.IN_FLIGHT)
+
+    def _publication(self) -> Handle:
+        return self.transport.publish(self.master, self.full, foreign_writes=any(self.versions.since))
+
+    @torch.no_grad()
+    def cast_master_to_weights(self) -> None:
+        """Round the whole master to where this rank's weights rest."""
+        if self.state.weights is not None:
+            part = range(len(self.master_span))
+            self.state.fetch(part).wait()
+            self.state.weights.tensor.copy_(self.state.master.tensor)
+            self.state.commit(part)
+
+    @torch.no_grad()
+    def gather_master(self) -> Tensor:
+        """Return the master of all ranks, the whole buffer (size,), in memory of its own; each rank of the unit calls it."""
+        values = torch.zeros(self.layout.size, dtype=self.master.dtype, device=self.full.device)
+        with fetched(self.state.master, changed=False) as own:
+            values[self.master_span.start:self.master_span.stop] = own
+        if self.stage.master is SHARD:
+            self.communicator.all_gather(values, self._gather_label).wait()
+        return values
+
+    def _keep(self, values: Tensor) -> None:
+        super()._keep(values)
+        if self.state.weights is not None:
+            span = self.master_span
+            with fetched(self.state.master, changed=True) as master:
+                master.copy_(values[span.start:span.stop])
+
+    def close(self) -> None:
+        super().close()
+        for span in (self.state.master, *self.state.moments.values(), self.gradient.rest):
+            span.close()
+
+
+def _transport(wire: UnitWire, dtype: torch.dtype, columns: int | None, *, compressed: bool) -> DenseTransport:
+    """Return the transport of a unit of weights of `dtype`; `columns` are those of an embedding whose rows travel alone."""
+    if compressed and OneBitTransport.suits(wire.replica_group, dtype):
+        return OneBitTransport(wire)
+    if columns is not None and not compressed:
+        return RowsTransport(wire, columns=columns)
+    return DenseTransport(wire, carries=compressed)
