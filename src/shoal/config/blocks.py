@@ -9,7 +9,7 @@ from shoal.config.published import Published, inert, later, later_block, old
 __all__ = ["BLOCKS", "SCALARS"]
 
 SCALARS: Mapping[str, Published] = {
-    "managed_gradient_accumulation": later("treat every `step()` as the accumulation boundary", True),
+    "managed_gradient_accumulation": later("false: every `step()` is an accumulation boundary", True),
     "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
     "use_data_before_expert_parallelism": later("the order of data and expert ranks", False),
     "sequence_parallel_size": later("ranks that share one sequence", 1),
