@@ -1,14 +1,14 @@
-"""Pipelines by themselves: the bubble of each schedule, what a step costs without compute, what activations take.
+"""Measures pipelines alone: the bubble of each schedule, the cost of a step without compute, the memory of activations.
 
     python benchmarks/pipeline.py [--ranks 4] [--microbatches 8] [--nap 50] [--rounds 5] [--quick]
 
-Bubble: a stage's forward, and each half of its backward, sleeps for `nap` milliseconds; the bubble is the part of a step,
-from its first instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage,
-so that a step is the executor and what it sends; torch's Schedule1F1B runs the same layers and the same loss over the same
-group, in turns with ours. Both cut the same batch, hand the activations on and the gradients back, sum the gradients of all
-microbatches, and end with their mean where an optimizer would find it: torch in `.grad`, ours reduced in the unit's buffer.
-Both forget them between steps, which is not timed, nor is an optimizer. Memory: a stage whose microbatch keeps `--kept` MiB;
-how far the first rank's memory rises in a step.
+Bubble: F, I and W of a stage each sleep for `nap` milliseconds; the bubble is the fraction of a step, from its first
+instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage, so that a step
+consists of the executor and its messages. torch's Schedule1F1B runs the same layers and the same loss over the same group,
+alternating with ours. Both split the same batch, exchange activations and gradients, sum the gradients of all microbatches,
+and end with their mean where an optimizer reads it: torch in `.grad`, ours reduced in the unit's buffer. Both clear them
+between steps; neither that nor an optimizer is timed. Memory: a microbatch keeps `--kept` MiB at a stage; the result is the
+growth of the first rank's peak memory in a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WIDTH = 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
 """Stages per rank."""
 IDLE = {"gpipe": 3.0, "1f1b": 3.0, "interleaved": 1.5, "zb-h1": 1.0, "zb-h2": 1.0, "zbv": 0.5}
-"""What a rank waits in a step where nothing costs anything but the naps: in naps, times the other ranks."""
+"""The idle time of a rank in a step where only naps take time, in naps per other rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +61,15 @@ def main() -> None:
     _publish(options, bubbles, overhead, counts, memory)
 
 
-# What the ranks do
+# Run on the ranks
 
 
 class _Nap(torch.autograd.Function):
-    """Sleeps where compute would be, and says for how long."""
+    """Sleeps in place of compute, and adds up the time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, slept: list[float]) -> Tensor:
-        ctx.seconds, ctx.slept, ctx.weight, ctx.deferred = seconds, slept, weight, current_queue()
+        ctx.seconds, ctx.slept, ctx.weight, ctx.queue = seconds, slept, weight, current_queue()
         _sleep(seconds, slept)
         return x.clone()
 
@@ -81,9 +81,9 @@ class _Nap(torch.autograd.Function):
             _sleep(ctx.seconds, ctx.slept)
             return torch.zeros_like(ctx.weight)
 
-        if ctx.deferred is None:
+        if ctx.queue is None:
             return gradients[0], activation(), None, None
-        ctx.deferred.add(WeightGradTask((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
+        ctx.queue.add(WeightGradTask((ctx.weight,), torch.zeros_like(ctx.weight), 1, activation))
         return gradients[0], None, None, None
 
 
@@ -105,7 +105,7 @@ class Nap(nn.Module):
 
 
 class Kept(nn.Module):
-    """Keeps so many elements for backward."""
+    """Saves `elements` elements for backward."""
 
     def __init__(self, elements: int):
         super().__init__()
@@ -129,11 +129,11 @@ def batches(count: int) -> Any:
 
 
 def naps(schedule: str, options: Options) -> list[tuple[float, float]]:
-    """Return, for each round, the seconds of a step and those in which this rank slept."""
+    """Return, for each round, the seconds of a step and the seconds that this rank slept."""
     per = SCHEDULES[schedule]
     layers = [shoal.LayerSpec(Nap, options.nap / per) for _ in range(options.ranks * per)]
     engine = engine_of(layers, options.ranks, schedule, options.microbatches)
-    ways = make_schedule(schedule, ranks=options.ranks, microbatches=options.microbatches, stages_per_rank=per)
+    plan = make_schedule(schedule, ranks=options.ranks, microbatches=options.microbatches, stages_per_rank=per)
     found: list[tuple[float, float]] = []
     for _ in range(options.rounds + 1):
         data = list(batches(options.microbatches))
@@ -142,7 +142,7 @@ def naps(schedule: str, options: Options) -> list[tuple[float, float]]:
             layer.slept[0] = 0.0
         dist.barrier()
         start = time.perf_counter()
-        engine._executor.run(ways, engine.stage_id, given, 1.0)
+        engine._executor.run(plan, engine.stage_id, given, 1.0)
         dist.barrier()
         found.append((time.perf_counter() - start, sum(layer.slept[0] for layer in _naps(engine))))
         engine.optimizer.zero_grad()
@@ -155,47 +155,47 @@ def _naps(engine: Any) -> list[Nap]:
 
 
 def tiny(options: Options) -> dict[str, list[float]]:
-    """Return the seconds of each step: ours, and torch's, in turns."""
+    """Return the seconds of each step, ours and torch's, measured in alternation."""
     count = options.microbatches
     engine = engine_of([shoal.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)], 2, "1f1b", count)
-    ways = make_schedule("1f1b", ranks=2, microbatches=count)
+    plan = make_schedule("1f1b", ranks=2, microbatches=count)
     stage = PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"))
     theirs = Schedule1F1B(stage, count, loss_fn=lambda out, labels: out.mean())
     inputs, labels = torch.randn(2 * count, WIDTH), torch.zeros(2 * count)
 
     def ours_step() -> None:
         given = Batches(inputs=list(inputs.chunk(count)), labels=list(labels.chunk(count)))
-        engine._executor.run(ways, engine.stage_id, given, engine._factor)
+        engine._executor.run(plan, engine.stage_id, given, engine._factor)
 
     def their_step() -> None:
         theirs.step(*([inputs] if dist.get_rank() == 0 else []), **({"target": labels} if dist.get_rank() == 1 else {}))
 
-    ways_of = {"shoal": (ours_step, engine.optimizer.zero_grad), "torch": (their_step, stage.submod.zero_grad)}
+    systems = {"shoal": (ours_step, engine.optimizer.zero_grad), "torch": (their_step, stage.submod.zero_grad)}
     found: dict[str, list[float]] = {"shoal": [], "torch": []}
     for number in range(options.rounds + 1):
-        for name, (step, forget) in ways_of.items():
-            seconds = [_timed(step, forget) for _ in range(options.steps)]
+        for name, (step, clear) in systems.items():
+            seconds = [_timed(step, clear) for _ in range(options.steps)]
             if number:
                 found[name].append(statistics.median(seconds))
     engine.destroy()
     return found
 
 
-def _timed(step: Callable[[], None], forget: Callable[[], None]) -> float:
+def _timed(step: Callable[[], None], clear: Callable[[], None]) -> float:
     dist.barrier()
     start = time.perf_counter()
     step()
     dist.barrier()
     seconds = time.perf_counter() - start
-    forget()
+    clear()
     return seconds
 
 
 def kept(schedule: str, count: int, options: Options) -> int:
-    """Return how many bytes more than before a step takes at most."""
+    """Return the growth of peak memory in a step, in bytes."""
     engine = engine_of([shoal.LayerSpec(Kept, options.kept << 18) for _ in range(2)], 2, schedule, count)
     engine.train_batch(batches(count))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
     engine.train_batch(batches(count))
     grown = _resident("VmHWM") - before
@@ -208,7 +208,7 @@ def _resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# What they found
+# Results
 
 
 def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]]], overhead: dict[str, list[float]],
@@ -247,7 +247,7 @@ def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]
 
 
 def _bubbles(ranks: list[list[tuple[float, float]]]) -> list[float]:
-    """The part of a step that is not slept, over all ranks, by round."""
+    """Return the fraction of a step that is not slept, over all ranks, by round."""
     return [1 - sum(slept for _, slept in row) / sum(step for step, _ in row) for row in zip(*ranks, strict=True)]
 
 
@@ -257,14 +257,14 @@ def _idles(ranks: list[list[tuple[float, float]]]) -> list[float]:
 
 def _options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks of the bubble's pipeline (4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a step (8)")
+    parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks of the bubble measurement (4)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step (8)")
     parser.add_argument("--nap", type=float, default=50, help="milliseconds of F, of I and of W (50)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a round of the overhead (20)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (5)")
+    parser.add_argument("--steps", type=int, default=20, help="steps per round of the overhead measurement (20)")
     parser.add_argument("--kept", type=int, default=32, help="MiB that a microbatch keeps (32)")
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/pipeline.json)")
+    parser.add_argument("--quick", action="store_true", help="a small run that only checks that the script works")
+    parser.add_argument("--out", type=Path, help="the JSON output file (out/benchmarks/pipeline.json)")
     given = vars(parser.parse_args())
     quick = given.pop("quick")
     options = Options(**(given | {"nap": given["nap"] / 1000}))

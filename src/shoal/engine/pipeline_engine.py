@@ -22,7 +22,7 @@ from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageErr
 from shoal.interrupts import uninterrupted
 from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.links import Connector, Links
-from shoal.pipeline.microbatch_source import MicrobatchSource, compare, digest, draw
+from shoal.pipeline.microbatch_source import DrawnMicrobatches, digest, draw, require_equal_samples
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
 from shoal.tree import tree_map
@@ -85,7 +85,7 @@ class PipelineEngine(BaseEngine):
         batches = self._draw_agreed(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self.progress.begin_step()
-        with uninterrupted(), self._executor.together(f"the end of step {self.global_steps + 1}"):
+        with uninterrupted(), self._executor.joint_operation(f"the end of step {self.global_steps + 1}"):
             self.take_step({})
             self.progress.count_microbatches(count)
             self.agg_train_loss = self._mean(losses)
@@ -124,7 +124,7 @@ class PipelineEngine(BaseEngine):
         loss: Any = None
         if compute_loss:
             losses = [value.detach().float().reshape(()) for _, value in results]
-            with self._executor.together("the end of an evaluation"):
+            with self._executor.joint_operation("the end of an evaluation"):
                 loss = self._mean(losses) if reduce_output == "avg" else self._from_last(losses)
             if not bcast_loss and not self.is_last_stage():
                 loss = None
@@ -295,11 +295,11 @@ class PipelineEngine(BaseEngine):
             self.board.publish(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
             raise
         values = name not in self._compared or self.settings.debug
-        drawn = MicrobatchSource.of(items, samples=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
-                                    first=self.is_first_stage(),
-                                    stage=f"rank {dist.get_rank()} (stage {self._stage_numbers})")
+        drawn = DrawnMicrobatches.of(items, coordinates=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
+                                     has_first_stage=self.is_first_stage(),
+                                     label=f"rank {dist.get_rank()} (stage {self._stage_numbers})")
         self.parameter_groups.world.step = self.global_steps
-        words = torch.tensor([digest(call), bool(problem) or values, *drawn.words()]).to(self.device)
+        words = torch.tensor([digest(call), bool(problem) or values, *drawn.digests()]).to(self.device)
         if self._agree(self.parameter_groups.world.gather_words(words, "the call and its samples").tolist()):
             return self._batches(items)
         by_rank = self.parameter_groups.world.gather_objects((call, problem, drawn))
@@ -310,7 +310,7 @@ class PipelineEngine(BaseEngine):
                                     f"every rank make the same calls, in one order")
         if any(text for _, text, _ in by_rank):
             raise UsageError(_join_by_rank([text for _, text, _ in by_rank]))
-        compare([source for _, _, source in by_rank], name)
+        require_equal_samples([each for _, _, each in by_rank], name)
         self._compared.add(name)
         return self._batches(items)
 

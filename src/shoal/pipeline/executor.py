@@ -258,7 +258,7 @@ class Executor:
             raise PipelineError(f"{text}\n{fault(schedule, rank, self._position)}") from error
 
     @contextmanager
-    def together(self, what: str) -> Generator[None]:
+    def joint_operation(self, what: str) -> Generator[None]:
         """Run `what`, a joint operation of all ranks after a row; publish a failure like that of a row."""
         try:
             yield

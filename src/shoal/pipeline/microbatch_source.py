@@ -17,7 +17,7 @@ from shoal.errors import RanksDisagree, UsageError
 from shoal.log import warn_once
 from shoal.tree import Fingerprint, fingerprint_of
 
-__all__ = ["MicrobatchSource", "compare", "digest", "draw"]
+__all__ = ["DrawnMicrobatches", "digest", "draw", "require_equal_samples"]
 
 _FIX = ("the ranks of the first and the last stage, and all their tensor ranks, draw the same samples, in one order: seed "
         "the loader by the data rank, engine.mesh.rank('data'), or give training_data to initialize")
@@ -49,29 +49,29 @@ def draw(data: object, count: int, call: str, change: Callable[[Any], Any] | Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchSource:
+class DrawnMicrobatches:
     """Fingerprints of the microbatches that a rank drew, to compare with other ranks."""
 
-    samples: tuple[int, ...]
-    """The rank's coordinates on the data axes; ranks with equal ones draw the same samples."""
-    stage: str
+    coordinates: tuple[int, ...]
+    """The rank's coordinates on the data and sequence axes; ranks with equal ones draw the same samples."""
+    label: str
     """The rank and its stages, for errors."""
-    first: bool
+    has_first_stage: bool
     """Whether the rank has the first stage, which uses the inputs."""
     inputs: list[Fingerprint]
     labels: list[Fingerprint]
 
     @classmethod
-    def of(cls, items: Sequence[tuple[Any, Any]], *, samples: tuple[int, ...], stage: str, first: bool,
-           values: bool) -> MicrobatchSource:
+    def of(cls, items: Sequence[tuple[Any, Any]], *, coordinates: tuple[int, ...], label: str, has_first_stage: bool,
+           values: bool) -> DrawnMicrobatches:
         """Fingerprint microbatches: shapes and dtypes, and with `values` their contents."""
-        return cls(samples=samples, stage=stage, first=first,
+        return cls(coordinates=coordinates, label=label, has_first_stage=has_first_stage,
                    inputs=[fingerprint_of(inputs, values=values) for inputs, _ in items],
                    labels=[fingerprint_of(labels, values=values) for _, labels in items])
 
-    def words(self) -> tuple[int, int, int]:
+    def digests(self) -> tuple[int, int, int]:
         """Return three hashes: of the coordinates, of the shapes of the inputs, and of the labels' (0 without tensors)."""
-        return digest(self.samples), _shapes(self.inputs), _shapes(self.labels)
+        return digest(self.coordinates), _shapes(self.inputs), _shapes(self.labels)
 
 
 def digest(value: object) -> int:
@@ -84,28 +84,28 @@ def _shapes(values: Sequence[Fingerprint]) -> int:
     return digest(shapes) if any(each for each, _ in shapes) else 0
 
 
-def compare(sources: Sequence[MicrobatchSource], call: str) -> None:
+def require_equal_samples(by_rank: Sequence[DrawnMicrobatches], call: str) -> None:
     """Raise `RanksDisagree`, on every rank, if two ranks with equal coordinates drew different samples.
 
     Items without tensors are not compared, so a rank may omit the part that it does not use. If inputs differ and labels
     do not, they may be the same samples under random augmentation, of which the last stage uses only the labels: that case
     is a warning.
     """
-    known: dict[tuple[int, ...], MicrobatchSource] = {}
-    for drawn in (each for each in sources if each.inputs):
-        other = known.setdefault(drawn.samples, drawn)
+    known: dict[tuple[int, ...], DrawnMicrobatches] = {}
+    for drawn in (each for each in by_rank if each.inputs):
+        other = known.setdefault(drawn.coordinates, drawn)
         for number in range(min(len(drawn.inputs), len(other.inputs))):
             pairs = {"labels": (other.labels[number], drawn.labels[number]),
                      "inputs": (other.inputs[number], drawn.inputs[number])}
             comparable = {part: pair for part, pair in pairs.items() if all(each.shapes for each in pair)}
             for part, (one, two) in sorted(comparable.items()):
                 if (one.shapes, one.dtypes) != (two.shapes, two.dtypes):
-                    raise RanksDisagree(f"{call}: microbatch {number}: {other.stage} drew {part} of {one}, {drawn.stage} of "
+                    raise RanksDisagree(f"{call}: microbatch {number}: {other.label} drew {part} of {one}, {drawn.label} of "
                                         f"{two}; {_FIX}")
             differ = [part for part, (one, two) in comparable.items() if one.bits != two.bits]
-            if "labels" in differ or (differ and drawn.first and other.first):
-                raise RanksDisagree(f"{call}: microbatch {number}: {other.stage} and {drawn.stage} drew {differ[0]} of one "
+            if "labels" in differ or (differ and drawn.has_first_stage and other.has_first_stage):
+                raise RanksDisagree(f"{call}: microbatch {number}: {other.label} and {drawn.label} drew {differ[0]} of one "
                                     f"shape ({comparable[differ[0]][0]}) and other values; {_FIX}")
             if differ and "labels" in comparable:
-                warn_once(f"{call}: {other.stage} and {drawn.stage} drew the same labels with other inputs; that is right "
+                warn_once(f"{call}: {other.label} and {drawn.label} drew the same labels with other inputs; that is right "
                           f"only if they are the same samples under random augmentation. Otherwise {_FIX}")
