@@ -47,8 +47,8 @@ rscan: .venv/.installed  ## learn which docstring belongs to which function, on 
 	$(BIN)/python examples/rscan/compare.py --ranks $(RANKS)$(if $(OURS), --ours $(OURS))$(if $(SEEDS), --seeds $(SEEDS))$(if \
 		$(SLOW), --slow $(SLOW))$(if $(STEPS), --steps $(STEPS))$(if $(QUICK), --quick)
 
-test: .venv/.installed  ## run every test; WORKERS=n files beside each other
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: .venv/.installed  ## run every test, and print the 25 slowest; WORKERS=n files beside each other
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 fuzz: .venv/.installed  ## train random compositions of features and compare with plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))

@@ -1,4 +1,4 @@
-"""What compressing optimizers save between hosts: bytes of a step, samples a second over the rate of the link, packing.
+"""Savings of compressing optimizers between hosts: bytes of a step, samples a second over the rate of the link, packing.
 
     python benchmarks/communication.py [--rates 200mbit 1gbit unlimited] [--plot]
     python benchmarks/communication.py --quick                      # a tiny model and two rates, to try it
@@ -49,7 +49,7 @@ IMAGES = ("communication.svg", "communication.png")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What was found of the systems that ran, each in its group, and the bytes that each must send by its formula."""
+    """Results of the systems that ran, each in its group, and the bytes that each must send by its formula."""
 
     found: dict[str, Found]
     plan: Plan

@@ -32,7 +32,7 @@ class TeamFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What every system is made to do: `steps` a turn (the first is not counted), `rounds` turns."""
+    """The work of every system: `steps` a turn (the first is not counted), `rounds` turns."""
 
     workload: str
     ranks: int
@@ -58,7 +58,7 @@ def here(rank: int, command: Sequence[str | Path], *, env: Mapping[str, str], **
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the steps of one turn took: seconds of the slowest rank by step, means over ranks by step, the last loss."""
+    """Measurements of one turn: seconds of the slowest rank by step, means over ranks by step, the last loss."""
 
     seconds: list[float]
     cpu: float
@@ -80,7 +80,7 @@ class Count:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What one system did. Seconds are those of the slowest rank, by round and step; bytes are of one rank."""
+    """Measurements of one system. Seconds are those of the slowest rank, by round and step; bytes are of one rank."""
 
     name: str
     parameters: int = 0

@@ -15,7 +15,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def leaving() -> Generator[None, None, None]:
-    """Have SIGTERM and SIGHUP raise SystemExit meanwhile, where nobody else handles them; in other threads do nothing."""
+    """Have SIGTERM and SIGHUP raise SystemExit meanwhile, where no other handler is set; in other threads do nothing."""
     mine = [number for number in ENDING if _here() and signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in mine:

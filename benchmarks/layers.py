@@ -1,4 +1,4 @@
-"""What sharding costs per layer: a chain of 200 small layers, at stage 3 and under FSDP2, over the same chain alone.
+"""The cost of sharding per layer: a chain of 200 small layers, at stage 3 and under FSDP2, over the same chain alone.
 
     python benchmarks/layers.py [--ranks 1 4] [--rounds 12] [--steps 6]
 

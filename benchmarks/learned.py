@@ -1,4 +1,4 @@
-"""What training runs have learned: bits per byte of held-out text in the end, and of the training text on the way there."""
+"""Quality of training runs: bits per byte of held-out text in the end, and of the training text on the way there."""
 
 from __future__ import annotations
 

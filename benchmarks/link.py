@@ -7,7 +7,7 @@ What the two numbers of a token bucket do to the rate that is reached, and how t
   or every segment is cut into packets, for twice the processor time; and what the rate moves while the timer is late, or
   those bytes are lost for good: of 10 Gbit/s 16 KiB reached 43 %, 72 KiB 89 %, 1 ms of the rate 95.6 %. So 72 KiB, or
   1 ms of the rate where that is more (from 590 Mbit/s).
-- *latency*, how long the queue may be; what finds it full is dropped. A long one serves nobody: the acknowledgements of
+- *latency*, how long the queue may be; what finds it full is dropped. A long one does harm: the acknowledgements of
   one direction wait behind the data of the other. Of 50 Mbit/s, both ways at once, a queue of 50 ms reached 91 %, of
   20 ms 92 %, of 5 ms 95.4 %. So 5 ms, or a round trip of the delay where that is more: a queue shorter than that would
   starve the sender after each loss.

@@ -1,7 +1,7 @@
 """Network namespaces under names that say whose they are, so that whatever a killed run left is found and removed.
 
 A name is `shoal-PID-BORN-NUMBER-PLACE`: the process that made it, when that process started, which of its networks, and
-the place in it. A namespace whose process is no more belongs to nobody: the next run kills what still runs inside and
+the place in it. A namespace whose process has ended is an orphan: the next run kills what still runs inside and
 removes it, and with it every interface, address and queue in it.
 """
 

@@ -1,4 +1,4 @@
-"""What a benchmark found, in one shape: tables for people, targets with a verdict, and everything measured as JSON."""
+"""Results of a benchmark in one format: tables, targets with a verdict, and all measurements as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packing and unpacking take of a step: every call into `shoal.onebit` is timed where it happens, on the rank itself.
+"""The time of packing and unpacking within a step: each rank times every call into `shoal.onebit` itself.
 
 A call takes milliseconds, and reading the clock twice a tenth of a microsecond, so that steps may be timed at the same time.
 """

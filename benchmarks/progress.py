@@ -1,4 +1,4 @@
-"""What is going on: one live line on a terminal, plain lines elsewhere."""
+"""Progress: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the links of hosts reach of what was asked of them: a stream one way, streams both ways, and round trips meanwhile.
+"""Measure the links between hosts against the rate that was set: a stream one way, streams both ways, and round trips.
 
 TCP carries 1,448 of the 1,514 bytes of an Ethernet frame, so 95.6 % is the most; 93 % is the least that is accepted.
 """
@@ -26,7 +26,7 @@ LEAST = 0.93
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What host 0 and host 1 reached at one rate: bits a second, and milliseconds of the median small round trip."""
+    """Measurements between host 0 and host 1 at one rate: bits a second, and milliseconds of the median small round trip."""
 
     rate: str
     one_way: float

@@ -1,4 +1,4 @@
-"""What one rank does for benchmarks/memory.py: train a little, and say which memory is held."""
+"""One rank of benchmarks/memory.py: it trains a few steps and reports the memory that it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep found, as figures: samples a second, times the baseline, bytes beside the formula of what must be sent."""
+"""Figures of a sweep: samples per second, speed over the baseline, and bytes beside the formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to start: `import shoal` over `import torch`, and `shoal run` over `torchrun` of an empty script.
+"""The cost of starting: `import shoal` over `import torch`, and `shoal run` over `torchrun` of an empty script.
 
     python benchmarks/startup.py [--rounds 15] [--ranks 2]
 

@@ -2,7 +2,7 @@
 
 One rank of every system lives on each host through the whole sweep. In a round the rate is set once for all systems, and
 each takes a turn at it. A turn begins and ends when the interfaces stand still, so that what a system sends late, after its
-step has returned, is counted as its own and slows nobody else. As many steps make a turn as the time for it allows. Where a
+step has returned, is its own and slows no other. As many steps make a turn as the time for it allows. Where a
 system's steps are not alike a step stands for the mean of one period of them.
 """
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser, rates: Sequence[str]) -> None
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """What one system did at one rate, by round: seconds of each counted step, and what a step of the busiest host sends."""
+    """Measurements of one system at one rate, by round: seconds of each counted step, bytes per step of the busiest host."""
 
     system: str
     rate: str
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What all systems did, and why those that did nothing failed."""
+    """Measurements of all systems, and the errors of those that failed."""
 
     cells: list[Cell]
     failures: dict[str, str]

@@ -1,7 +1,7 @@
 """The systems that are compared, each at the best settings that were found for it, all doing the same training.
 
 A system turns a model into a step: `step(inputs, targets) -> loss`. fp32, AdamW with one set of hyperparameters and one
-parameter group, no gradient clipping for anybody.
+parameter group, no gradient clipping for any of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is trained: a model, and the same batches for every system.
+"""The workloads: a model, and the same batches for every system.
 
 `gpt` is the model of examples/gpt on random tokens; `layers` is a chain of many small layers, where the cost of
 sharding a layer shows and the arithmetic does not.

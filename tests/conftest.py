@@ -1,7 +1,7 @@
-"""What holds for every test: one thread a process, no time limit on a property, and a Ctrl-C that works.
+"""Settings of every test: one thread a process, no deadline for hypothesis, and a default SIGINT handler.
 
-Ranks and the process that they are compared with sum in the same order only on equally many threads, and more threads
-than cores only wait for each other.
+Ranks and the reference process sum in the same order only with the same number of threads, and more threads than cores
+slow each other down.
 """
 
 import os

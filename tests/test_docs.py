@@ -1,4 +1,4 @@
-"""What the README and the docs say is run, drawn and looked up.
+"""The programs of the README and the docs run, their pictures are drawn, and their references exist.
 
 A page is one script: its blocks marked ```python run and ```console run are executed in order, in one process that is a
 rank of its own, in an empty folder that holds the repository's examples.

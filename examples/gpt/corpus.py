@@ -41,7 +41,7 @@ class Split:
     """One half of the corpus: a file of bytes, and two measures of how far those bytes compress.
 
     `order0` is the entropy of the byte frequencies alone, `xz` what `xz -9` reaches on the file; both in bits per byte.
-    They are NaN for training, where nobody asks.
+    They are NaN for training, which does not use them.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""What the model has learned: bits per byte on held-out files, and what it writes by itself.
+"""Evaluate the model: bits per byte on held-out files, and a generated sample.
 
 Every rank makes the same number of forward calls of the same shape: where weights are spread over ranks, each call is a
 collective.

@@ -1,4 +1,4 @@
-"""What a training step costs, measured where it runs: tokens a second, the share of the peak, bytes, time left.
+"""Measure a training step: tokens per second, model FLOPs utilisation, bytes sent, time left.
 
 The peak is what one rank reaches on a large matrix product while every other rank of the machine does the same.
 """
@@ -80,7 +80,7 @@ class Meter:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Measure the floating-point operations a second of a matrix product, or return None where nobody knows how."""
+    """Measure the floating-point operations a second of a matrix product, or return None where the device is unknown."""
     if device.type not in MATRIX:
         return None
     side = MATRIX[device.type]

@@ -1,4 +1,4 @@
-"""What rank 0 says before and after training: what is trained, how good it is, where it is, and how to go on."""
+"""The report of rank 0 before and after training: model, quality, files, and the command that resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from evaluate import bits_per_byte, generate
 from shoal.zero.placement import StateBytes, state_bytes
 
 PROMPT = b"\0class "
-"""What the sample starts with: a new file, and a word."""
+"""The prompt of the sample: the start of a file, and a word."""
 
 SAMPLE = 400
 """Bytes that the model writes at the end."""

@@ -1,4 +1,4 @@
-"""What one rank does for the lab: build, take a few steps, and look at its own memory on the way.
+"""One rank of the lab: it builds the model, takes a few steps, and measures its own memory in between.
 
 Memory is counted from the moment before the model is built, so that it is the model's and the training's, not torch's.
 """

@@ -26,7 +26,7 @@ LOW, HIGH = 0.5, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What ran under one name, once for each seed."""
+    """The runs of one name, one for each seed."""
 
     name: str
     records: list[Record]

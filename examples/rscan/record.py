@@ -1,4 +1,4 @@
-"""What a run leaves behind: how far it was at each evaluation, and what follows from that."""
+"""The record of a run: its progress at each evaluation, and the figures derived from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
     rate: str = ""
     """Of the link between two hosts; empty on one machine."""
     bytes_per_step: float = 0.0
-    """What a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
     points: list[Point] = field(default_factory=list[Point])
 
     def save(self, path: Path) -> None:

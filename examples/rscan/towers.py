@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from data import NOTHING
 
 SCALE = 16.0
-"""What cosines are multiplied by before the softmax: an inverse temperature."""
+"""Factor of the cosines before the softmax: an inverse temperature."""
 
 GROUP = 32
 """Pairs among which a query must find its passage, so that a batch means the same however many ranks share it."""

@@ -53,7 +53,7 @@ class Run:
         self.asked = self.stopped = False
 
     def train(self, live: Live) -> None:
-        """Train to the end, or to the evaluation after somebody asked a rank to stop."""
+        """Train to the end, or to the evaluation after a rank was asked to stop."""
         if not self.record.points:
             self._evaluate(0.0, float("nan"))
             live.show(self.record.points[-1], self.engine)

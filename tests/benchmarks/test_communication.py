@@ -1,4 +1,4 @@
-"""What compressing saves is laid beside the formula and the promise; packing is timed where it happens."""
+"""The communication benchmark compares bytes and speeds with formulas and targets, and times packing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def results(**failures: str) -> Results:
 # The systems
 
 
-def test_every_compressing_optimizer_is_a_row_with_a_warm_up_that_is_a_system() -> None:
+def test_every_compressing_optimizer_has_a_warm_up_system() -> None:
     assert set(COMPRESSED) <= set(CHOICES) and set(COMPRESSED) <= set(SYSTEMS)
     assert {system.warm_up for system in COMPRESSED.values()} <= set(SYSTEMS)
     assert len(COMPRESSED) == len(FROM_THE_START) == sum(len(row.stages) for row in COMPRESSING.values())
@@ -64,7 +64,7 @@ def test_one_that_compresses_sends_signs_of_as_many_elements() -> None:
     assert sent("ddp", PLAN) / sent("onebit-adam-0", PLAN) == pytest.approx(31.5, abs=0.02)
 
 
-def test_times_is_the_median_of_the_rounds_ratios_and_a_warm_up_counts_by_its_share() -> None:
+def test_times_is_the_median_ratio_and_a_warm_up_counts_by_its_share() -> None:
     assert times(found(), "onebit-adam-1", "200mbit") == pytest.approx(6.0)
     assert times(found(), "onebit-adam-1", "1gbit") == pytest.approx(2.0)
     assert times(found(), "onebit-adam-1", "200mbit", warm_up=0.15) == pytest.approx(6 / (0.15 * 6 + 0.85 * 1))
@@ -81,7 +81,7 @@ def test_samples_a_second_and_their_ratios_are_by_rate() -> None:
 # Groups
 
 
-def test_what_does_not_fit_together_is_cut_into_groups_each_with_ddp_and_the_warm_ups_of_its_own() -> None:
+def test_systems_are_grouped_by_memory_each_with_ddp_and_its_warm_ups() -> None:
     names = ("ddp", "ddp-fp16", "shoal-0", "shoal-1", "onebit-adam-0", "onebit-adam-1")
     assert groups(names, 6) == [list(names)]
     assert groups(names, 4) == [["ddp", "ddp-fp16", "shoal-0", "shoal-1"],
@@ -134,7 +134,7 @@ def test_where_steps_are_not_alike_a_step_is_the_mean_of_its_period(monkeypatch:
 # Promises
 
 
-def test_promises_are_of_the_compressing_systems_and_what_is_measured_is_beside_them() -> None:
+def test_targets_are_of_the_compressing_systems_with_their_measurements() -> None:
     verdicts = {target.what.partition(": ")[2]: target for target in targets(results())}
     assert [target.what for target in targets(results()) if "OneBitAdam" not in target.what] == []
     assert verdicts["times fewer bytes than 16-bit gradients and weights"].measured == pytest.approx(15.75 / 1.01, abs=0.02)

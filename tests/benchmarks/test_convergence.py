@@ -114,7 +114,7 @@ def test_a_run_that_is_ended_ends_and_does_not_begin_again(config: Path, monkeyp
 # What they learned
 
 
-def test_a_curve_is_the_means_of_equal_stretches_and_a_band_is_of_the_seeds() -> None:
+def test_a_curve_averages_equal_intervals_and_a_band_spans_the_seeds() -> None:
     run = Learned(bits=1.0, training={1: 4.0, 2: 2.0, 3: 1.0, 4: 0.0})
     assert run.curve(points=2) == {2: 3.0, 4: 0.5} and len(run.curve()) == 4
     points = band(learned(2.0, 4.0))

@@ -253,7 +253,7 @@ def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
 
 
 @real
-def test_what_a_killed_run_left_is_swept_by_the_next_and_what_lives_is_spared() -> None:
+def test_namespaces_of_a_killed_run_are_swept_and_live_ones_are_spared() -> None:
     killed, left = held()
     alive, spared = held()
     killed.kill()

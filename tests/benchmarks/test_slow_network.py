@@ -53,7 +53,7 @@ def test_the_picture_is_drawn_in_both_kinds_and_always_the_same(tmp_path: Path) 
 # Bytes
 
 
-def test_data_parallel_sends_the_model_and_a_pipeline_what_lies_between_its_stages() -> None:
+def test_data_parallel_sends_the_model_and_a_pipeline_its_activations() -> None:
     model = 4 * parameters("tiny")
     assert sent("ddp", TINY) == sent("shoal-1", TINY) == sent("shoal-2", TINY) == model
     assert sent("ddp-fp16", TINY) == model / 2

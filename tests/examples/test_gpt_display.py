@@ -32,7 +32,7 @@ def test_columns_keep_their_places_from_step_to_step() -> None:
     assert len(line(reading(7))) == len(line(reading(640)))
 
 
-def test_without_a_terminal_there_is_a_line_at_the_first_every_tenth_and_the_last_step() -> None:
+def test_without_a_terminal_the_first_every_tenth_and_last_step_are_lines() -> None:
     out = io.StringIO()
     with Display(Console(file=out, width=200), every=10) as display:
         for step in range(1, 26):

@@ -23,7 +23,7 @@ from towers import GROUP, TwoTowers, matching_loss
 ROOT = Path(__file__).parents[2]
 VERBS = ("read", "write", "close", "merge", "split", "sort", "count", "parse", "quote", "send")
 SAID = ("fetch", "store", "finish", "join", "divide", "order", "tally", "understand", "protect", "deliver")
-"""What docstrings call the same: to know that has to be learned."""
+"""Names that docstrings use as synonyms, which a model has to learn."""
 NOUNS = ("line", "token", "header", "socket", "folder", "record", "number", "letter", "buffer", "process")
 
 SOURCE = '''
@@ -62,7 +62,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_function_gives_the_first_line_of_its_docstring_and_its_source_without_it() -> None:
+def test_a_function_gives_its_docstrings_first_line_and_its_bare_source() -> None:
     first, second = sorted(functions_of(SOURCE))
     assert first[0] == "Read a line of at most limit bytes." and second[0] == "Send all bytes."
     assert words(first[1]) == ["def", "read", "line", "self", "limit", "return", "self", "file", "readline", "limit"]
@@ -159,7 +159,7 @@ def record(ranks: int, pace: float, seed: int = 0) -> Record:
     return Record(system=f"{ranks} ranks", ranks=ranks, seed=seed, bytes_per_step=2.5e6, points=points)
 
 
-def test_a_record_says_when_the_target_was_reached_and_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_record_says_when_the_target_was_reached_and_round_trips(tmp_path: Path) -> None:
     found = record(2, pace=50)
     assert found.seconds_to(0.85) == pytest.approx(7) and found.seconds_to(0.95) is None and found.seconds_to(0.4) == 0
     assert found.samples_per_second == pytest.approx(50) and found.auc_at(150) == pytest.approx(0.65)

@@ -1,4 +1,4 @@
-"""What tests of optimizers that compress train, and how."""
+"""The models and training loops of the tests of compressing optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may step slices: known classes, probed classes, and the errors for the rest."""
+"""Optimizers that may step slices of parameters: known classes, probed classes, and the errors for the rest."""
 
 import logging
 from typing import Any
@@ -118,7 +118,7 @@ def test_any_slice_steps_bitwise_as_the_whole(name: str, params: dict[str, Any],
 @pytest.mark.parametrize("params", [{}, {"adam_w_mode": False, "weight_decay": 0.1}, {"amsgrad": True}])
 @settings(max_examples=20, deadline=None)
 @given(size=st.integers(1, 200), cut=st.integers(0, 200), seed=st.integers(0, 9))
-def test_fused_adam_steps_bitwise_at_whole_vectors_and_within_rounding_anywhere(
+def test_fused_adam_is_bitwise_at_whole_vectors_and_within_rounding_else(
         params: dict[str, Any], size: int, cut: int, seed: int) -> None:
     pieces, whole = cut_and_whole("adam", params, 16 * size, 16 * cut, seed)
     assert torch.equal(pieces, whole)

@@ -67,7 +67,7 @@ def test_adam_is_lamb_with_trust_ratio_one() -> None:
     torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-6)
 
 
-def test_a_parameter_of_zeros_and_one_whose_update_is_zero_have_coefficient_one() -> None:
+def test_zero_parameters_and_zero_updates_have_trust_ratio_one() -> None:
     weights = [torch.zeros(3), torch.ones(3), torch.ones(()), torch.ones(2)]
     optimizer = Lamb([weight.requires_grad_() for weight in weights], lr=0.5)
     weights[0].grad, weights[1].grad, weights[2].grad = torch.ones(3), torch.zeros(3), torch.tensor(4.0)
@@ -140,7 +140,7 @@ def swept(dtype: torch.dtype, *, signed: bool) -> list[Tensor]:
 @pytest.mark.skipif(not native.available(), reason="native code needs a C++ compiler")
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("dtype", native.DTYPES)
-def test_native_sweeps_are_torchs_and_have_the_same_bits_on_any_number_of_threads(dtype: torch.dtype, signed: bool) -> None:
+def test_native_passes_match_torch_bit_for_bit_on_any_number_of_threads(dtype: torch.dtype, signed: bool) -> None:
     master, first, second, weight, sums = swept(dtype, signed=signed)
     assert torch.equal(weight, master.to(dtype))
     random = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ def test_lion_is_its_formula(lr: float, beta1: float, beta2: float, decay: float
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_groups_keep_their_own_learning_rate_and_parameters_without_gradient_rest() -> None:
+def test_groups_keep_their_rate_and_parameters_without_gradient_stay() -> None:
     slow, fast, still = (torch.ones(2, requires_grad=True) for _ in range(3))
     optimizer = Lion([{"params": [slow, still], "lr": 0.1}, {"params": [fast]}], lr=0.5)
     slow.grad = fast.grad = torch.ones(2)

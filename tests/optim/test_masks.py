@@ -109,7 +109,7 @@ def resumed(kind: str, decay: float, folder: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", WARM)
-def test_a_momentum_of_before_moves_nothing_that_a_mask_leaves_out_which_decay_shrinks(
+def test_earlier_momentum_does_not_move_masked_elements_but_decay_does(
         kind: str, decay: float, tmp_path: Any) -> None:
     out, kept, moved = map(max, zip(*run_ranks(2, resumed, kind, decay, str(tmp_path)), strict=True))
     assert out <= (1e-6 if decay else 0) and kept > 1e-3 and moved > 1e-3
@@ -133,7 +133,7 @@ def nothing_kept(kind: str) -> tuple[bool, list[float], bool]:
 
 
 @pytest.mark.parametrize("kind", WARM)
-def test_a_mask_waits_for_the_end_of_the_warm_up_and_what_it_leaves_out_does_not_clip_the_rest(kind: str) -> None:
+def test_a_mask_waits_for_warm_up_and_masked_elements_do_not_clip_the_rest(kind: str) -> None:
     for alike, norms, still in run_ranks(2, nothing_kept, kind):
         assert alike and norms == [0, 0, 0] and still
 
@@ -196,7 +196,7 @@ def cut(mine: bool) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("mine", [False, True])
-def test_a_mask_is_of_the_whole_parameter_or_of_the_part_that_a_tensor_rank_holds(mine: bool) -> None:
+def test_a_mask_covers_the_full_parameter_or_the_part_of_a_tensor_rank(mine: bool) -> None:
     found = [each for rank in run_ranks(4, cut, mine) for each in rank]
     assert all(moved[mask == 0].abs().max() == 0 for moved, mask in found)
     assert sum(int(moved[mask == 1].count_nonzero()) for moved, mask in found) == 2 * 913, "every other element moves"

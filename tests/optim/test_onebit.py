@@ -61,7 +61,7 @@ def test_a_step_sends_a_bit_an_element_each_way_and_a_scale_a_block(ranks: int) 
         assert sent[FREEZE:] == [2 * (ranks - 1) * sum(onebit.packed_bytes(span) for span in spans)] * 2
 
 
-def test_0_1_adam_sends_whole_gradients_where_its_variance_is_measured_and_just_before() -> None:
+def test_0_1_adam_sends_full_gradients_at_and_before_variance_updates() -> None:
     span = [size // 2 for size in run_ranks(2, sizes)[0]]
     whole, packed = 4 * sum(span), sum(onebit.packed_bytes(each) for each in span)
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], var_update_scaler=FREEZE, var_freeze_step=30)
@@ -188,7 +188,7 @@ def overflowing(bad: float, kind: str) -> tuple[int, list[bool], bool, Tensor]:
 
 @pytest.mark.parametrize(("bad", "kind"), [(float("nan"), "OneBitAdam"), (float("inf"), "OneBitAdam"),
                                            (float("inf"), "OneBitLamb"), (float("nan"), "ZeroOneAdam")])
-def test_a_gradient_that_is_not_finite_skips_the_step_everywhere_and_what_is_kept_stays_finite(bad: float,
+def test_a_non_finite_gradient_skips_the_step_and_state_stays_finite(bad: float,
                                                                                                kind: str) -> None:
     found = run_ranks(2, overflowing, bad, kind)
     for skipped, applied, finite, weight in found:
@@ -309,7 +309,7 @@ def test_an_instance_keeps_its_moments_and_trains_as_the_name_does(kind: str, cl
         assert (named - given).abs().mean() < 1e-4
 
 
-def test_what_was_not_sent_follows_a_loss_scale_that_the_configuration_changes(tmp_path: Path) -> None:
+def test_the_compression_error_follows_a_changed_loss_scale(tmp_path: Path) -> None:
     fp16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
     saved = run_ranks(2, resumed, str(tmp_path), 0, FREEZE + 3, fp16)[0][2]
     loaded = run_ranks(2, resumed, str(tmp_path), FREEZE + 3, FREEZE + 3, {"bf16": {"enabled": True}})[0][2]

@@ -20,7 +20,7 @@ ALONE, TWO, THREE = [1], [0, 2], [0, 0, 3]
 @pytest.mark.parametrize(("rate", "due"), [
     (0.1, ALONE * 8 + TWO * 2 + THREE * 2), (0.4, ALONE * 8 + TWO * 5), (0.6, ALONE * 18), (1.0, ALONE * 18),
 ])  # fmt: skip
-def test_the_steps_that_travel_together_double_up_to_the_clipper_as_the_rate_falls(rate: float, due: list[int]) -> None:
+def test_local_steps_double_up_to_the_clipper_as_the_learning_rate_falls(rate: float, due: list[int]) -> None:
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], lr=1.0, **STILL)
     (group,), found = optimizer.param_groups, list[int]()
     optimizer.exchanging = True
@@ -30,7 +30,7 @@ def test_the_steps_that_travel_together_double_up_to_the_clipper_as_the_rate_fal
         group["lr"] = rate
     assert found == due
     optimizer.exchanging = False
-    assert optimizer.due(group) == 1, "who is alone has nobody to wait for"
+    assert optimizer.due(group) == 1, "one rank alone synchronises in every step"
     group["waiting_steps"] = 2
     assert optimizer.due(group) == 3, "but takes what others left"
 
@@ -132,7 +132,7 @@ def poisoned(at: int) -> tuple[list[bool], list[bool]]:
 
 
 @pytest.mark.parametrize("at", [14, 15])
-def test_what_is_no_number_costs_what_it_would_have_travelled_with_and_three_are_gathered_anew(at: int) -> None:
+def test_nan_drops_the_local_steps_since_the_last_synchronisation(at: int) -> None:
     for applied, moved in run_ranks(2, poisoned, at):
         assert [step for step, done in enumerate(applied, 1) if not done] == [15], "13 to 15 would travel together"
         assert [step for step, done in enumerate(moved, 1) if done] == [*range(1, 9), 10, 12, 18]

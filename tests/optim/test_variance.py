@@ -63,7 +63,7 @@ def follows(steps: int, build: Callable[[], nn.Module], config: dict[str, Any]) 
     (2, wide, {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 20}}),
     (2, Twice, {}), (2, Beside, {"mesh": {"tensor": 2}}), (4, Beside, {"mesh": {"tensor": 2}}),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
-def test_the_variance_goes_on_while_signs_travel_as_that_of_whole_gradients_would(
+def test_the_variance_continues_under_compression_as_with_full_gradients(
         ranks: int, build: Callable[[], nn.Module], config: dict[str, Any]) -> None:
     for found, expected in run_ranks(ranks, follows, 120, build, config):
         assert found / (1 - 0.98**120) == pytest.approx(expected, rel=0.1)
@@ -81,6 +81,6 @@ def tied() -> list[tuple[str, bool]]:
             for unit in engine.sharded.trainable]
 
 
-def test_what_pipeline_stages_share_travels_as_it_is_since_its_addends_are_not_alike() -> None:
+def test_weights_shared_by_pipeline_stages_are_reduced_uncompressed() -> None:
     found = [each for rank in run_ranks(4, tied) for each in rank]
     assert set(found) == {("shared", False), ("own", True)}

@@ -1,4 +1,4 @@
-"""What a step sends, and what rests, is the formula; how it is sent changes nothing."""
+"""Bytes sent in a step and bytes at rest equal their formulas; the way they are sent changes no bit."""
 
 from __future__ import annotations
 

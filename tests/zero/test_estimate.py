@@ -56,7 +56,7 @@ def test_an_optimizer_without_moments_costs_no_moments() -> None:
     assert [row.moments for row in estimate(1000, 2, moments=0).rows] == [0, 0, 0, 0]
 
 
-def test_a_live_model_counts_tied_parameters_once_and_frozen_ones_as_weights_alone() -> None:
+def test_a_live_model_counts_tied_weights_once_and_frozen_ones_as_weights() -> None:
     result = estimate(Tied(), 1, stages=[0])
     assert (result.trainable, result.frozen) == (72, 100)
     (row,) = result.rows

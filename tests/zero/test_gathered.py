@@ -1,4 +1,4 @@
-"""Contexts that hold weights whole: nested, entered in vain, around weights that somebody else holds."""
+"""Contexts that gather weights: nested, without effect, and around weights that other code references."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def lend(folder: str, place: str, stage: int, width: int) -> None:
         assert engine.sharded is not None
         engine.eval()(torch.ones(2, width))
         engine.sharded.settle()
-        assert all(not unit.is_exposed for unit in engine.sharded.units), "nobody shares their memory any more"
+        assert all(not unit.is_exposed for unit in engine.sharded.units), "no outside reference is left"
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 

@@ -161,7 +161,7 @@ def test_reading_a_released_parameter_names_it_and_the_fix() -> None:
     run_ranks(2, refused)
 
 
-def test_gathering_contexts_give_whole_values_and_keep_what_the_modifier_wrote() -> None:
+def test_gathering_contexts_give_full_values_and_keep_the_modifiers_writes() -> None:
     run_ranks(2, gathering)
 
 

@@ -116,7 +116,7 @@ def test_a_model_built_sharded_trains_as_one_built_whole(kind: type[nn.Module], 
     run_ranks(2, same, kind, stage)
 
 
-def test_initialisation_within_and_after_constructors_gives_the_same_values() -> None:
+def test_initialisation_in_and_after_constructors_gives_the_same_values() -> None:
     run_ranks(3, same, Deep, 3)
 
 

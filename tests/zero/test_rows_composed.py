@@ -233,7 +233,7 @@ def test_what_cannot_be_right_is_refused_by_name(model: Callable[[], nn.Module],
 
 
 def hooked(stage: int) -> Tensor:
-    """What a hook on an embedding at stage 3 sees of its weight, whose rows nobody looked up."""
+    """Return the weight that a forward hook on an embedding at stage 3 sees where no rows were looked up."""
     torch.manual_seed(0)
     model = Alone()
     seen: list[Tensor] = []

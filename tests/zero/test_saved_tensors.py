@@ -1,4 +1,4 @@
-"""What backward needs and somebody has changed since forward is told, as in plain training, and nothing else is."""
+"""A saved tensor that changed between forward and backward raises, as in plain PyTorch; nothing else raises."""
 
 from __future__ import annotations
 
