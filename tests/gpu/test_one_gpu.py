@@ -1,4 +1,4 @@
-"""One accelerator: every stage and dtype trains as plain PyTorch does there, and saves and loads."""
+"""On one accelerator every stage and dtype trains like plain PyTorch, and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reference(dtype: torch.dtype, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_stage_trains_on_a_gpu_as_plain_pytorch_does(stage: int, dtype: str, tmp_path: Path) -> None:
+def test_every_stage_trains_on_a_gpu_like_plain_pytorch(stage: int, dtype: str, tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0, "zero_optimization": {"stage": stage},
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
               **({dtype: {"enabled": True}} if dtype == "bf16" else {})}
@@ -61,10 +61,10 @@ def test_a_stage_trains_on_a_gpu_as_plain_pytorch_does(stage: int, dtype: str, t
     assert losses == pytest.approx(reference(compute, 6), rel=1e-5 if dtype == "fp32" else 2e-2)
     engine.load_checkpoint(tmp_path)
     with torch.no_grad():
-        again = engine(batch(3).to(compute)).float().pow(2).mean().item()
-    assert again == losses[3]
+        reloaded = engine(batch(3).to(compute)).float().pow(2).mean().item()
+    assert reloaded == losses[3]
     engine.backward(engine(batch(3).to(compute)).float().pow(2).mean())
-    engine.step()  # whose step counts must be where a fused kernel reads them
+    engine.step()  # a fused kernel reads the step counts on the device
     with torch.no_grad():
         after = engine(batch(4).to(compute)).float().pow(2).mean().item()
     assert after == pytest.approx(losses[4], rel=1e-5 if dtype == "fp32" else 2e-2)

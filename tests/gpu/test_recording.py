@@ -1,4 +1,4 @@
-"""On an accelerator a record is made of events that nobody waits for, and its times are those of the stream that waits."""
+"""On an accelerator collectives are timed by events, without synchronization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.transport.collectives import traffic
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]
 
 
-def test_collectives_of_a_gpu_are_timed_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_of_a_gpu_are_timed_without_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3}, "comms_logger": {},
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     engine = shoal.initialize(model=nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), config=config)[0]
@@ -26,13 +26,13 @@ def test_collectives_of_a_gpu_are_timed_without_waiting_for_them(monkeypatch: py
         engine.backward(engine(x).pow(2).mean())
         engine.step()
 
-    step()  # the first call sets the device's clock
+    step()  # the first call calibrates the clock of the device
     comm.reset_log()
     step()
-    waited: list[object] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *said: waited.append(said))
+    synchronized: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: synchronized.append(args))
     step()
-    assert waited == []
+    assert synchronized == []
     monkeypatch.undo()
     with contextlib.redirect_stdout(io.StringIO()):
         rows = comm.log_summary(show_straggler=True)

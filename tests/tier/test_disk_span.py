@@ -1,4 +1,4 @@
-"""A swapped span holds what was committed last, moves no byte that it need not, and keeps no page that nobody needs."""
+"""A disk span holds the values committed last, transfers no unnecessary byte, and keeps no unused page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = PAGE // 4  # elements of fp32: a chunk is one page
 
 
 def filled(swap: Swap, chunks: int = 4) -> DiskSpan:
-    """Return a span of `chunks` pages that rests on the disk and holds 1, 2, 3, ..."""
+    """Return a span of `chunks` pages that holds 1, 2, 3, ... and is committed to disk."""
     span = DiskSpan(swap, chunks * CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True).wait()
     span.tensor.copy_(numbers(span))
@@ -40,20 +40,20 @@ def numbers(span: Span) -> Tensor:
 
 
 def resident(span: Span) -> list[bool]:
-    """Tell of each page whether it is in memory."""
+    """Return for each page whether it is in memory (mincore)."""
     size = -(-span.tensor.nbytes // PAGE) * PAGE
-    found = (ctypes.c_ubyte * (size // PAGE))()
+    pages = (ctypes.c_ubyte * (size // PAGE))()
     library = ctypes.CDLL(None, use_errno=True)
-    assert library.mincore(ctypes.c_void_p(span.tensor.data_ptr()), ctypes.c_size_t(size), found) == 0
-    return [bool(page & 1) for page in found]
+    assert library.mincore(ctypes.c_void_p(span.tensor.data_ptr()), ctypes.c_size_t(size), pages) == 0
+    return [bool(page & 1) for page in pages]
 
 
-# What it holds
+# Contents
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Elements [start, stop) that are fetched, and whether they were changed since."""
+    """Fetched elements [start, stop), and whether they were changed since."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class Hold:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> None:
+def test_any_sequence_of_calls_gives_the_contents_of_a_plain_tensor(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 6 * CHUNK), "size")
     ends = st.integers(0, size)
     part = range(*sorted((data.draw(ends), data.draw(ends))))
@@ -92,7 +92,7 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
             span.commit(hold.start, hold.stop, changed=hold.changed)
         span.fetch().wait()
         assert torch.equal(span.tensor[part.start:part.stop], plain[part.start:part.stop])
-        span.commit(changed=False).wait()  # what was written meanwhile goes when that has ended
+        span.commit(changed=False).wait()  # pages are released when their write has ended
         assert pool or not any(resident(span)[part.start // CHUNK + 1:part.stop // CHUNK - 1])
         span.close()
         assert swap.disk_bytes == 0
@@ -101,7 +101,7 @@ def test_any_sequence_leaves_what_a_plain_tensor_holds(data: st.DataObject) -> N
 
 
 def fetched(data: st.DataObject, span: DiskSpan, plain: Tensor, held: list[Hold], *, value: float) -> Hold:
-    """Fetch some elements, to be overwritten or not; what is not must be what `plain` holds."""
+    """Fetch some elements, fresh or not; unless fresh, their values must be those of `plain`."""
     inside = st.integers(span.part.start, span.part.stop)
     start, stop = sorted((data.draw(inside), data.draw(inside)))
     fresh = data.draw(st.booleans()) and not any(hold.start < stop and start < hold.stop for hold in held)
@@ -114,7 +114,7 @@ def fetched(data: st.DataObject, span: DiskSpan, plain: Tensor, held: list[Hold]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK + 1, 100_003])
-def test_any_size_and_dtype_comes_back(swap: Swap, size: int, dtype: torch.dtype) -> None:
+def test_any_size_and_dtype_is_restored(swap: Swap, size: int, dtype: torch.dtype) -> None:
     span = DiskSpan(swap, size, dtype, "w", chunk=1000)
     span.fetch(fresh=True).wait()
     span.tensor.copy_(torch.arange(size) % 251)
@@ -125,7 +125,7 @@ def test_any_size_and_dtype_comes_back(swap: Swap, size: int, dtype: torch.dtype
     span.commit(changed=False)
 
 
-def test_a_new_span_is_zeros_and_reads_nothing(swap: Swap) -> None:
+def test_a_new_span_is_zeros_without_a_read(swap: Swap) -> None:
     span = DiskSpan(swap, 10 * CHUNK, torch.float32, "w", chunk=CHUNK)
     assert span.fetch() is DONE
     assert torch.equal(span.tensor, torch.zeros(10 * CHUNK))
@@ -133,7 +133,7 @@ def test_a_new_span_is_zeros_and_reads_nothing(swap: Swap) -> None:
     assert swap.read_bytes == swap.written_bytes == 0
 
 
-def test_its_tensor_keeps_its_address(swap: Swap) -> None:
+def test_the_tensor_keeps_its_address(swap: Swap) -> None:
     span = DiskSpan(swap, 3 * CHUNK, torch.float32, "w", chunk=CHUNK)
     before = span.tensor.data_ptr()
     span.fetch().wait()
@@ -141,10 +141,10 @@ def test_its_tensor_keeps_its_address(swap: Swap) -> None:
     assert span.tensor.data_ptr() == before and before % mmap.PAGESIZE == 0
 
 
-# What moves
+# Transfers
 
 
-def test_only_chunks_that_are_needed_move(swap: Swap) -> None:
+def test_only_the_chunks_of_the_range_are_transferred(swap: Swap) -> None:
     span = filled(swap)
     before = swap.written_bytes
     span.fetch(CHUNK + 5, CHUNK + 6).wait()
@@ -153,7 +153,7 @@ def test_only_chunks_that_are_needed_move(swap: Swap) -> None:
     assert (swap.read_bytes, swap.written_bytes - before) == (PAGE, PAGE)
 
 
-def test_what_was_not_changed_is_not_written(swap: Swap) -> None:
+def test_an_unchanged_span_is_not_written(swap: Swap) -> None:
     span = filled(swap)
     before = swap.written_bytes
     span.fetch().wait()
@@ -162,7 +162,7 @@ def test_what_was_not_changed_is_not_written(swap: Swap) -> None:
     assert not any(resident(span))
 
 
-def test_what_will_be_overwritten_is_not_read(swap: Swap) -> None:
+def test_a_fresh_fetch_reads_only_partly_overwritten_chunks(swap: Swap) -> None:
     span = filled(swap)
     span.fetch(CHUNK // 2, 3 * CHUNK, fresh=True).wait()
     assert swap.read_bytes == PAGE, "the first chunk keeps its first half"
@@ -170,7 +170,7 @@ def test_what_will_be_overwritten_is_not_read(swap: Swap) -> None:
     span.commit(CHUNK // 2, 3 * CHUNK, changed=False)
 
 
-def test_a_part_that_begins_within_a_page_is_overwritten_without_reading(swap: Swap) -> None:
+def test_a_fresh_fetch_of_a_part_within_a_page_reads_nothing(swap: Swap) -> None:
     part = range(7, 2 * CHUNK + 9)
     span = DiskSpan(swap, 3 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK)
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_part_that_begins_within_a_page_is_overwritten_without_reading(swap: S
     assert swap.read_bytes == 0
 
 
-def test_nested_fetches_read_once_and_keep_until_the_last_commit(swap: Swap) -> None:
+def test_nested_fetches_read_once_and_stay_until_the_last_commit(swap: Swap) -> None:
     span = filled(swap)
     transfers = [span.fetch(), span.fetch(), span.fetch(0, 1)]
     for transfer in transfers:
@@ -189,11 +189,11 @@ def test_nested_fetches_read_once_and_keep_until_the_last_commit(swap: Swap) -> 
     assert all(resident(span))
     before = swap.written_bytes
     span.commit(changed=False).wait()
-    assert swap.written_bytes - before == 4 * PAGE, "an earlier commit said that it was changed"
+    assert swap.written_bytes - before == 4 * PAGE, "an earlier commit was changed"
     assert not any(resident(span))
 
 
-def test_a_fetch_during_a_write_reads_nothing_and_keeps_the_pages(swap: Swap, writes: Gate) -> None:
+def test_a_fetch_during_a_write_keeps_the_pages_without_a_read(swap: Swap, writes: Gate) -> None:
     span = DiskSpan(swap, CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True).wait()
     span.tensor.fill_(3)
@@ -209,7 +209,7 @@ def test_a_fetch_during_a_write_reads_nothing_and_keeps_the_pages(swap: Swap, wr
     assert not any(resident(span))
 
 
-def test_a_clean_commit_during_a_write_waits_for_that_write(swap: Swap, writes: Gate) -> None:
+def test_an_unchanged_commit_during_a_write_waits_for_that_write(swap: Swap, writes: Gate) -> None:
     span = DiskSpan(swap, CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True).wait()
     writes.open.clear()
@@ -222,7 +222,7 @@ def test_a_clean_commit_during_a_write_waits_for_that_write(swap: Swap, writes: 
     assert swap.written_bytes == PAGE and not any(resident(span))
 
 
-def test_a_commit_without_waiting_for_its_fetch_drops_when_the_read_ends(swap: Swap, reads: Gate) -> None:
+def test_a_commit_before_the_read_ended_releases_afterwards(swap: Swap, reads: Gate) -> None:
     span = filled(swap)
     reads.open.clear()
     arriving = span.fetch()
@@ -235,7 +235,7 @@ def test_a_commit_without_waiting_for_its_fetch_drops_when_the_read_ends(swap: S
     span.commit(changed=False)
 
 
-def test_writes_under_way_hold_back_further_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_write_ahead_limit_blocks_further_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swap = Swap(tmp_path, write_ahead=2 * PAGE)
     gate = Gate(monkeypatch, "pwritev")
     span = DiskSpan(swap, 5 * CHUNK, torch.float32, "w", chunk=CHUNK)
@@ -253,16 +253,16 @@ def test_writes_under_way_hold_back_further_commits(tmp_path: Path, monkeypatch:
     swap.close()
 
 
-def test_a_chunk_larger_than_the_backlog_may_go_alone(tmp_path: Path) -> None:
+def test_a_chunk_larger_than_the_limit_is_written_alone(tmp_path: Path) -> None:
     swap = Swap(tmp_path, write_ahead=1)
     filled(swap).close()
     swap.close()
 
 
-# What stays
+# Discard, parts, close
 
 
-def test_discarded_contents_are_zeros_and_cost_nothing(swap: Swap, writes: Gate) -> None:
+def test_discarded_contents_are_zeros_without_transfers(swap: Swap, writes: Gate) -> None:
     span = filled(swap)
     span.fetch().wait()
     span.commit()
@@ -270,11 +270,11 @@ def test_discarded_contents_are_zeros_and_cost_nothing(swap: Swap, writes: Gate)
     assert not any(resident(span))
     assert span.fetch() is DONE
     assert torch.equal(span.tensor, torch.zeros_like(span.tensor))
-    assert swap.read_bytes == 4 * PAGE, "of the fetch before"
+    assert swap.read_bytes == 4 * PAGE, "by the fetch before"
     span.commit(changed=False)
 
 
-def test_pages_outside_the_part_come_and_go_without_the_disk(swap: Swap) -> None:
+def test_pages_outside_the_part_are_never_transferred(swap: Swap) -> None:
     part = range(CHUNK + 1, 3 * CHUNK - 1)
     span = DiskSpan(swap, 4 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK)
     assert swap.disk_bytes == 2 * PAGE
@@ -287,7 +287,7 @@ def test_pages_outside_the_part_come_and_go_without_the_disk(swap: Swap) -> None
     assert torch.equal(span.tensor[:CHUNK], torch.zeros(CHUNK))
 
 
-def test_closing_gives_the_place_to_the_next(swap: Swap) -> None:
+def test_a_closed_span_frees_its_extent_for_the_next(swap: Swap) -> None:
     first = filled(swap)
     second = filled(swap, chunks=2)
     assert swap.disk_bytes == 6 * PAGE
@@ -302,20 +302,20 @@ def test_closing_gives_the_place_to_the_next(swap: Swap) -> None:
         span.commit(changed=False)
 
 
-def test_to_commit_what_was_not_fetched_is_our_own_mistake(swap: Swap) -> None:
+def test_a_commit_without_a_fetch_is_an_assertion_error(swap: Swap) -> None:
     span = filled(swap)
     with pytest.raises(AssertionError, match="w: committed without having been fetched"):
         span.commit()
 
 
-def test_to_discard_what_is_fetched_is_our_own_mistake(swap: Swap) -> None:
+def test_discarding_a_fetched_span_is_an_assertion_error(swap: Swap) -> None:
     span = filled(swap)
     span.fetch().wait()
     with pytest.raises(AssertionError, match="w: discarded while it is fetched"):
         span.discard()
 
 
-def test_a_kept_span_is_always_there() -> None:
+def test_a_resident_span_is_always_in_memory() -> None:
     span: PlacedSpan = ResidentSpan(torch.ones(3))
     assert span.fetch() is span.commit() is DONE
     DONE.wait()

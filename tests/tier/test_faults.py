@@ -1,4 +1,4 @@
-"""What goes wrong on a disk is raised by `wait`: which file, where, what for, on which rank, and what helps."""
+"""`wait` raises disk failures with rank, span, parameters, file, offset, reason and fix."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from .test_disk_span import CHUNK, filled, numbers, resident
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A file system of 64 KiB."""
     folder = tmp_path_factory.mktemp("small")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "shoal-test", folder], capture_output=True, check=False)
-    if made.returncode:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "shoal-test", folder], capture_output=True,
+                             check=False)
+    if mounted.returncode:
         pytest.skip("only root may mount a small disk")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_file_that_was_cut_short_is_reported(swap: Swap) -> None:
+def test_a_truncated_file_is_reported(swap: Swap) -> None:
     span = filled(swap)
     os.truncate(swap.path, 2 * PAGE + 1000)
     with pytest.raises(TierError, match=re.escape(
@@ -54,13 +55,13 @@ def test_a_changed_byte_is_reported(swap: Swap) -> None:
             arriving.wait()
     assert arriving.done
     span.fetch(0, 3 * CHUNK).wait()
-    assert torch.equal(span.tensor[:3 * CHUNK], numbers(span)[:3 * CHUNK]), "the other blocks are as they were"
+    assert torch.equal(span.tensor[:3 * CHUNK], numbers(span)[:3 * CHUNK]), "the other blocks are intact"
 
 
 def test_errors_name_the_parameters_of_the_block(swap: Swap) -> None:
     part = range(CHUNK // 2, 4 * CHUNK)
     span = DiskSpan(swap, 4 * CHUNK, torch.float32, "w", part=part, chunk=CHUNK,
-                   names=lambda among: [f"{number}" for number in range(among.start // 300, -(-among.stop // 300))])
+                   names=lambda elements: [f"{number}" for number in range(elements.start // 300, -(-elements.stop // 300))])
     span.fetch(fresh=True).wait()
     span.commit().wait()
     with swap.path.open("r+b") as file:
@@ -72,7 +73,7 @@ def test_errors_name_the_parameters_of_the_block(swap: Swap) -> None:
             span.fetch(chunk * CHUNK, (chunk + 1) * CHUNK).wait()
 
 
-def test_without_checksums_a_changed_byte_is_not_noticed(tmp_path: Path) -> None:
+def test_without_checksums_a_changed_byte_is_not_detected(tmp_path: Path) -> None:
     swap = Swap(tmp_path, checksums=False)
     span = filled(swap)
     with swap.path.open("r+b") as file:
@@ -100,7 +101,7 @@ def test_a_closed_file_is_reported(swap: Swap) -> None:
     span.close()
 
 
-def test_what_is_queued_when_the_file_is_closed_fails(swap: Swap, writes: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_file_fails_queued_requests(swap: Swap, writes: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.tier.transfer._CLOSE_TIMEOUT", 0.01)
     span = DiskSpan(swap, 30 * CHUNK, torch.float32, "w", chunk=CHUNK)
     span.fetch(fresh=True)
@@ -112,7 +113,7 @@ def test_what_is_queued_when_the_file_is_closed_fails(swap: Swap, writes: Gate, 
         leaving.wait()
 
 
-def test_a_full_disk_says_what_is_needed_and_what_is_free(small_disk: Path) -> None:
+def test_a_full_disk_reports_needed_and_free_bytes(small_disk: Path) -> None:
     swap = Swap(small_disk, rank=3)
     DiskSpan(swap, 8 * CHUNK, torch.float32, "layers.0.weight", chunk=CHUNK)
     with pytest.raises(TierError, match=r"rank 3: layers\.1\.weight could not be written to .*rank3\.swap at byte 32,768: "
@@ -124,7 +125,7 @@ def test_a_full_disk_says_what_is_needed_and_what_is_free(small_disk: Path) -> N
     swap.close()
 
 
-def test_a_disk_that_fills_up_while_it_is_written_is_reported(swap: Swap, writes: Gate) -> None:
+def test_a_disk_that_fills_up_during_a_write_is_reported(swap: Swap, writes: Gate) -> None:
     span = filled(swap)
     span.fetch().wait()
     writes.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -136,21 +137,21 @@ def test_a_disk_that_fills_up_while_it_is_written_is_reported(swap: Swap, writes
     span.commit().wait()
 
 
-def test_what_could_not_be_brought_is_not_held(swap: Swap, reads: Gate) -> None:
+def test_a_failed_fetch_leaves_no_pin(swap: Swap, reads: Gate) -> None:
     span = filled(swap)
     reads.error = OSError(errno.EIO, os.strerror(errno.EIO))
     with pytest.raises(TierError, match="could not be read"), fetched(span, changed=True):
-        raise AssertionError("there is nothing to work on")
-    span.discard()  # a pin that was left would be our own mistake
+        raise AssertionError("the body must not run")
+    span.discard()  # asserts that no fetch is open
 
 
-def test_a_closed_file_gives_no_place(swap: Swap) -> None:
+def test_a_closed_file_allocates_no_extent(swap: Swap) -> None:
     swap.close()
     with pytest.raises(TierError, match=r"w could not be written to .* at byte 0: the file is closed"):
         DiskSpan(swap, CHUNK, torch.float32, "w", chunk=CHUNK)
 
 
-def test_after_a_failed_read_the_next_fetch_tries_again(swap: Swap, reads: Gate) -> None:
+def test_the_next_fetch_retries_a_failed_read(swap: Swap, reads: Gate) -> None:
     span = filled(swap)
     reads.error = OSError(errno.EIO, os.strerror(errno.EIO))
     arriving = span.fetch()
@@ -165,7 +166,7 @@ def test_after_a_failed_read_the_next_fetch_tries_again(swap: Swap, reads: Gate)
     span.commit(changed=False)
 
 
-def test_what_could_not_be_read_is_never_written(swap: Swap, reads: Gate) -> None:
+def test_a_chunk_that_could_not_be_read_is_never_written(swap: Swap, reads: Gate) -> None:
     span = filled(swap)
     reads.error = OSError(errno.EIO, os.strerror(errno.EIO))
     span.fetch()
@@ -178,7 +179,7 @@ def test_what_could_not_be_read_is_never_written(swap: Swap, reads: Gate) -> Non
     assert torch.equal(span.tensor, numbers(span))
 
 
-def test_what_could_not_be_written_stays_in_memory_until_it_is(swap: Swap, writes: Gate) -> None:
+def test_a_chunk_stays_in_memory_until_its_write_succeeds(swap: Swap, writes: Gate) -> None:
     span = filled(swap)
     span.fetch().wait()
     span.tensor.mul_(2)
@@ -197,7 +198,7 @@ def test_what_could_not_be_written_stays_in_memory_until_it_is(swap: Swap, write
     assert torch.equal(span.tensor, 2 * numbers(span))
 
 
-def test_a_write_that_moves_nothing_is_reported(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_zero_bytes_is_reported(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
     span = filled(swap)
     span.fetch().wait()
     monkeypatch.setattr(os, "pwritev", _nothing)
@@ -209,10 +210,10 @@ def _nothing(descriptor: int, views: list[memoryview], offset: int) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("most", "moved"), [(8192, 13), (5000, 25)], ids=["whole blocks", "parts of blocks"])
-def test_short_reads_and_writes_are_continued(most: int, moved: int, tmp_path: Path,
+@pytest.mark.parametrize(("limit", "calls"), [(8192, 13), (5000, 25)], ids=["whole blocks", "parts of blocks"])
+def test_short_reads_and_writes_are_continued(limit: int, calls: int, tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [Short(monkeypatch, name, most) for name in ("preadv", "pwritev")]
+    functions = [ShortCalls(monkeypatch, name, limit) for name in ("preadv", "pwritev")]
     swap = Swap(tmp_path)
     span = DiskSpan(swap, 25 * CHUNK, torch.float32, "w")
     span.fetch(fresh=True)
@@ -220,28 +221,28 @@ def test_short_reads_and_writes_are_continued(most: int, moved: int, tmp_path: P
     span.commit().wait()
     span.fetch().wait()
     assert torch.equal(span.tensor, numbers(span))
-    assert [call.calls for call in calls] == [moved, moved], "a part of a block is asked for again"
+    assert [function.calls for function in functions] == [calls, calls], "the rest of a block is requested again"
     swap.close()
 
 
-class Short:
-    """Lets a function of `os` move at most `most` bytes, except in its last call, which asks for less."""
+class ShortCalls:
+    """Limits a function of `os` to `limit` bytes a call; smaller calls are unchanged."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, most: int):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, limit: int):
         self.calls = 0
         self._call: Callable[[int, list[memoryview], int], int] = getattr(os, name)
-        self._most = most
+        self._limit = limit
         monkeypatch.setattr(os, name, self._move)
 
     def _move(self, descriptor: int, views: list[memoryview], offset: int) -> int:
         self.calls += 1
-        if len(views[0]) <= self._most:
+        if len(views[0]) <= self._limit:
             return self._call(descriptor, views, offset)
-        self._call(descriptor, [views[0][:-(-self._most // PAGE) * PAGE]], offset)  # direct I/O moves whole blocks
-        return self._most
+        self._call(descriptor, [views[0][:-(-self._limit // PAGE) * PAGE]], offset)  # direct I/O transfers whole blocks
+        return self._limit
 
 
-def test_any_other_failure_ends_the_transfer_too(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_exception_ends_the_transfer(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> int:
         raise ValueError("odd")
 
