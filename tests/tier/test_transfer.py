@@ -65,10 +65,10 @@ def test_native_code_is_used_where_it_can_be_built() -> None:
 
 def test_every_request_is_recorded_while_a_trace_is_set(swap: Swap) -> None:
     span = filled(swap)
-    swap.trace = trace = Trace()
+    swap.record_to(trace := Trace())
     span.fetch().wait()
     span.commit().wait()
-    swap.trace = None
+    swap.record_to(None)
     span.fetch().wait()
     recorded = [(event.lane, event.name, event.bytes) for event in trace.events]
     assert sorted(recorded) == [("read", "w", PAGE)] * 4 + [("write", "w", PAGE)] * 4

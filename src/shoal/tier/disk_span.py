@@ -156,9 +156,7 @@ class DiskSpan:
         job = Job(lane, self._name, chunk.extent, chunk.checksums, partial(self._finish, chunk),
                   block_bytes=self._swap.block_bytes, names=lambda at: self._names(self._stored(at.start, at.stop)))
         enqueue, wake = self._swap.prepare(job)
-        writing = job.bytes if lane == "write" else 0
         try:
-            self._swap.writing_bytes += writing
             chunk.dirty, chunk.job, chunk.present = False, job, True
             enqueue()
         finally:

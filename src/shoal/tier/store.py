@@ -174,12 +174,12 @@ class StoragePlan:
         trace = Trace()
         recorders = [self.lanes, *self.swaps]
         for recorder in recorders:
-            recorder.trace = trace
+            recorder.record_to(trace)
         try:
             yield trace
         finally:
             for recorder in recorders:
-                recorder.trace = None
+                recorder.record_to(None)
 
     def close(self) -> None:
         """Remove the swap files that hold no span any more."""

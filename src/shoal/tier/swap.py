@@ -6,8 +6,10 @@ the next run starts in the same folder. A forked child does not own it.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -47,8 +49,8 @@ class Swap:
         one would leave it locked."""
         self.write_ended = threading.Condition(self.lock)
         """Notified when a write has ended."""
-        self.writing_bytes = 0
-        """Bytes of writes that are queued or in flight."""
+        self._writes: set[Job] = set()
+        """Writes that are queued or in flight; `lock` guards it."""
         self.page_pool = PagePool(page_pool)
         """Released pages of all spans."""
         self._write_ahead = write_ahead
@@ -60,19 +62,20 @@ class Swap:
         self._closing = False
         self._end = finalize(self, _end, made, self._threads, self._owner)
 
-    @property
-    def trace(self) -> Trace | None:
-        """The trace that records requests, if any."""
-        return self._file.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self._file.trace = trace
+    def record_to(self, trace: Trace | None) -> None:
+        """Record requests in `trace` from now on; None: in no trace."""
+        self._file.record_to(trace)
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of the file that spans own."""
         return self._extents.allocated
+
+    @property
+    def writing_bytes(self) -> int:
+        """Bytes of writes that are queued or in flight."""
+        with self.lock:
+            return sum(job.bytes for job in self._writes)
 
     @property
     def closed(self) -> bool:
@@ -112,10 +115,16 @@ class Swap:
     def prepare(self, job: Job) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return two functions, which enqueue `job` and wake the threads; the caller holds the lock until it called both.
 
-        If the file is closed or was deleted, the first one fails the job.
+        Both are implemented in C, so that no KeyboardInterrupt separates the effects of the first. If the file is closed or
+        was deleted, the first one fails the job instead.
         """
-        failure = self._failure(job)
-        return self._threads.prepare(job) if failure is None else (partial(job.fail, failure), _nothing)
+        if (failure := self._failure(job)) is not None:
+            return partial(job.fail, failure), _nothing
+        enqueue, wake = self._threads.prepare(job)
+        if job.lane == "write":
+            both = map(operator.call, (partial(self._writes.add, job), enqueue))
+            enqueue = partial(deque, both, 0)
+        return enqueue, wake
 
     def _failure(self, job: Job) -> TierError | None:
         """Return the error of every job once the file is closed or deleted."""
@@ -134,12 +143,12 @@ class Swap:
 
     def has_room(self, bytes: int) -> bool:
         """Whether the write-ahead limit admits `bytes` more; the caller holds the lock."""
-        return not self.writing_bytes or self.writing_bytes + bytes <= self._write_ahead
+        return not self._writes or self.writing_bytes + bytes <= self._write_ahead
 
     def record_completion(self, job: Job) -> None:
         """Count the bytes of a job that has ended; the caller holds the lock."""
         if job.lane == "write":
-            self.writing_bytes -= job.bytes
+            self._writes.discard(job)
             self.write_ended.notify_all()
         if job.error is None and job.lane == "read":
             self.read_bytes += job.bytes

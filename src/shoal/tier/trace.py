@@ -53,6 +53,10 @@ class Lanes:
     def __init__(self) -> None:
         self.trace: Trace | None = None
 
+    def record_to(self, trace: Trace | None) -> None:
+        """Record events in `trace` from now on; None: in no trace."""
+        self.trace = trace
+
     def during(self, lane: str, name: str) -> AbstractContextManager[None]:
         """Return a context whose duration is recorded as an event of `lane`."""
         return _NOT_TRACED if self.trace is None else self._timed(self.trace, lane, name)

@@ -50,6 +50,10 @@ class SwapFile:
     checksums: bool
     trace: Trace | None = None
 
+    def record_to(self, trace: Trace | None) -> None:
+        """Record requests in `trace` from now on; None: in no trace."""
+        self.trace = trace
+
     def error(self, lane: Lane, name: str, offset: int, reason: str) -> TierError:
         """Return the error of a failed transfer of the span `name`."""
         verb = "read from" if lane == "read" else "written to"
@@ -149,10 +153,10 @@ class Job:
             raise self.failure(file, offset, f"{error.strerror}; look at the disk (dmesg)") from error
         if count < len(view):
             raise self.failure(file, offset + count, "the file ends there: it was truncated. Let nothing else "
-                             "touch the folder while training runs")
+                               "touch the folder while training runs")
         if file.checksums and checksum(view) != self._checksums[index]:
             raise self.failure(file, offset, f"these {len(view):,} bytes are not what was written: the file was "
-                             f"changed on disk. Let nothing else touch the folder; check the disk")
+                               f"changed on disk. Let nothing else touch the folder; check the disk")
 
     def _write(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
         if file.checksums:
