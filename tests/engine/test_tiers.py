@@ -346,7 +346,7 @@ def harmed(folder: str, harm: str, tier: dict[str, Any]) -> tuple[str, str]:
     return str(raised.value), str(file)
 
 
-@pytest.mark.parametrize(("harm", "said"), [("truncated", "Let nothing else touch the folder"),
+@pytest.mark.parametrize(("harm", "said"), [("truncated", "No other process may touch the folder"),
                                             ("changed", "changed on disk"), ("deleted", "deleted")])
 def test_a_damaged_swap_file_is_named_in_the_error(harm: str, said: str, tmp_path: Path) -> None:
     for tier in (ALL, STATE):

@@ -97,7 +97,7 @@ def test_a_forked_child_neither_reads_nor_removes_the_file(tmp_path: Path) -> No
     process = started(FORKS, tmp_path)
     output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert output.startswith("TierError w rests in ") and "forked from it. Read the state where it is trained" in output
+    assert output.startswith("TierError w rests in ") and "forked from it. Read the state in the training process" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,7 +146,7 @@ def test_without_direct_io_the_page_cache_is_used_with_one_warning(
         swaps = [Swap(tmp_path), Swap(tmp_path)]
     monkeypatch.setattr(os, "pwrite", written)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} has no direct I/O (Invalid argument): its files go through the system's cache, which takes memory and "
+        f"{tmp_path} does not support direct I/O (Invalid argument): swap files use the page cache, which takes memory and "
         f"processor time. Give a folder of a local disk (ext4, xfs) in nvme_path"]
     for swap in swaps:
         assert not swap.direct
@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(TierError, match=f"rank 5: no file could be made in {tmp_path}: No space left on device; give a "):
+    with pytest.raises(TierError, match=f"rank 5: could not create a file in {tmp_path}: No space left on device; give a "):
         Swap(tmp_path, rank=5)
     assert list(tmp_path.iterdir()) == []
 

@@ -39,7 +39,7 @@ def test_a_truncated_file_is_reported(swap: Swap) -> None:
     span = filled(swap)
     os.truncate(swap.path, 2 * PAGE + 1000)
     with pytest.raises(TierError, match=re.escape(
-            f"rank 0: w could not be read from {swap.path} at byte 8,192: the file ends there: it was truncated.")):
+            f"rank 0: w could not be read from {swap.path} at byte 8,192: unexpected end of file: it was truncated.")):
         span.fetch().wait()
 
 
@@ -50,8 +50,8 @@ def test_a_changed_byte_is_reported(swap: Swap) -> None:
         file.write(b"!")
     arriving = span.fetch(3 * CHUNK)
     for _ in range(2):
-        with pytest.raises(TierError, match=r"w could not be read from .* at byte 12,288: these 4,096 bytes are not what "
-                                            r"was written: the file was changed on disk\..*; check the disk"):
+        with pytest.raises(TierError, match=r"w could not be read from .* at byte 12,288: checksum mismatch in 4,096 "
+                                            r"bytes: the file was changed on disk\..*; check the disk"):
             arriving.wait()
     assert arriving.done
     span.fetch(0, 3 * CHUNK).wait()
@@ -69,7 +69,7 @@ def test_errors_name_the_parameters_of_the_block(swap: Swap) -> None:
         file.seek(3 * PAGE)
         file.write(b"!")
     for chunk, named in ((0, r"'1', '2', '3'"), (3, r"'10', '11', '12' and 1 more")):
-        with pytest.raises(TierError, match=rf"rank 0: w \(of {named}\) could not be read from .*: these 4,096 bytes"):
+        with pytest.raises(TierError, match=rf"rank 0: w \(of {named}\) could not be read from .*: checksum mismatch"):
             span.fetch(chunk * CHUNK, (chunk + 1) * CHUNK).wait()
 
 
@@ -87,7 +87,7 @@ def test_a_deleted_file_is_reported(swap: Swap) -> None:
     span = filled(swap)
     swap.path.unlink()
     arriving = span.fetch()
-    with pytest.raises(TierError, match=r"rank 0: w could not be read from .*: the file was deleted\. Let nothing"):
+    with pytest.raises(TierError, match=r"rank 0: w could not be read from .*: the file was deleted\. No other"):
         arriving.wait()
 
 
@@ -109,7 +109,7 @@ def test_closing_the_file_fails_queued_requests(swap: Swap, writes: Gate, monkey
     leaving = span.commit()
     swap.close()
     writes.open.set()
-    with pytest.raises(TierError, match=r"w could not be written to .*: the file was closed meanwhile"):
+    with pytest.raises(TierError, match=r"w could not be written to .*: the file was closed before the transfer"):
         leaving.wait()
 
 
@@ -202,7 +202,7 @@ def test_a_write_of_zero_bytes_is_reported(swap: Swap, monkeypatch: pytest.Monke
     span = filled(swap)
     span.fetch().wait()
     monkeypatch.setattr(os, "pwritev", _nothing)
-    with pytest.raises(TierError, match="the system takes no more; make room on the disk"):
+    with pytest.raises(TierError, match="the write ended early; make room on the disk"):
         span.commit().wait()
 
 

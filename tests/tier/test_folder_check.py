@@ -43,9 +43,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("path", "reason"), [
     ("/opt/swap", None),
-    ("/run/user", "is memory, not a disk (tmpfs at /run): what rests there saves none"),
+    ("/run/user", "is memory, not a disk (tmpfs at /run): offload to it saves no memory"),
     ("/home/some one/swap", "is on a network file system (nfs4 at /home/some one)"),
-    ("/disk/swap", "is on a rotating disk (device 8:17 at /disk)"),
+    ("/disk/swap", "is on a rotational disk (device 8:17 at /disk)"),
     ("/diskette", None),
     ("/over/it", None),
     ("/guest", None),
@@ -90,5 +90,5 @@ def _refused(path: Path, mode: int) -> bool:
 
 def test_another_system_than_linux_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(TierError, match="state can rest on a disk only under Linux; this is darwin"):
+    with pytest.raises(TierError, match="offload to a disk requires Linux; this is darwin"):
         check_folder(tmp_path)

@@ -56,7 +56,7 @@ def claim(folder: str | Path, rank: int) -> Claim:
                 _remove_stale(parent)
             return _create(parent / f"{_prefix()}{os.getpid()}-{secrets.token_hex(4)}" / f"rank{rank}.swap")
     except OSError as error:
-        raise TierError(f"rank {rank}: no file could be made in {parent}: {error.strerror}; give a folder of a fast local "
+        raise TierError(f"rank {rank}: could not create a file in {parent}: {error.strerror}; give a folder of a fast local "
                         f"disk in nvme_path") from error
 
 
@@ -81,7 +81,7 @@ def _open(path: Path) -> Claim:
             os.close(descriptor)
         if error.errno not in _REFUSED:
             raise
-        warn_once(f"{path.parent.parent} has no direct I/O ({error.strerror}): its files go through the system's cache, "
+        warn_once(f"{path.parent.parent} does not support direct I/O ({error.strerror}): swap files use the page cache, "
                   f"which takes memory and processor time. Give a folder of a local disk (ext4, xfs) in nvme_path")
         descriptor, direct = os.open(path, flags, 0o600), False
     with suppress(OSError):  # a file system without locks, where stale files are kept

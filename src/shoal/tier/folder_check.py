@@ -32,7 +32,7 @@ class _Mount:
 def check_folder(path: str | Path) -> None:
     """Raise TierError unless `path` is a folder in which this process can create files."""
     if sys.platform != "linux":
-        raise TierError(f"{path}: state can rest on a disk only under Linux; this is {sys.platform}")
+        raise TierError(f"{path}: offload to a disk requires Linux; this is {sys.platform}")
     folder = Path(path)
     if not folder.exists():
         raise TierError(f"{folder} does not exist; make it, or {_FIX}")
@@ -60,11 +60,11 @@ def slow_reason(path: str | Path) -> str | None:
     if mount is None:
         return None
     if mount.type in _MEMORY:
-        return f"is memory, not a disk ({mount.type} at {mount.point}): what rests there saves none"
+        return f"is memory, not a disk ({mount.type} at {mount.point}): offload to it saves no memory"
     if mount.type in _NETWORK:
         return f"is on a network file system ({mount.type} at {mount.point})"
     if _is_rotational(mount.device, DEVICES):
-        return f"is on a rotating disk (device {mount.device} at {mount.point})"
+        return f"is on a rotational disk (device {mount.device} at {mount.point})"
     return None
 
 

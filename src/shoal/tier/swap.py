@@ -132,14 +132,14 @@ class Swap:
         if self.closed:
             reason = "the file is closed"
         elif os.fstat(self._file.descriptor).st_nlink == 0:
-            reason = "the file was deleted. Let nothing else touch the folder while training runs"
+            reason = "the file was deleted. No other process may touch the folder during training"
         return None if reason is None else job.failure(self._file, job.extent.offset, reason)
 
     def check_owner(self, name: str) -> None:
         """Raise TierError in a process forked from the owner: it has none of the threads."""
         if os.getpid() != self._owner:
             raise TierError(f"{name} rests in {self.path}, which belongs to process {self._owner}; this is process "
-                            f"{os.getpid()}, forked from it. Read the state where it is trained")
+                            f"{os.getpid()}, forked from it. Read the state in the training process")
 
     def has_room(self, bytes: int) -> bool:
         """Whether the write-ahead limit admits `bytes` more; the caller holds the lock."""

@@ -152,11 +152,11 @@ class Job:
         except OSError as error:
             raise self.failure(file, offset, f"{error.strerror}; look at the disk (dmesg)") from error
         if count < len(view):
-            raise self.failure(file, offset + count, "the file ends there: it was truncated. Let nothing else "
-                               "touch the folder while training runs")
+            raise self.failure(file, offset + count, "unexpected end of file: it was truncated. No other "
+                               "process may touch the folder during training")
         if file.checksums and checksum(view) != self._checksums[index]:
-            raise self.failure(file, offset, f"these {len(view):,} bytes are not what was written: the file was "
-                               f"changed on disk. Let nothing else touch the folder; check the disk")
+            raise self.failure(file, offset, f"checksum mismatch in {len(view):,} bytes: the file was changed on "
+                               f"disk. No other process may touch the folder; check the disk")
 
     def _write(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
         if file.checksums:
@@ -168,7 +168,7 @@ class Job:
         except OSError as error:
             raise self.failure(file, offset, describe(error, len(view), file.path.parent)) from error
         if count < len(view):
-            raise self.failure(file, offset + count, "the system takes no more; make room on the disk")
+            raise self.failure(file, offset + count, "the write ended early; make room on the disk")
 
 
 def _transfer(call: Callable[[int, Sequence[memoryview], int], int], file: SwapFile, view: memoryview, offset: int) -> int:
@@ -281,4 +281,4 @@ class IoThreads:
     def _fail_queued(self) -> None:
         while (block := self._next(("read", "write"))) is not None:
             job, _ = block
-            job.fail(job.failure(self._file, job.extent.offset, "the file was closed meanwhile"), 1)
+            job.fail(job.failure(self._file, job.extent.offset, "the file was closed before the transfer"), 1)
