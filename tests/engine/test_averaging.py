@@ -108,19 +108,19 @@ def test_op_sum_gives_ranks_times_the_mean_gradient(stage: int) -> None:
     assert run_ranks(2, summed, stage)[0] == [True, True]
 
 
-def told(**extra: Any) -> tuple[bool, float]:
+def accessors_of(**extra: Any) -> tuple[bool, float]:
     engine = build(1, **extra)
     return engine.postscale_gradients(), engine.gradient_predivide_factor()
 
 
-def answers() -> list[tuple[bool, float]]:
+def accessors_by_setting() -> list[tuple[bool, float]]:
     half = {"bf16": {"enabled": True}}
-    return [told(), told(**half), told(**PRESCALED, **half), told(**POSTSCALED), told(gradient_predivide_factor=1.5),
-            told(gradient_predivide_factor=1.0)]
+    return [accessors_of(), accessors_of(**half), accessors_of(**PRESCALED, **half), accessors_of(**POSTSCALED),
+            accessors_of(gradient_predivide_factor=1.5), accessors_of(gradient_predivide_factor=1.0)]
 
 
 def test_accessors_report_where_gradients_are_divided() -> None:
-    assert run_ranks(2, answers)[0] == [(False, 2), (True, 1), (False, 2), (True, 1), (True, 1.5), (True, 1)]
+    assert run_ranks(2, accessors_by_setting)[0] == [(False, 2), (True, 1), (False, 2), (True, 1), (True, 1.5), (True, 1)]
 
 
 @pytest.mark.parametrize(("other", "message"), [

@@ -133,8 +133,8 @@ def reductions_within_backward(stage: int, overlap: bool, accumulation: int) -> 
     found: list[int] = []
     before = 0
 
-    def watch(*said: Any) -> None:
-        said[-1].register_hook(lambda _: found.append(traffic.calls["reduce"] - before))
+    def watch(*arguments: Any) -> None:
+        arguments[-1].register_hook(lambda _: found.append(traffic.calls["reduce"] - before))
 
     engine.module.first.register_forward_hook(watch)
     for _ in range(accumulation):

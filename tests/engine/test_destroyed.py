@@ -59,12 +59,12 @@ def refused(folder: str) -> dict[str, str]:
     engine = build(3)
     train(engine, 1)
     engine.destroy()
-    said = {}
+    errors = {}
     for name, call in CALLS.items():
         with pytest.raises(UsageError) as raised:
             call(engine, folder)
-        said[name] = str(raised.value)
-    return said
+        errors[name] = str(raised.value)
+    return errors
 
 
 def test_a_destroyed_engine_refuses_every_call(tmp_path: Path) -> None:
@@ -77,12 +77,12 @@ def refused_by_pipeline() -> list[str]:
     module = shoal.PipelineModule([Embed(), Block(), Head()], num_stages=1, loss_fn=loss_fn)
     engine: Any = shoal.initialize(model=module, config=configured())[0]
     engine.destroy()
-    said = []
+    errors = []
     for call in (engine.train_batch, engine.eval_batch):
         with pytest.raises(UsageError) as raised:
             call(iter([]))
-        said.append(str(raised.value))
-    return said
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_a_destroyed_pipeline_engine_refuses_every_call() -> None:

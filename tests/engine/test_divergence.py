@@ -27,11 +27,11 @@ class Branching(Plain):
         return self.head(x)
 
 
-def check(said: list[tuple[bool, str]], first: str, second: str) -> None:
+def check(results: list[tuple[bool, str]], first: str, second: str) -> None:
     """Check that each rank names its collective: one rank times out first, which breaks the other's connection."""
-    assert any(timed_out for timed_out, _ in said)
-    for rank, ((timed_out, message), what) in enumerate(zip(said, (first, second), strict=True)):
-        assert message.startswith(f"rank {rank} of 2, step 0: {what} ")
+    assert any(timed_out for timed_out, _ in results)
+    for rank, ((timed_out, message), call) in enumerate(zip(results, (first, second), strict=True)):
+        assert message.startswith(f"rank {rank} of 2, step 0: {call} ")
         how = 'did not finish within 3 s. Another rank took a different path through the model, stopped, or is that slow: ' \
               'set "debug": true' if timed_out else "broke: another rank died or closed its connection."
         assert how in message

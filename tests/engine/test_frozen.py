@@ -88,5 +88,5 @@ def thawed(stage: int, folder: str) -> str:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_a_parameter_frozen_at_initialize_is_refused_by_name(stage: int, tmp_path: Path) -> None:
-    for rank, said in enumerate(run_ranks(2, thawed, stage, str(tmp_path))):
-        assert said.startswith(f"rank {rank}: backward: 0.weight, 0.bias required no gradient")
+    for rank, error in enumerate(run_ranks(2, thawed, stage, str(tmp_path))):
+        assert error.startswith(f"rank {rank}: backward: 0.weight, 0.bias required no gradient")

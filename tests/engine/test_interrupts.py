@@ -140,7 +140,7 @@ def test_an_interrupted_forward_leaves_no_saved_tensor_hooks(how: str) -> None:
     run_ranks(1, within_a_forward, how)
 
 
-# By themselves
+# Critical sections and watches without an engine
 
 
 def interrupting(times: int, after: Callable[[], object]) -> Callable[[], None]:
@@ -167,7 +167,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
         unbroken(interrupting(2, lambda: done.append("never")))()
     with pytest.raises(KeyboardInterrupt):
         unbroken(interrupting(1, lambda: done.append("again")))()
-    assert done == ["again"], "what was interrupted twice has left something behind"
+    assert done == ["again"], "a call that was interrupted twice has left a watch behind"
 
 
 def test_between_critical_sections_an_interrupt_does_not_wait() -> None:
@@ -200,7 +200,7 @@ def test_ignored_and_handled_interrupts_stay_so() -> None:
 
         with watched():
             signal.signal(signal.SIGINT, mine)
-        assert signal.getsignal(signal.SIGINT) is mine, "a handler that was set meanwhile was taken back"
+        assert signal.getsignal(signal.SIGINT) is mine, "a handler that was installed during the watch was replaced"
     finally:
         signal.signal(signal.SIGINT, former)
 

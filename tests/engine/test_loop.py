@@ -28,7 +28,7 @@ def accumulate(stage: int) -> None:
     """Three ways to accumulate four microbatches: counted, within no_sync, and with boundaries that are set."""
     sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     counted = build(stage, gradient_accumulation_steps=4, optimizer=sgd)
-    unsynced, told = (build(stage, gradient_accumulation_steps=4, optimizer=sgd) for _ in range(2))
+    unsynced, by_hand = (build(stage, gradient_accumulation_steps=4, optimizer=sgd) for _ in range(2))
     for step in range(3):
         for micro in range(4):
             counted.backward(loss(counted, step, micro))
@@ -44,12 +44,12 @@ def accumulate(stage: int) -> None:
         unsynced.backward(loss(unsynced, step, 3))
         unsynced.step()
         for micro in range(4):
-            told.set_gradient_accumulation_boundary(micro == 3)
-            told.backward(loss(told, step, micro))
-            told.zero_grad() if micro < 3 else told.step()  # nothing is lost before the boundary
-    assert same(weights(counted), weights(told)) and close(weights(counted), weights(unsynced))
-    assert counted.global_steps == told.global_steps == unsynced.global_steps == 3
-    assert counted.global_samples == told.global_samples == 3 * 4 * 2 * 2
+            by_hand.set_gradient_accumulation_boundary(micro == 3)
+            by_hand.backward(loss(by_hand, step, micro))
+            by_hand.zero_grad() if micro < 3 else by_hand.step()  # nothing is lost before the boundary
+    assert same(weights(counted), weights(by_hand)) and close(weights(counted), weights(unsynced))
+    assert counted.global_steps == by_hand.global_steps == unsynced.global_steps == 3
+    assert counted.global_samples == by_hand.global_samples == 3 * 4 * 2 * 2
 
 
 @pytest.mark.parametrize("stage", range(4))

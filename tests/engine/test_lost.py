@@ -30,12 +30,12 @@ from .test_tiers import ALL, build, config, engine_of, train, whole
 @contextmanager
 def logged() -> Generator[list[str]]:
     """Yield the library's log lines from here on."""
-    said: list[str] = []
+    lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("shoal").addHandler(handler)
     try:
-        yield said
+        yield lines
     finally:
         logging.getLogger("shoal").removeHandler(handler)
 
@@ -56,7 +56,7 @@ def lost(folder: str, kind: str) -> tuple[list[float], list[float], dict[str, Te
         train(engine, range(4, 8))
     with pytest.raises(TierError):
         engine.destroy()
-    assert any(parameter.isnan().all() for parameter in kept.parameters()), "what is lost does not look like weights"
+    assert any(parameter.isnan().all() for parameter in kept.parameters()), "lost weights read as NaN"
     engine.destroy()  # there is nothing left to detach
     assert list(disk.iterdir()) == []
     losses, weights = list[float](), dict[str, Tensor]()
@@ -102,9 +102,9 @@ def stepped_in_part(folder: str, stage: int, weights: str) -> None:
         train(engine, range(2, 3))
     refused(engine, folder)
     kept = engine.module
-    with logged() as said, pytest.raises(TierError, match="taken in part"):
+    with logged() as lines, pytest.raises(TierError, match="taken in part"):
         engine.destroy()
-    assert "cannot be had any more" in said[0]
+    assert "cannot be had any more" in lines[0]
     assert all(parameter.isnan().all() for parameter in kept.parameters() if parameter.requires_grad)
 
 
@@ -122,7 +122,7 @@ def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
     kept, names = engine.module, [unit.name for unit in engine.sharded.units]
     [file] = Path(folder).rglob("*.swap")
     file.unlink()
-    with logged() as said, pytest.raises(TierError):
+    with logged() as lines, pytest.raises(TierError):
         engine.destroy()
     assert any(is_guarded(parameter) for parameter in kept.parameters()), "unused parameters take no memory"
     fresh = build()
@@ -141,13 +141,13 @@ def filled(folder: str, way: str) -> tuple[list[str], list[str]]:
     assert all(type(parameter) is nn.Parameter for parameter in kept.parameters())
     kept(torch.ones(2, 40)).sum().backward()
     assert all(parameter.grad is not None for parameter in kept.parameters())
-    return names, said
+    return names, lines
 
 
 @pytest.mark.parametrize("way", ["loaded", "copied", "drawn"])
 def test_lost_weights_are_logged_by_unit_and_can_be_written(way: str, tmp_path: Path) -> None:
-    names, said = run_ranks(1, filled, str(tmp_path), way)[0]
-    [line] = said
+    names, lines = run_ranks(1, filled, str(tmp_path), way)[0]
+    [line] = lines
     assert line.startswith("rank 0: destroy: the parameters of units '") and "the file was deleted" in line
     assert any(f"'{name}'" in line for name in names)
 
@@ -173,7 +173,7 @@ def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
         with pytest.raises(PeerFailed, match="rank 1: initialize failed: ValueError: no optimizer today"):
             engine(torch.ones(2, 40))
         return [], []
-    with logged() as said, pytest.raises(ValueError, match="no optimizer today"):
+    with logged() as lines, pytest.raises(ValueError, match="no optimizer today"):
         shoal.initialize(model=model, config=SHARDED, optimizer=choose)
     gave_up.touch()
     found = []
@@ -184,14 +184,14 @@ def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
             found.append(str(error))
     with pytest.raises(ReleasedError, match="build the model again"):
         model.state_dict()
-    return found, said
+    return found, lines
 
 
 def test_shards_that_a_failed_rank_cannot_return_are_logged_and_guarded(tmp_path: Path) -> None:
-    found, said = run_ranks(2, failed_alone, tmp_path)[1]
+    found, lines = run_ranks(2, failed_alone, tmp_path)[1]
     assert found[1::2] == ["equal"] * 6, "biases, which rest whole on each rank"
     assert all("whose engine is gone without giving it back: build the model again" in text for text in found[::2])
-    [line] = said
+    [line] = lines
     assert "rank 1: initialize failed, and the parameters of units '" in line and "did not finish within 3 s" in line
 
 

@@ -138,19 +138,19 @@ def refused_loads(folder: str) -> list[str]:
         ("2 parameters that this model has not, the first is '3.weight'", 3, {"type": "SGD", "params": {"lr": 0.1}}, {}),
         ("holds the state of SGD, and this engine steps by AdamW", 4, {"type": "AdamW"}, {}),
     ]
-    for said, layers, optimizer, keywords in cases:
+    for expected, layers, optimizer, keywords in cases:
         engine = shoal.initialize(model=model_of(layers), config=config_of(1, optimizer=optimizer))[0]
         train(engine)
         before = weights(engine)
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(folder, **keywords)
-        if said not in str(caught.value):
+        if expected not in str(caught.value):
             wrong.append(str(caught.value))
         if engine.global_steps != 1 or not all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True)):
-            wrong.append(f"{said}: something changed")
+            wrong.append(f"{expected}: something changed")
         engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False)
         if not all(torch.equal(a, b) for a, b in zip(weights(engine), weights(saved), strict=False)):
-            wrong.append(f"{said}: the weights were not loaded")
+            wrong.append(f"{expected}: the weights were not loaded")
     return wrong
 
 
@@ -195,8 +195,8 @@ def unshared(folder: str) -> str:
 
 
 def test_a_folder_that_one_rank_cannot_see_raises_on_all_ranks(tmp_path: Path) -> None:
-    for said in run_ranks(2, unshared, str(tmp_path)):
-        assert "only ranks [0] see a file 'latest'" in said
+    for error in run_ranks(2, unshared, str(tmp_path)):
+        assert "only ranks [0] see a file 'latest'" in error
 
 
 class Cable(torch.autograd.Function):

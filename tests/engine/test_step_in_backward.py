@@ -108,7 +108,7 @@ def weights(engine: shoal.Engine) -> list[Tensor]:
     return list((engine.consolidated_state_dict() or {}).values())
 
 
-# When
+# When a unit is stepped
 
 
 def begins(folder: str, tier: dict[str, Any], stage: int) -> None:
@@ -284,25 +284,25 @@ TOO_SOON: dict[str, tuple[Callable[[shoal.Engine], object], str]] = {
 
 def too_soon(folder: str, tier: dict[str, Any], stage: int, within: bool) -> tuple[dict[str, str], list[Tensor]]:
     engine = engine_of(folder, tier, stage, within=within)
-    said: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for number, (name, (action, _)) in enumerate(TOO_SOON.items()):
         engine.backward(loss_of(engine, number))
         if within:
             with pytest.raises(UsageError) as raised:
                 action(engine)
-            said[name] = str(raised.value)
+            errors[name] = str(raised.value)
         engine.progress.boundary_override = None
         engine.step()
     found = weights(engine)
     engine.destroy()
-    return said, found
+    return errors, found
 
 
 @pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 0), (MEMORY, 2), (ALL, 3)])
 def test_calls_between_backward_and_step_are_refused_without_harm(tier: Any, stage: int, tmp_path: Path) -> None:
-    said, found = run_ranks(1, too_soon, str(tmp_path), tier, stage, True)[0]
+    errors, found = run_ranks(1, too_soon, str(tmp_path), tier, stage, True)[0]
     for name, (_, pattern) in TOO_SOON.items():
-        assert re.search(pattern, said[name]), (name, said[name])
+        assert re.search(pattern, errors[name]), (name, errors[name])
     assert all(map(torch.equal, found, run_ranks(1, too_soon, str(tmp_path), tier, stage, False)[0][1]))
 
 
@@ -333,12 +333,12 @@ def halfway(folder: str, kind: type[Block], tier: dict[str, Any], stage: int) ->
 READ = r"the weights of unit 'blocks\.1' were asked for after backward stepped.*set offload_optimizer.step_in_backward"
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Failing, "the middle of backward"), (Detached, READ), (InPart, READ)])
+@pytest.mark.parametrize(("kind", "expected"), [(Failing, "the middle of backward"), (Detached, READ), (InPart, READ)])
 @pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 0), (MEMORY, 3), (ALL, 1), (ALL, 3)])
-def test_a_backward_that_fails_or_reads_stepped_weights_ends_the_engine(kind: Any, said: str, tier: Any, stage: int,
+def test_a_backward_that_fails_or_reads_stepped_weights_ends_the_engine(kind: Any, expected: str, tier: Any, stage: int,
                                                                         tmp_path: Path) -> None:
     message, after = run_ranks(1, halfway, str(tmp_path), kind, tier, stage)[0]
-    assert re.search(said, message)
+    assert re.search(expected, message)
     assert all("a step was taken in part" in text for text in after)
 
 
@@ -382,8 +382,8 @@ def test_an_engine_can_be_destroyed_between_backward_and_step(tier: Any, stage: 
     ({"bf16": {"enabled": True}}, "bf16.check_grad_overflow", "set it to false"),
 ])
 def test_settings_that_need_all_gradients_are_refused(more: dict[str, Any], other: str, fix: str) -> None:
-    said = f"step_in_backward: got true beside {re.escape(other)}: .* only after backward; {fix}"
-    with pytest.raises(ConfigError, match=said):
+    expected = f"step_in_backward: got true beside {re.escape(other)}: .* only after backward; {fix}"
+    with pytest.raises(ConfigError, match=expected):
         Config.resolve(config("", MEMORY, **more), data_ranks=1)
 
 

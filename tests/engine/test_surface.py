@@ -376,7 +376,7 @@ def masters(stage: int) -> None:
     for name, parameter in plain.named_parameters() if engine.global_rank == 0 else ():
         assert own[name].dtype is torch.bfloat16 and wide[name].dtype is torch.float32
         assert torch.equal(wide[name].bfloat16(), own[name])
-        assert torch.equal(wide[name], own[name].float()) is not parameter.requires_grad, "masters of what is trained alone"
+        assert torch.equal(wide[name], own[name].float()) is not parameter.requires_grad, "only these have masters"
     for unit in engine.sharded.trainable if engine.sharded is not None and engine.global_rank == 0 else ():
         flat = torch.zeros(unit.layout.size)
         for view, member in zip(unit.layout.views(flat), unit.members, strict=True):

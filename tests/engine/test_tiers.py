@@ -139,7 +139,7 @@ def test_wrong_keys_given_to_zero_init_are_refused_by_name() -> None:
         shoal.zero.Init(remote_device="nvme")
 
 
-# Weights that rest on disk are the user's all the same
+# Reading and writing weights that rest on disk
 
 
 def written(folder: str, stage: int) -> list[Tensor]:
@@ -269,7 +269,7 @@ def test_an_optimizer_may_keep_its_step_count_in_its_groups(tmp_path: Path) -> N
     assert (rates, more) == ([0.125], 0) and all(held)
 
 
-# What goes wrong before the first step
+# Errors before the first step
 
 
 def refused(folder: str, tier: dict[str, Any]) -> str:
@@ -323,7 +323,7 @@ def test_nvme_without_a_folder_is_refused() -> None:
         shoal.engine.schema.Config.resolve({"zero_optimization": {"offload_param": {"device": "nvme"}}}, data_ranks=1)
 
 
-# What goes wrong while training
+# Errors during training
 
 
 def harmed(folder: str, harm: str, tier: dict[str, Any]) -> tuple[str, str]:
@@ -346,14 +346,14 @@ def harmed(folder: str, harm: str, tier: dict[str, Any]) -> tuple[str, str]:
     return str(raised.value), str(file)
 
 
-@pytest.mark.parametrize(("harm", "said"), [("truncated", "No other process may touch the folder"),
-                                            ("changed", "changed on disk"), ("deleted", "deleted")])
-def test_a_damaged_swap_file_is_named_in_the_error(harm: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("harm", "expected"), [("truncated", "No other process may touch the folder"),
+                                                ("changed", "changed on disk"), ("deleted", "deleted")])
+def test_a_damaged_swap_file_is_named_in_the_error(harm: str, expected: str, tmp_path: Path) -> None:
     for tier in (ALL, STATE):
         folder = tmp_path / str(len(tier))
         folder.mkdir()
         message, file = run_ranks(1, harmed, str(folder), harm, tier)[0]
-        assert said in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
+        assert expected in message and file in message and "rank 0" in message and "unit '" in message and "byte" in message
         assert any(f"'{name}'" in message for name, _ in build().named_parameters()), message
 
 
