@@ -320,7 +320,7 @@ def test_compile_compiles_blocks_and_leaves_collectives_outside(stage: int) -> N
 def test_an_engine_has_one_trace_at_a_time(engine: Engine) -> None:
     unused = engine.trace()
     with engine.trace() as outer:
-        with pytest.raises(UsageError, match="trace: this engine is traced already, and has one listener"):
+        with pytest.raises(UsageError, match="trace: this engine is traced already, and one trace may run at a time"):
             unused.__enter__()
         engine(batch(0, 0, 0)[0])
     assert "forward" in {event.lane for event in outer.events}

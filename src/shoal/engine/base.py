@@ -397,14 +397,14 @@ class BaseEngine(Accessors, nn.Module):
         """Record events within the context, by lane and duration: forward, backward, step, waiting for state, reading and
         writing it.
 
-        Raises `UsageError` within another such context of this engine, which has one listener.
+        Raises `UsageError` within another such context of this engine.
         """
         self.refuse_destroyed("trace")
         assert self.sharded is not None
         residence = self.sharded.residence
         if residence.lanes.trace is not None:
-            raise UsageError("trace: this engine is traced already, and has one listener; read the `events` of the outer "
-                             "trace instead: those so far are there at any time")
+            raise UsageError("trace: this engine is traced already, and one trace may run at a time; read the `events` of "
+                             "the outer trace instead: it holds the events so far at any time")
         with residence.trace() as trace:
             yield trace
 
@@ -458,8 +458,8 @@ class BaseEngine(Accessors, nn.Module):
     def refuse_destroyed(self, call: str) -> None:
         """Raise `UsageError` from `call` after `destroy`."""
         if self.destroyed:
-            raise UsageError(f"{call}: this engine was destroyed, and has no part in the model any more; use the module "
-                             f"itself, or build another engine over it by shoal.initialize")
+            raise UsageError(f"{call}: this engine was destroyed, and is detached from the model; use the module itself, or "
+                             f"build another engine over it by shoal.initialize")
 
     def destroy(self) -> None:
         """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it.
@@ -500,7 +500,7 @@ class BaseEngine(Accessors, nn.Module):
             sharded.destroy()
         except Exception as error:
             if units := missing_units(sharded):
-                logger.error("rank %d: destroy: the parameters of %s cannot be had any more, and are not a number from here "
-                             "on. (%s)", self.global_rank, unit_names(units), error)
+                logger.error("rank %d: destroy: the parameters of %s are lost, and read as NaN from here on. (%s)",
+                             self.global_rank, unit_names(units), error)
                 fill_nan(units)
             raise

@@ -225,7 +225,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
     _check_optimizer(settings, inner)
     if isinstance(inner, CompressedOptimizer) and not traits.compressing:
-        raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, of which must be known "
+        raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
     rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
     return ShardedOptimizer(sharded, views, inner, _loss_scale(settings), rules)
@@ -252,7 +252,7 @@ def _restored_on_failure(engine: BaseEngine, optimizer: OptimizerSource | None) 
             try:
                 engine.sharded.destroy()
             except Exception as error:
-                logger.error("rank %d: initialize failed, and the parameters of %s could not be had back: build the model "
+                logger.error("rank %d: initialize failed, and the parameters of %s could not be restored: build the model "
                              "again, reading this one raises: %s", engine.global_rank,
                              unit_names(missing_units(engine.sharded)), error)
         raise
