@@ -19,15 +19,15 @@ from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
     PUBLISHED,
+    compression_to_save,
     moments_to_load,
     moments_to_save,
     parameter_shapes,
-    published,
+    published_pieces,
+    residual_pieces,
     residual_ranks,
-    unsent,
     weights_to_load,
     weights_to_save,
-    wire_to_save,
 )
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger, warn_once
@@ -92,7 +92,7 @@ class Checkpointer:
             pieces = [piece for piece in pieces if piece.name not in frozen]
         if optimizer is not None:
             pieces += moments_to_save(sharded, optimizer)
-            pieces += wire_to_save(sharded)
+            pieces += compression_to_save(sharded)
         away = any(piece.hold is not None for piece in pieces)  # written from where it rests, a bounded part at a time
         pending = self._open_writer().write(
             save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
@@ -190,7 +190,7 @@ class Checkpointer:
         for unit in sharded.trainable:
             if unit not in following:
                 unit.cast_master_to_weights()
-        snapshot.fill([piece for unit in following for piece in published(unit, sharded.cuts)])
+        snapshot.fill([piece for unit in following for piece in published_pieces(unit, sharded.cuts)])
         for unit in sharded.units:
             unit.versions.mark(range(len(unit.members)))
         for unit in sharded.trainable:
@@ -208,7 +208,8 @@ class Checkpointer:
             filled = {unit: torch.zeros(unit.layout.size, device=self._device) for unit in units
                       if number % unit.communicator.ranks == unit.communicator.rank}
             assert snapshot is not None
-            pieces = (piece for unit, values in filled.items() for piece in unsent(unit, values, number, sharded.cuts))
+            pieces = (piece for unit, values in filled.items()
+                      for piece in residual_pieces(unit, values, number, sharded.cuts))
             snapshot.fill([piece for piece in pieces if number < saved_ranks.get(piece.name.partition("/")[2], 0)])
             for unit, values in filled.items():
                 residuals[unit] = residuals[unit].add_(values) if unit in residuals else values

@@ -1,4 +1,4 @@
-"""The whole training state as named pieces and plain values: what a checkpoint holds, whatever the topology.
+"""The contents of a checkpoint: the whole training state as named pieces, independent of the topology.
 
     weight/NAME        every parameter, in the precision of its master
     KIND/NAME          the optimizer's state of that parameter, of its shape (exp_avg, exp_avg_sq, ...)
@@ -31,7 +31,6 @@ from shoal.optim.views import MasterView
 from shoal.tier import ResidentSpan, Span, fetched
 from shoal.zero.layout import Part, Slot
 from shoal.zero.sharded import ShardedModel
-from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
 WEIGHT, BUFFER, PUBLISHED = "weight", "buffer", "published"
@@ -40,7 +39,7 @@ SCALAR, NUMBER = "scalar.", "number."
 """Marks of state that is one value per parameter: a tensor without dims, or a Python number."""
 Cuts = Mapping[str, TensorSlice]
 Shape = tuple[int, ...]
-AT_ONCE = 1 << 22
+PIECE_ELEMENTS = 1 << 22
 """Elements of a piece that has to be fetched into memory."""
 
 
@@ -50,18 +49,18 @@ def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
         for part in unit.layout.parts(unit.span) if unit.replica_group.is_first_copy else ():
             yield from _weight(model, unit, part, unit.span)
     if model.parameter_groups.is_first_copy:
-        yield from _whole(model)
+        yield from _unsharded(model)
 
 
-def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool, frozen: bool = True) -> Iterator[Piece]:
+def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool) -> Iterator[Piece]:
     """Yield the pieces that rest on this rank, to be filled in place; with `strict` also those that the checkpoint lacks."""
     saved = set(snapshot.names())
     for unit in model.units:
         for part in unit.layout.parts(unit.precise_range):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
-            if name in saved or (strict and (isinstance(unit, TrainableUnit) or frozen)):
+            if name in saved or strict:
                 yield from _weight(model, unit, part, unit.precise_range)
-    yield from (piece for piece in _whole(model) if strict or piece.name in saved)
+    yield from (piece for piece in _unsharded(model) if strict or piece.name in saved)
 
 
 def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[Piece]:
@@ -93,7 +92,7 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
             if scalar is None:
                 whole = view.unit.state.moment(kind, _state_dtype(view, dtype))
                 state[kind] = whole[view.start:view.stop]
-                yield from _parts(view, kind, model.cuts)
+                yield from _moment_pieces(view, kind, model.cuts)
             elif kind.startswith(NUMBER):
                 state[kind.removeprefix(NUMBER)] = scalar
             else:
@@ -102,26 +101,27 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
         optimizer.optimizer.state[view.parameter] = state
 
 
-def wire_to_save(model: ShardedModel) -> Iterator[Piece]:
+def compression_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield the state of compressed communication: this rank's slices of published weights, and its compression error."""
     for unit in model.trainable:
         if unit.state.follows_publication:
-            yield from published(unit, model.cuts)
+            yield from published_pieces(unit, model.cuts)
         if unit.gradient.accumulator.residual is not None:
-            yield from unsent(unit, unit.gradient.accumulator.residual, unit.communicator.rank, model.cuts)
+            yield from residual_pieces(unit, unit.gradient.accumulator.residual, unit.communicator.rank, model.cuts)
 
 
-def published(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
+def published_pieces(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
     """Yield this rank's slices of the weights that all ranks have."""
     for part in unit.layout.parts(unit.span):
-        yield from _of(ResidentSpan(unit.full), unit.span.start + part.offset, PUBLISHED, unit.layout.slots[part.slot],
-                       range(part.start, part.stop), cuts)
+        yield from _pieces(ResidentSpan(unit.full), unit.span.start + part.offset, PUBLISHED, unit.layout.slots[part.slot],
+                           range(part.start, part.stop), cuts)
 
 
-def unsent(unit: Unit, residual: Tensor, rank: int, cuts: Cuts) -> Iterator[Piece]:
+def residual_pieces(unit: Unit, residual: Tensor, rank: int, cuts: Cuts) -> Iterator[Piece]:
     """Yield the slots of `residual` (size,), the compression error of rank `rank`."""
     for slot in unit.layout.slots:
-        yield from _of(ResidentSpan(residual), slot.start, f"{RESIDUAL}{rank}", slot, range(slot.stop - slot.start), cuts)
+        elements = range(slot.stop - slot.start)
+        yield from _pieces(ResidentSpan(residual), slot.start, f"{RESIDUAL}{rank}", slot, elements, cuts)
 
 
 def residual_ranks(snapshot: Snapshot) -> dict[str, int]:
@@ -142,22 +142,21 @@ def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
 def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
     at = span.start + part.offset - unit.precise_range.start
-    yield from _of(unit.precise, at, WEIGHT, slot,
-                   range(part.start, part.stop), model.cuts)
+    yield from _pieces(unit.precise, at, WEIGHT, slot, range(part.start, part.stop), model.cuts)
 
 
-def _parts(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:
+def _moment_pieces(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:
     """Yield the pieces of a moment of a view, slot by slot."""
     for part in view.parts:
         slot = view.unit.layout.slots[part.slot]
-        yield from _of(view.unit.state.moments[kind], part.offset, kind, slot, range(part.start, part.stop), cuts)
+        yield from _pieces(view.unit.state.moments[kind], part.offset, kind, slot, range(part.start, part.stop), cuts)
 
 
-def _of(span: Span, at: int, kind: str, slot: Slot, elements: range, cuts: Cuts) -> Iterator[Piece]:
+def _pieces(span: Span, at: int, kind: str, slot: Slot, elements: range, cuts: Cuts) -> Iterator[Piece]:
     """Yield `elements` of a slot, which begin at `at` of a span, in small pieces if the span does not rest in memory."""
     resident = isinstance(span, ResidentSpan)
     for run in flat_to_boxes(slot.shape, elements, cuts.get(slot.name)):
-        step = max(1, len(run.local)) if resident else AT_ONCE
+        step = max(1, len(run.local)) if resident else PIECE_ELEMENTS
         for start in range(run.local.start, run.local.stop, step):
             stop = min(start + step, run.local.stop)
             here = range(at + start - elements.start, at + stop - elements.start)
@@ -182,7 +181,7 @@ def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts
     if isinstance(value, Tensor) and value.dim():
         at = start - unit.master_span.start
         span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (ResidentSpan(value), at - view.start)
-        yield from _of(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
+        yield from _pieces(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
     elif start == slot.start and (slot.name not in cuts or cuts[slot.name].rank == 0):
         prefix, scalar = (SCALAR, value) if isinstance(value, Tensor) else (NUMBER, torch.tensor(value, dtype=torch.float64))
         yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=scalar.reshape(1))
@@ -198,7 +197,7 @@ def _scalar_device(view: MasterView, options: Mapping[str, object]) -> torch.dev
     return view.parameter.device if at_parameter else torch.device("cpu")
 
 
-def _whole(model: ShardedModel) -> Iterator[Piece]:
+def _unsharded(model: ShardedModel) -> Iterator[Piece]:
     """Yield the tensors that every rank holds whole: buffers, and parameters that no unit holds."""
     in_units = {member.name for unit in model.units for member in unit.members}
     persistent = set(model.model.state_dict(keep_vars=True))
