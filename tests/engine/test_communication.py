@@ -38,7 +38,7 @@ def step(engine: Engine) -> None:
     engine.backward(engine(x).float().pow(2).mean())
     engine.step()
     if engine.zero_optimization_stage() < 3:
-        engine.module.state_dict()  # waits for what is under way
+        engine.module.state_dict()  # waits for outstanding gathers
 
 
 def bytes_of_a_step(stage: int, compute: str, extra: dict[str, Any]) -> dict[str, int]:
@@ -57,7 +57,7 @@ def test_gradients_travel_in_the_communication_dtype_weights_do_not(stage: int, 
     weights, reduced = sent * BYTES[compute], sent * BYTES[wire or compute]
     expected = {"reduce": reduced}
     if stage == 0:
-        expected["replicate"] = min(weights, reduced)  # what was summed is no wider than it rests
+        expected["replicate"] = min(weights, reduced)  # a sum is replicated in the narrower of both dtypes
     elif stage < 3:
         expected["publish"] = weights
     else:

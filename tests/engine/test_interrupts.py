@@ -244,7 +244,7 @@ def everywhere() -> None:
                 pass
         unbroken(lambda: None)()
 
-    kept: list[BaseException] = []  # with their frames, and whatever these hold
+    kept: list[BaseException] = []  # keeps their frames alive, and the objects in them
     for number in range(2000):
         left = number
 

@@ -57,7 +57,7 @@ def lost(folder: str, kind: str) -> tuple[list[float], list[float], dict[str, Te
     with pytest.raises(TierError):
         engine.destroy()
     assert any(parameter.isnan().all() for parameter in kept.parameters()), "lost weights read as NaN"
-    engine.destroy()  # there is nothing left to detach
+    engine.destroy()  # the second call does nothing
     assert list(disk.iterdir()) == []
     losses, weights = list[float](), dict[str, Tensor]()
     for model in (kept, build()):

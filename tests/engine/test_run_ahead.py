@@ -66,7 +66,7 @@ def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
     """Let rank 0 finish its steps and prefetch weights, while steps are pending on rank 1; use no weights, or end."""
     settings = config(folder, {key: {**block, "buffer_count": 4} for key, block in ALL.items()})
     settings["zero_optimization"]["offload_optimizer"]["step_in_backward"] = False
-    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # what is gathered ahead waits for the step
+    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # a prefetched gather would wait for the step
     model = Early()
     engine = shoal.initialize(model=model, config=settings)[0]
     assert engine.optimizer is not None and engine.sharded is not None

@@ -211,7 +211,7 @@ def moved(folder: str, within: bool) -> tuple[float, float]:
 
 def test_stepping_in_backward_saves_the_gradient_round_trip_to_disk(tmp_path: Path) -> None:
     read, written = run_ranks(1, moved, str(tmp_path), False)[0]
-    assert read <= 24 and abs(written - 16) <= 1, "what is on its way to the disk when it is asked for is not read"
+    assert read <= 24 and abs(written - 16) <= 1, "data that is still being written is not read from the disk"
     read, written = run_ranks(1, moved, str(tmp_path), True)[0]
     assert read <= 16 and abs(written - 12) <= 1
 
