@@ -22,7 +22,7 @@ from shoal.data.loader import Loader
 from shoal.engine import full_state_dict
 from shoal.engine.accessors import Accessors
 from shoal.engine.checkpointer import Checkpointer, TrainingObjects
-from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck, fill_nan, missing_units, unit_names
+from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck, give_back
 from shoal.engine.progress import Progress, RunningBackward
 from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet, TierError, UsageError
@@ -51,7 +51,7 @@ class BaseEngine(Accessors, nn.Module):
     """The backward pass that an engine of this process is running."""
 
     announces: ClassVar[bool] = False
-    """Whether each backward pass of a root is announced before it runs: see `Hooks.as_pass`."""
+    """Whether each backward pass of a root is announced before it runs: see `BackwardHooks.as_pass`."""
 
     enable_backward_allreduce: bool = True
     """Whether backward passes communicate; otherwise `allreduce_gradients` or `step` reduces their gradients."""
@@ -127,8 +127,7 @@ class BaseEngine(Accessors, nn.Module):
         """Shard the model, of which `trained` are the parameters that an optimizer steps, by their group."""
         self.policy = policy
         sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases)
-        sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces,
-                      begin_pass=self.begin_pass)
+        sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces, begin_pass=self.begin_pass)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
             self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
@@ -173,23 +172,22 @@ class BaseEngine(Accessors, nn.Module):
         return self.progress.sync and self.enable_backward_allreduce
 
     def begin_pass(self) -> BackwardPass:
-        """Check a backward pass that begins, and return what its hooks need to know of it."""
-        self.before_backward()
-        assert self.optimizer is not None
-        return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.synchronising(),
-                            on_reduced=self.optimizer.on_reduced)
-
-    def before_backward(self) -> None:
-        """Check, when a backward pass begins, that it may, and that its loss carries the factor that this engine needs."""
+        """Check that a backward pass may begin, and return its properties to the hooks."""
         assert self.optimizer is not None
         self.progress.backward_begun = True
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use
+        self._check_loss_factor(self.optimizer.loss_scale)
+        return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.synchronising(),
+                            on_reduced=self.optimizer.on_reduced)
+
+    def _check_loss_factor(self, loss_scale: float) -> None:
+        """Raise `UsageError` if the loss of the backward pass that begins lacks the factor that this engine needs."""
         if self.progress.loss_scaled:
             self.progress.loss_scaled = False
             return
-        wanted = self.optimizer.loss_scale / self.gradient_accumulation_steps()
+        wanted = loss_scale / self.gradient_accumulation_steps()
         factor = BaseEngine.running_backward.factor
         if factor == wanted:  # one loss may lead through several engines
             return
@@ -197,9 +195,9 @@ class BaseEngine(Accessors, nn.Module):
             raise UsageError(f"one loss leads through two engines that scale it differently: the one whose backward was "
                              f"called by {factor:g}, this one by {wanted:g}; give both the same "
                              f"gradient_accumulation_steps and the same static fp16.loss_scale")
-        if self.optimizer.loss_scale != 1:
+        if loss_scale != 1:
             raise UsageError(f"loss.backward() was called on an unscaled loss while the loss scale is "
-                             f"{self.optimizer.loss_scale:g}; call engine.backward(loss), or engine.scale(loss).backward()")
+                             f"{loss_scale:g}; call engine.backward(loss), or engine.scale(loss).backward()")
         if self.gradient_accumulation_steps() > 1:
             warn_once("loss.backward() does not divide by gradient_accumulation_steps; divide the loss yourself, or call "
                       "engine.backward(loss)")
@@ -493,14 +491,4 @@ class BaseEngine(Accessors, nn.Module):
             if self.optimizer is not None:
                 self.optimizer.close()
         finally:
-            self._give_back(self.sharded)
-
-    def _give_back(self, sharded: ShardedModel) -> None:
-        try:
-            sharded.destroy()
-        except Exception as error:
-            if units := missing_units(sharded):
-                logger.error("rank %d: destroy: the parameters of %s are lost, and read as NaN from here on. (%s)",
-                             self.global_rank, unit_names(units), error)
-                fill_nan(units)
-            raise
+            give_back(self.sharded, self.global_rank)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet, RanksDisagree, UsageError
+from shoal.log import logger
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.sparse.embeddings import Embeddings
@@ -22,8 +23,8 @@ from shoal.zero.guard import clear_owner, guard, set_owner, unguard
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Phase, Unit
 
-__all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up", "fill_nan", "missing_units",
-           "unit_names"]
+__all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up", "fill_nan", "give_back",
+           "missing_units", "unit_names"]
 
 # Compressed communication
 
@@ -199,6 +200,18 @@ def missing_units(model: ShardedModel) -> list[Unit]:
 def unit_names(units: Iterable[Unit]) -> str:
     """Return the names of `units` for an error message."""
     return "units " + ", ".join(f"'{unit.name}'" for unit in units)
+
+
+def give_back(model: ShardedModel, rank: int) -> None:
+    """Give the module of `model` its parameters back. If some are lost, log their units, fill them with NaN, and raise."""
+    try:
+        model.destroy()
+    except Exception as error:
+        if units := missing_units(model):
+            logger.error("rank %d: destroy: the parameters of %s are lost, and read as NaN from here on. (%s)", rank,
+                         unit_names(units), error)
+            fill_nan(units)
+        raise
 
 
 def fill_nan(units: Iterable[Unit]) -> None:
