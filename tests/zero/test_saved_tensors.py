@@ -99,7 +99,7 @@ def test_weights_that_changed_since_forward_are_told(case: str, tmp_path: Path) 
 
 def program(model: Heads, forward: Callable[..., Tensor], backward: Callable[[Tensor], None], step: Callable[[], None],
             write: Callable[[nn.Parameter], None]) -> None:
-    """What plain training may do: whatever changes, a graph finds what it needs as it was."""
+    """Plain training may do this: after the change, the graph still finds its saved tensors unchanged."""
     x = [torch.ones(2, WIDTH) * (i + 1) / 4 for i in range(4)]
     for recompute in (None, True, False):
         model.recompute = recompute
