@@ -216,6 +216,63 @@ def test_one_class_name_has_one_owner() -> None:
     assert {name: files for name, files in owners.items() if len(files) > 1} == {}
 
 
+def assigned(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the targets of an assignment, tuples taken apart."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(
+        node, ast.AugAssign | ast.AnnAssign) else []
+    for target in targets:
+        yield from target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def is_own(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+
+
+def attributes(tree: ast.Module) -> set[str]:
+    """Return the attributes that the classes of a file declare, or assign to themselves."""
+    found: set[str] = set()
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        found |= {target.id for node in owner.body for target in assigned(node) if isinstance(target, ast.Name)}
+        found |= {target.attr for node in ast.walk(owner) for target in assigned(node)
+                  if isinstance(target, ast.Attribute) and is_own(target)}
+    return found
+
+
+WRITTEN_BY_OTHERS = {
+    "ctx": "torch's own: what an autograd function keeps between forward and backward",
+    "parameter": "torch's own: `data` and `grad` of a parameter",
+    "buffer": "torch's own: `data` of a buffer",
+    "module": "torch's own: `forward` of a module that is compiled",
+    "traffic": "the counters of `recording`, which every sender adds to",
+    "progress": "the counters of an engine, which its accessors may set, as published",
+    "recorder": "the trace of a tier while a context records it",
+    "_file": "the trace of a tier while a context records it",
+    "layer": "the module of a pipeline layer, which a tensor-parallel plan replaced",
+    "built": "the module of a pipeline layer that is measured on another device",
+}
+"""Receivers whose attributes other files write, and why."""
+
+
+def foreign_writes(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """Yield the writes to attributes in `known`, those of classes of the package, that no class of this file has."""
+    own = attributes(tree)
+    for node in ast.walk(tree):
+        for target in assigned(node):
+            if isinstance(target, ast.Attribute) and not is_own(target) and target.attr in known - own:
+                receiver = target.value.attr if isinstance(target.value, ast.Attribute) else getattr(target.value, "id", "")
+                if receiver not in WRITTEN_BY_OTHERS:
+                    yield f"line {target.lineno} writes {ast.unparse(target)}; call a method of its class"
+
+
+def test_attributes_of_a_class_are_written_in_its_own_file() -> None:
+    known = {name for path in FILES for name in attributes(tree_of(path))}
+    assert [f"{name_of(path)}: {fault}" for path in FILES for fault in foreign_writes(tree_of(path), known)] == []
+
+
+def test_a_write_to_the_attribute_of_another_files_class_is_found() -> None:
+    assert len(list(foreign_writes(ast.parse("unit.pending = None\nself.pending = 1"), {"pending"}))) == 1
+
+
 # Where what is done
 
 

@@ -16,7 +16,8 @@ import shoal
 from shoal.optim.step_scheduler import StepScheduler
 from shoal.testing import run_ranks
 from shoal.zero.sharded import ShardedModel
-from shoal.zero.unit import Phase, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Phase
 from shoal.zero.window import Window
 
 from .test_tiers import ALL, build, config, engine_of, train

@@ -15,7 +15,7 @@ import shoal
 from shoal.engine import Engine, PipelineEngine
 from shoal.errors import NotSupportedYet, PipelineError, ReleasedError, UsageError
 from shoal.testing import run_ranks
-from shoal.zero.unit import Phase
+from shoal.zero.unit_state import Phase
 
 from ..pipeline.small import Block, Embed, Head, loss_fn
 from ..zero.models import Plain, batch

@@ -14,7 +14,7 @@ from shoal.engine.engine import Engine
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
 from shoal.zero.placement import state_bytes
-from shoal.zero.unit import Phase
+from shoal.zero.unit_state import Phase
 
 from .models import FEATURES, batch, loss_of
 

@@ -235,7 +235,7 @@ class BaseEngine(Accessors, nn.Module):
         if not self.progress.sync:
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
         for communicator in self.parameter_groups.communicators:
-            communicator.step = self.global_steps
+            communicator.note_step(self.global_steps)
         if self.replicated_grads is not None and self.parameter_groups.tensor is not None:
             more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
             self.replicated_grads = self.replicated_grads if more else None

@@ -21,7 +21,8 @@ from shoal.sparse.embeddings import Embeddings
 from shoal.transport.collectives import Communicator
 from shoal.zero.guard import clear_owner, guard, set_owner, unguard
 from shoal.zero.sharded import ShardedModel
-from shoal.zero.unit import Phase, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Phase
 
 __all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up", "fill_nan", "give_back",
            "missing_units", "unit_names"]

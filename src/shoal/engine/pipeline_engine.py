@@ -298,7 +298,7 @@ class PipelineEngine(BaseEngine):
         drawn = DrawnMicrobatches.of(items, coordinates=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
                                      has_first_stage=self.is_first_stage(),
                                      label=f"rank {dist.get_rank()} (stage {self._stage_numbers})")
-        self.parameter_groups.world.step = self.global_steps
+        self.parameter_groups.world.note_step(self.global_steps)
         words = torch.tensor([digest(call), bool(problem) or values, *drawn.digests()]).to(self.device)
         if self._agree(self.parameter_groups.world.gather_words(words, "the call and its samples").tolist()):
             return self._batches(items)

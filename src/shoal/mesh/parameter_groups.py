@@ -142,7 +142,7 @@ class ParameterGroups:
     def shorten_timeouts(self) -> None:
         """Wait only briefly for other ranks from now on, since ranks that did not fail take no part in the cleanup."""
         for communicator in self.communicators:
-            communicator.timeout = min(communicator.timeout, _CLEANUP_TIMEOUT)
+            communicator.shorten_timeout(_CLEANUP_TIMEOUT)
 
     def communicator(self, *axes: str) -> Communicator:
         """Return the communicator of the ranks that differ from this one in `axes` only; its first call is collective."""

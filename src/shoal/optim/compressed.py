@@ -41,7 +41,11 @@ class CompressedOptimizer(Optimizer):
     """An optimizer whose slices may be stepped by gradients that came as signs."""
 
     exchanging = False
-    """Whether gradients travel at all: whoever steps for several ranks says so."""
+    """Whether the optimizer steps for several ranks, so that gradients travel at all."""
+
+    def set_exchanging(self, exchanging: bool) -> None:
+        """Say whether the optimizer steps for several ranks."""
+        self.exchanging = exchanging
 
     @property
     def applied(self) -> int:

@@ -83,7 +83,7 @@ class ShardedOptimizer:
         self._backward_stepper = BackwardStepper(model, views, optimizer, self._stepping, self._step,
                                                  native=rules.native) if rules.in_backward else None
         if isinstance(optimizer, CompressedOptimizer):
-            optimizer.exchanging = model.parameter_groups.state_shards > 1
+            optimizer.set_exchanging(model.parameter_groups.state_shards > 1)
         self.route()
         for view in views.views:
             view.unit.gradient.measure(rules.measures)

@@ -112,6 +112,14 @@ class Communicator:
         traffic.peer_memory_bytes += size
         return self._peer_memory.exchange(peer, tag, send, receive)
 
+    def note_step(self, step: int) -> None:
+        """Name `step` in errors from now on."""
+        self.step = step
+
+    def shorten_timeout(self, most: timedelta) -> None:
+        """Wait for other ranks no longer than `most` from now on."""
+        self.timeout = min(self.timeout, most)
+
     def register(self) -> int:
         """Return the number of a new unit in its process group. Ranks register their units in the same order."""
         number = _units.get(self.group, 0)

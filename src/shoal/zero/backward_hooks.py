@@ -26,7 +26,8 @@ from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
-from shoal.zero.unit import Hold, Scope, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Hold, Scope
 from shoal.zero.window import Window
 
 __all__ = ["BackwardHooks", "graph_task"]

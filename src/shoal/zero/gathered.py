@@ -9,7 +9,8 @@ from torch import nn
 
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import REPLICATE, SHARD
-from shoal.zero.unit import Hold, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Hold
 
 Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 

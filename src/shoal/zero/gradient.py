@@ -136,14 +136,10 @@ class Gradient:
     def advance(self) -> None:
         """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
         flight = self._flight
-        if flight is None or flight.summed:
+        if flight is None or not flight.sum(self._pool):
             return
-        flight.handle.wait()
-        flight.summed = True
-        while flight.borrowed:
-            self._pool.give_back(flight.borrowed.pop())
         if self.reduced is not self.own:
-            flight.handle = flight.replicate(self.reduced)
+            flight.start_replicating(self.reduced)
         else:
             self._flight = None
             self.offload()

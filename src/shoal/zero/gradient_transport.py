@@ -64,7 +64,21 @@ class InFlight:
     borrowed: list[Tensor] = field(default_factory=list[Tensor])
     replicate: Callable[[Tensor], Handle]
     """Gives all ranks the spans of the sum, where the master rests replicated."""
-    summed: bool = False
+    _summed: bool = field(default=False, init=False)
+
+    def sum(self, pool: Pool) -> bool:
+        """Wait for the addends and sum them, once; return whether this call did."""
+        if self._summed:
+            return False
+        self.handle.wait()
+        self._summed = True
+        while self.borrowed:
+            pool.give_back(self.borrowed.pop())
+        return True
+
+    def start_replicating(self, whole: Tensor) -> None:
+        """Start giving all ranks the spans of the sum `whole` (1-D)."""
+        self.handle = self.replicate(whole)
 
 
 class Reducible(Protocol):

@@ -22,7 +22,8 @@ from shoal.zero.backward_hooks import BackwardHooks, graph_task
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.saved_tensors import SavedTensorTracker
 from shoal.zero.trainable_unit import TrainableUnit
-from shoal.zero.unit import Hold, Phase, Scope, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Hold, Phase, Scope
 from shoal.zero.window import Window
 
 __all__ = ["Hooks"]

@@ -31,7 +31,8 @@ from shoal.zero.buffer import Pool
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.settings import ZeroSettings
-from shoal.zero.unit import Member, Scope, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Member, Scope
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a collective may take, as in the configuration's `timeout`."""

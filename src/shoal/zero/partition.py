@@ -19,7 +19,7 @@ from torch import nn
 
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.sparse.embeddings import has_sparse_gradient, sparse_weights
-from shoal.zero.unit import Member
+from shoal.zero.unit_state import Member
 
 LARGE = 1 << 18
 """Elements (1 MiB in fp32) from which a layer outside of blocks is worth a gather and a reduction of its own."""

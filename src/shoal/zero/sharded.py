@@ -27,7 +27,8 @@ from shoal.zero.partition import UnitSpec, partition, tied_names
 from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes, over
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
-from shoal.zero.unit import Hold, Phase, Scope, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Hold, Phase, Scope
 from shoal.zero.window import Window
 
 

@@ -19,7 +19,8 @@ from shoal.zero.gradient_transport import DenseTransport, GradientDtypes, OneBit
 from shoal.zero.guard import guard, unguard
 from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import SHARD, Stage, master_dtype
-from shoal.zero.unit import Member, Phase, Scope, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Member, Phase, Scope
 
 __all__ = ["TrainableUnit", "UnitDtypes"]
 

@@ -11,10 +11,6 @@ write none of its attributes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum, Flag, auto
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -27,89 +23,10 @@ from shoal.zero.buffer import Pool
 from shoal.zero.guard import guard, released_error, set_owner, stepped_error, unguard
 from shoal.zero.layout import Layout
 from shoal.zero.placement import SHARD, Stage
+from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope
 from shoal.zero.version_counters import VersionCounters
 
-__all__ = ["Hold", "Member", "PendingStep", "Phase", "Scope", "Unit"]
-
-
-class Phase(Enum):
-    """What the memory of a unit's parameters holds."""
-
-    RELEASED = "no memory"
-    LOADING = "this rank's resting weights are on their way"
-    IN_FLIGHT = "a collective writes it"
-    ROWS_GATHERED = "the rows that the present call looks up"
-    GATHERED = "the values"
-
-
-TRANSITIONS = frozenset({
-    (Phase.RELEASED, Phase.LOADING),  # fetch
-    (Phase.LOADING, Phase.IN_FLIGHT),  # prefetch: the all-gather starts
-    (Phase.LOADING, Phase.GATHERED),  # gather, where this rank holds the whole
-    (Phase.LOADING, Phase.ROWS_GATHERED),  # gather_rows
-    (Phase.LOADING, Phase.RELEASED),  # release of a fetch that was not used
-    (Phase.IN_FLIGHT, Phase.GATHERED),  # gather waits
-    (Phase.ROWS_GATHERED, Phase.RELEASED),
-    (Phase.GATHERED, Phase.IN_FLIGHT),  # publish, where weights rest replicated
-    (Phase.GATHERED, Phase.RELEASED),
-    (Phase.IN_FLIGHT, Phase.RELEASED),  # poison
-})
-
-
-class Hold(Flag):
-    """Why a unit stays gathered."""
-
-    NONE = 0
-    CONTEXT = auto()
-    """A `gathered` context has it."""
-    FOREIGN_READ = auto()
-    """Code outside its own module read it: until the pass ends."""
-    REUSE = auto()
-    """The window expects its next use soon."""
-
-
-@dataclass(slots=True)
-class Scope:
-    """Whether a read of a released parameter may gather it: in a pass, where all ranks do the same."""
-
-    is_open: bool = False
-
-    def open(self) -> None:
-        self.is_open = True
-
-    def close(self) -> None:
-        self.is_open = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A parameter of a unit, under its name in the model, with the index of its optimizer group."""
-
-    name: str
-    parameter: nn.Parameter
-    group: int = 0
-
-
-class PendingStep(Protocol):
-    """A step that is decided and that the unit's weights do not show yet. The unit asks before its memory is used."""
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the weights show it."""
-        ...
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether backward began it: the weights may not be used before `engine.step()` ends it."""
-        ...
-
-    def request(self) -> None:
-        """Note that the next pass uses the unit: a step that is not taken yet leaves the weights in memory."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until the step is taken. Raises `TierError` if it cannot be."""
-        ...
+__all__ = ["Unit"]
 
 
 class Unit:

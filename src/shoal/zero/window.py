@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.tier import Lanes
-from shoal.zero.unit import Hold, Phase, Unit
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Hold, Phase
 
 
 class Window:
