@@ -34,7 +34,7 @@ Times = dict[str, list[list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every way is made to do."""
+    """The task of every compared implementation."""
 
     hidden: int
     rows: int

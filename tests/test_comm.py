@@ -1,4 +1,4 @@
-"""`shoal.comm` is torch.distributed under the names that scripts use, counted as the library's own collectives are."""
+"""`shoal.comm` is torch.distributed under the names that scripts use, counted like the library's own collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 6
 
 
 def results() -> tuple[dict[str, bool], dict[str, int], dict[str, int], set[str]]:
-    """Return whether each function gives what it should, the bytes that this rank sent by it, and what was recorded."""
+    """Return whether each function gives the expected result, the bytes that this rank sent, and the record."""
     comm.configure(enabled=True)
     rank, ranks = comm.get_rank(), comm.get_world_size()
     mine = torch.full((SIZE,), float(rank + 1))
@@ -54,7 +54,7 @@ def results() -> tuple[dict[str, bool], dict[str, int], dict[str, int], set[str]
     return right, dict(traffic.bytes), recorded, timed
 
 
-def test_collectives_do_what_torchs_do_and_are_counted_by_their_least_bytes() -> None:
+def test_collectives_equal_torchs_and_are_counted_by_their_minimum_bytes() -> None:
     whole = 3 * SIZE * 4
     for rank, (right, sent, recorded, timed) in enumerate(run_ranks(3, results)):
         assert [name for name, holds in right.items() if not holds] == []
@@ -82,7 +82,7 @@ def test_a_group_is_counted_by_its_members_alone() -> None:
     assert run_ranks(3, of_a_group) == [[2, 1, [0, 2]], [1, 0, [0, 2]], [2, 1, [0, 2]]]
 
 
-def test_published_scripts_find_it_as_a_module_and_as_a_name() -> None:
+def test_comm_is_importable_as_a_module_and_as_a_name() -> None:
     assert deepspeed.comm is importlib.import_module("shoal.comm")
     assert comm.init_distributed is deepspeed.init_distributed
     missing = [name for name in comm.__all__ if name not in vars(comm)]

@@ -1,4 +1,4 @@
-"""Laws of the rank runner."""
+"""`run_ranks` returns results by rank, and reports failures."""
 
 import os
 

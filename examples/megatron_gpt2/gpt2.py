@@ -1,7 +1,7 @@
 """GPT-2, written for tensor ranks: learned positions, pre-norm blocks with biases, the head tied to the embedding.
 
-Layers are `shoal.tensor_parallel`'s, but for `ColumnParallelLinear`, which shows what a script may bring of its own: a
-part of a weight, marked as such. Whatever the number of ranks, the whole model begins with the same weights.
+All layers are those of `shoal.tensor_parallel`, except `ColumnParallelLinear`, which shows a script's own layer: it holds a
+slice of a weight and marks it as such. The whole model starts with the same weights for any number of ranks.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -33,7 +33,7 @@ class Shape:
 
 
 class CopyToModelRanks(torch.autograd.Function):
-    """Hand a whole tensor to parts of a layer, each of which gives back an addend of its gradient."""
+    """Pass a whole tensor to the slices of a layer; backward sums the addends of its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ class CopyToModelRanks(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each model rank has an equal part of the outputs.
+    """A linear layer of which each model rank has an equal slice of the outputs.
 
-    The marks on its parameters are all that the engine needs: norms count every element once, and checkpoints hold the
-    whole weight, for any number of ranks.
+    The engine needs only the marks on its parameters: norms count every element once, and checkpoints hold the whole
+    weight, for any number of ranks.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -68,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention over this rank's heads, then a perceptron over this rank's part of its middle, each added to the stream."""
+    """Attention over this rank's heads, then an MLP over this rank's slice of its intermediate, each with a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Words (batch, length) and those that follow them in, their mean cross-entropy in nats out."""
+    """Returns the mean cross-entropy in nats of tokens (batch, length) and the tokens that follow them."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

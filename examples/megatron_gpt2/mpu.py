@@ -1,4 +1,4 @@
-"""Which ranks are parts of one model, and which are copies of it: the questions that a Megatron-style `mpu` answers.
+"""A Megatron-style `mpu`: the ranks that hold slices of one model, and the ranks that hold copies of it.
 
     model parallel size 2, 6 ranks      [0 1] [2 3] [4 5]      each pair has one model, each rank a part of it
                                         [0 2 4] [1 3 5]        ranks with the same part are data parallel
@@ -25,7 +25,7 @@ _groups: list[Groups] = []
 
 
 def initialize_model_parallel(size: int) -> None:
-    """Put `size` neighbouring ranks at a time into one model; every rank calls it. Raises `ValueError` for a bad size."""
+    """Assign each `size` consecutive ranks to one model. A collective. Raises `ValueError` for an indivisible size."""
     world = dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(f"--model-parallel-size: got {size}; the {world} ranks do not divide by it")
@@ -59,6 +59,6 @@ def get_data_parallel_world_size() -> int:
 
 
 def _group(lines: list[list[int]]) -> dist.ProcessGroup:
-    """Make a group of each line, which all ranks do in one order; return the one that this rank is in."""
+    """Create a group of each rank list, in one order on all ranks; return the group that this rank is in."""
     made = [dist.new_group(line) for line in lines]  # other ranks' groups are a number
     return next(group for group in made if isinstance(group, dist.ProcessGroup))

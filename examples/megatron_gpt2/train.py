@@ -3,7 +3,7 @@
     shoal run --ranks 4 examples/megatron_gpt2/train.py --model-parallel-size 2 \\
         --deepspeed_config examples/megatron_gpt2/gpt2.json
 
-The script decides which rank is what (`mpu.py`) and brings model, optimizer and schedule; the JSON file says the rest.
+The script assigns the ranks (`mpu.py`) and creates model, optimizer and schedule; the JSON file has the other settings.
 """
 
 from __future__ import annotations

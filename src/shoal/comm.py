@@ -1,4 +1,4 @@
-"""Collectives under the names that scripts know, and the record of all that the ranks of this job say to each other.
+"""Collectives under torch.distributed's names, and the report of all recorded collectives of this job.
 
     import shoal.comm as dist
 
@@ -6,10 +6,10 @@
     dist.all_reduce(loss)
     dist.log_summary(show_straggler=True)
 
-The functions are torch.distributed's own, counted like the library's (`traffic`), and recorded with them while
-`comms_logger` is on. A collective takes three keywords more: `prof` (record this call whatever `prof_ops` says), `log_name`
-(what it is counted as) and `debug` (no effect on one call; the section's `debug` is for all). With `async_op` a call is
-counted and has no time, for its `wait` is torch's own.
+The functions are torch.distributed's own, counted like the library's (`traffic`) and recorded with them while
+`comms_logger` is on. A collective takes three more keywords: `prof` (record this call whatever `prof_ops` says), `log_name`
+(the name under which it is counted) and `debug` (no effect on one call; the section's `debug` is for all). A call with
+`async_op` is counted but has no time, because its `wait` is torch's own.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ from shoal.config.resolve import resolve
 from shoal.log import warn_once
 from shoal.recording import CallStats, Lateness, Recorder, over, traffic
 from shoal.recording.call import Stamps
-from shoal.recording.report import published
-from shoal.recording.rows import Said, Wait, bus_factor, lateness, offsets
+from shoal.recording.report import bytes_table, lateness_table, published, stats_table
 from shoal.recording.settings import CommsLoggerSettings
-from shoal.recording.table import bytes_table, late_table, rows_table
+from shoal.recording.stats import RecentCalls, Wait, bus_factor, lateness, offsets
 from shoal.transport import process_group
 from shoal.transport.collectives import native_all_gather, native_reduce_scatter
 from shoal.transport.process_group import init_distributed
@@ -62,17 +61,17 @@ __all__ = [
 ]  # fmt: skip
 
 _WIDTH = 160
-"""Columns of a table that goes into a file."""
+"""Columns of a table that is not printed to a terminal."""
 
 _ROUNDS = 5
-"""Exchanges by which the ranks' clocks are compared."""
+"""All-gathers from which the offsets of the ranks' clocks are estimated."""
 
 
 def configure(deepspeed_config: Mapping[str, Any] | None = None, enabled: bool | None = None, prof_all: bool | None = None,
               prof_ops: list[str] | None = None, verbose: bool | None = None, debug: bool | None = None) -> None:
-    """Switch the record on or off, as `comms_logger` of a configuration says; the keywords go before it.
+    """Switch the record on or off according to `comms_logger` of a configuration; keywords take precedence.
 
-    What was recorded stays, until `reset_log`. Raises `ConfigError` for what the section does not allow.
+    Earlier records stay until `reset_log`. Raises `ConfigError` for values that the section does not allow.
     """
     section = (deepspeed_config or {}).get("comms_logger")
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
@@ -83,17 +82,17 @@ def configure(deepspeed_config: Mapping[str, Any] | None = None, enabled: bool |
 
 
 def record(settings: CommsLoggerSettings) -> None:
-    """Record from now on as `settings` say."""
+    """Record the following calls according to `settings`."""
     if not settings.enabled:
         traffic.recorder = None
     elif traffic.recorder is None:
-        traffic.recorder = Recorder(settings, speaks=not is_initialized() or get_rank() == 0)
+        traffic.recorder = Recorder(settings, is_logging_rank=not is_initialized() or get_rank() == 0)
     else:
-        traffic.recorder.follow(settings)
+        traffic.recorder.update_settings(settings)
 
 
 def reset_log() -> None:
-    """Forget what was recorded."""
+    """Discard all records."""
     if traffic.recorder is not None:
         settings, traffic.recorder = traffic.recorder.settings, None
         record(settings)
@@ -106,10 +105,10 @@ def log_summary(show_straggler: bool = False, *, return_dict: Literal[True]) -> 
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> list[CallStats] | dict[str, Any]:
-    """Print on rank 0 what was recorded; every rank of the job calls it.
+    """Print the record on rank 0; a collective call over the job.
 
-    With `show_straggler` also who came last to the collectives that are remembered (the latest 256 of each name), and what
-    it cost the others. Returns this rank's rows, or with `return_dict` the published form of them.
+    With `show_straggler` also print which ranks were last to launch the kept collectives (the latest 256 of each name), and
+    how long the others waited for them. Return this rank's statistics, or with `return_dict` their published form.
     """
     recorder = traffic.recorder
     if recorder is None:
@@ -118,22 +117,22 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> list
     else:
         recorder.settle()
     rows = [] if recorder is None else recorder.rows
-    sent = _exchange(dict(_by_kind(rows)))
+    sent = _gather(dict(_by_kind(rows)))
     rank = get_rank() if is_initialized() else 0
     ranks: list[Lateness] | None = None
     waits: dict[Any, Wait] = {}
     if show_straggler:
-        ahead = offsets([_spoken() for _ in range(_ROUNDS)])
-        said = _exchange({} if recorder is None else recorder.recent)
-        ranks, waits = lateness([_set_back(each, by) for each, by in zip(said, ahead, strict=True)])
+        ahead = offsets([_timed_round() for _ in range(_ROUNDS)])
+        recent = _gather({} if recorder is None else recorder.recent)
+        ranks, waits = lateness([_shifted(calls, by) for calls, by in zip(recent, ahead, strict=True)])
     if rank == 0:
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-        console.print(rows_table(rows, waits, rank))
+        console.print(stats_table(rows, waits, rank))
         console.print(bytes_table(sent, rank))
         if ranks is not None:
-            console.print(late_table(ranks))
+            console.print(lateness_table(ranks))
     return published(rows, ranks, waits, rank) if return_dict else rows
 
 
@@ -148,7 +147,7 @@ def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int
 
 
 def _counted(function: Callable[..., Any], op: str, buffer: str | None = None) -> Callable[..., Any]:
-    """Return torch's `function`, counted; `buffer` is its argument that holds the whole buffer."""
+    """Wrap torch's `function` so that it is counted; `buffer` names the argument with the whole buffer."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -156,21 +155,21 @@ def _counted(function: Callable[..., Any], op: str, buffer: str | None = None) -
                 **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         group = given.get("group")
-        if dist.get_rank(group) < 0:  # not ours to take part in
+        if dist.get_rank(group) < 0:  # this rank is not in the group
             return function(*args, **kwargs)
         ranks = tuple(dist.get_process_group_ranks(group))
         whole = () if buffer is None else given[buffer]
         tensors = [whole] if isinstance(whole, Tensor) else list(whole)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         call = traffic.count(log_name or function.__name__, _sent(op, size, ranks, given), op=op, of=tensors, ranks=ranks,
-                             asked=prof)
+                             requested=prof)
         return over(None if given.get("async_op") else call, lambda: function(*args, **kwargs))
 
     return counted
 
 
 def _sent(op: str, size: int, ranks: tuple[int, ...], given: Mapping[str, Any]) -> int:
-    """Return the bytes that this rank sends, where the backend sends no more than it must."""
+    """Return the bytes that this rank sends if the backend sends the minimum."""
     if op == "broadcast":
         return size if _is_root(given, "src") else 0
     if op == "reduce":
@@ -196,24 +195,24 @@ barrier = _counted(dist.barrier, "barrier")
 
 
 def _by_kind(rows: list[CallStats]) -> Counter[str]:
-    found = Counter[str]()
+    sent = Counter[str]()
     for row in rows:
-        found[row.key.kind] += row.sent
-    return found
+        sent[row.key.kind] += row.sent
+    return sent
 
 
-def _exchange(value: Any) -> list[Any]:
+def _gather(value: Any) -> list[Any]:
     return process_group.gather_objects(value, "the log of collectives") if is_initialized() else [value]
 
 
-def _spoken() -> list[tuple[float, float]]:
-    """Return when each rank spoke, and when it had heard everyone, by its own clock."""
+def _timed_round() -> list[tuple[float, float]]:
+    """Return the start and end of one all-gather on each rank, by its own clock."""
     before = time.monotonic()
-    _exchange(None)
-    return _exchange((before, time.monotonic()))
+    _gather(None)
+    return _gather((before, time.monotonic()))
 
 
-def _set_back(said: Said, seconds: float) -> Said:
-    """Return the moments of a rank whose clock is so many `seconds` ahead, by rank 0's."""
+def _shifted(recent: RecentCalls, seconds: float) -> RecentCalls:
+    """Return the calls of a rank whose clock is `seconds` ahead, with moments on rank 0's clock."""
     return {name: [(number, Stamps(it.began - seconds, it.waiting - seconds, it.ended - seconds)) for number, it in calls]
-            for name, calls in said.items()}
+            for name, calls in recent.items()}

@@ -1,7 +1,7 @@
 """Run a function on several real ranks of this machine, quickly.
 
-Ranks are processes of a fork server that has torch loaded already, joined by gloo through a file store: no port is
-opened, and but for the first, which starts the server, a trivial job of four ranks takes less than a tenth of a second.
+The ranks are processes of a fork server that has loaded torch, joined by gloo through a file store, so that no port is
+opened. After the first call, which starts the server, a trivial job of four ranks takes less than a tenth of a second.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["RankFailed", "run_ranks"]
 
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.utils.checkpoint", "torch._dynamo",
             "shoal.testing", "shoal.engine.build")
-"""What the fork server imports for all ranks; the first optimizer of a process imports torch._dynamo, two seconds."""
+"""Modules that the fork server imports for all ranks. (A process's first optimizer imports torch._dynamo: two seconds.)"""
 
 _IF_LOADED = ("pytest", "hypothesis", "transformers")
-"""What every rank would import for itself with the module of its function, if the process that asks has it."""
+"""Modules that the fork server imports too, if the calling process has imported them."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,9 +126,9 @@ def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks,
                                 timeout=timedelta(seconds=job.seconds))
         connection.send_bytes(pickle.dumps((True, job.function(*args, **kwargs))))  # copies tensors
-    except BaseException:  # a rank's last word, whatever it was, belongs to the caller
+    except BaseException:  # the caller gets any exception, SystemExit included
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         with contextlib.suppress(EOFError, OSError):
-            connection.recv_bytes()  # stay until the caller has every rank's word: peers may still be connecting
-        os._exit(0)  # skip torch's teardown: the caller has what it needs, and peers may be gone
+            connection.recv_bytes()  # stay until the caller has every result: peers may still be connecting
+        os._exit(0)  # skip torch's teardown: the caller has the result, and peers may be gone

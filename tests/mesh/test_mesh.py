@@ -52,7 +52,7 @@ def look() -> dict[str, Any]:
             "next": mesh.stage_to_global(1), "text": repr(mesh)}
 
 
-def test_every_rank_has_its_coordinates_and_lines() -> None:
+def test_every_rank_has_its_coordinates_and_axis_groups() -> None:
     found = run_ranks(8, look)
     assert [each["place"] for each in found] == [(p, 0, d, 0, t) for p in (0, 1) for d in (0, 1) for t in (0, 1)]
     assert found[5]["data"] == (5, 7) and found[5]["tensor"] == (4, 5) and found[5]["pipeline"] == (1, 5)
@@ -76,7 +76,7 @@ def test_a_topology_may_put_its_axes_in_any_order() -> None:
 
 
 class Megatron:
-    """The least that a script's object answers: model-parallel ranks are neighbours."""
+    """The minimal `mpu` of a script: model-parallel ranks are consecutive."""
 
     def __init__(self, model: int, *, wrong: bool = False):
         self.model, self.wrong = model, wrong

@@ -1,4 +1,4 @@
-"""What a mesh, the marks of Megatron-style layers and the batches of tensor ranks are refused for, with the fix."""
+"""Invalid meshes, marks of Megatron-style layers and batches of tensor ranks are refused, and the error names the fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_size_is_a_whole_number(size: Any) -> None:
 
 
 class Parts:
-    """A Megatron-style object of two tensor ranks, or one that says other sizes on rank 1."""
+    """A Megatron-style `mpu` of two tensor ranks, optionally with other sizes on rank 1."""
 
     def __init__(self, *, other: bool = False):
         self.data = 2 if other and dist.get_rank() == 1 else 1
@@ -79,7 +79,7 @@ def two_tensor_ranks() -> list[str]:
     return said
 
 
-def test_two_tensor_ranks_are_told_what_does_not_fit() -> None:
+def test_two_tensor_ranks_get_errors_that_name_the_mismatch() -> None:
     for said in run_ranks(2, two_tensor_ranks):
         for text, words in zip(said, (
             "'weight' is marked as cut over the tensor ranks along partition_dim -1, and its part here is (4, 8); give it "
@@ -107,7 +107,7 @@ def pipelines() -> list[str]:
             told(lambda: shoal.PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp="x"))]  # type: ignore[arg-type]
 
 
-def test_a_pipeline_module_is_told_what_it_cannot_be() -> None:
+def test_invalid_uses_of_a_pipeline_module_are_refused() -> None:
     for said in run_ranks(2, pipelines):
         for text, words in zip(said, (
             "num_stages: got 2.0; give a whole number of pipeline ranks",

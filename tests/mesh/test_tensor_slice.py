@@ -1,4 +1,4 @@
-"""A global tensor is its parts, and each part is a slice of it: whatever the sizes, the fused parts and the padding."""
+"""A global tensor and its slices give each other, for any sizes, fused tensors and padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numbered(dim: int, size: int) -> Tensor:
 
 
 @given(ranks=some.integers(1, 5), shares=some.lists(some.integers(0, 4), min_size=1, max_size=4), dim=some.integers(0, 1))
-def test_fused_parts_make_the_whole_and_come_of_it(ranks: int, shares: list[int], dim: int) -> None:
+def test_slices_of_fused_tensors_and_the_whole_give_each_other(ranks: int, shares: list[int], dim: int) -> None:
     sizes = [ranks * share for share in shares]
     cuts = [TensorSlice.even(dim, sizes, rank, ranks) for rank in range(ranks)]
     tensor = numbered(dim, sum(sizes))
@@ -54,7 +54,7 @@ def test_padding_is_zero_and_is_not_in_the_whole(ranks: int, size: int, dim: int
     assert [row for rank in range(ranks) for row in stretch(size, rank, ranks)] == list(range(size))
 
 
-def test_a_fused_projection_is_cut_within_each_of_its_tensors() -> None:
+def test_a_fused_projection_is_sliced_within_each_of_its_tensors() -> None:
     cut = TensorSlice.even(0, (4, 2, 2), 1, 2)
     assert cut.segments == (Segment(source=2, target=0, length=2), Segment(source=5, target=2, length=1),
                             Segment(source=7, target=3, length=1))
@@ -69,7 +69,7 @@ def test_parts_of_different_tensors_are_refused() -> None:
         whole([torch.zeros(2, 3), torch.zeros(2, 4)], [cut, TensorSlice.even(0, (4,), 1, 2)])
 
 
-def test_a_size_that_does_not_divide_says_which_would() -> None:
+def test_an_indivisible_size_error_lists_sizes_that_divide() -> None:
     assert divided("12 heads", 12, 4) == 3
     with pytest.raises(UsageError, match=r"^14 heads cannot be divided over 4 tensor ranks; make it a multiple of 4 "
                                          r"\(12 or 16\), or use a number of ranks that divides 14: 1, 2, 7, 14$"):
@@ -94,7 +94,7 @@ class Holder(nn.Module):
         self.second.weight = self.bias = self.first.weight
 
 
-def test_a_model_knows_the_cuts_of_its_parameters_under_every_name() -> None:
+def test_tied_parameters_have_their_slice_under_every_name() -> None:
     cut = TensorSlice.even(0, (4,), 1, 2)
     assert isinstance(Half(cut), SlicedModule)
     assert cuts_of(Half(cut)) == {"weight": cut}
@@ -102,6 +102,6 @@ def test_a_model_knows_the_cuts_of_its_parameters_under_every_name() -> None:
     assert cuts_of(nn.Linear(2, 2)) == {}
 
 
-def test_tied_parameters_that_are_cut_differently_are_refused() -> None:
+def test_tied_parameters_with_different_slices_are_refused() -> None:
     with pytest.raises(UsageError, match=r"second.weight and first.weight are one parameter, and are cut differently"):
         cuts_of(Holder(TensorSlice.even(0, (4,), 1, 2), TensorSlice.padded(0, 3, 1, 2)))

@@ -1,4 +1,4 @@
-"""A topology numbers the ranks of a grid row by row."""
+"""A topology numbers the ranks of a grid in row-major order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_rank_and_its_coordinate_name_each_other(dims: list[int]) -> None:
 
 
 @given(DIMS)
-def test_the_lists_of_an_axis_divide_the_ranks(dims: list[int]) -> None:
+def test_the_rank_lists_of_an_axis_partition_the_ranks(dims: list[int]) -> None:
     topology = grid(dims)
     for axis in topology.get_axis_names():
         lists = topology.get_axis_comm_lists(axis)
@@ -47,7 +47,7 @@ def test_the_last_axis_is_the_fastest() -> None:
     assert topology.get_axis_list("pipe", 1) == [3, 4, 5]
 
 
-def test_tensor_ranks_of_a_replica_are_neighbours() -> None:
+def test_tensor_ranks_of_a_replica_are_consecutive() -> None:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert topology.get_axis_names() == ["pipe", "data", "model"]
     assert topology.get_axis_comm_lists("model") == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -59,7 +59,7 @@ def test_tensor_ranks_of_a_replica_are_neighbours() -> None:
     assert repr(topology) == "PipeModelDataParallelTopology(pipe=2, data=2, model=2)"
 
 
-def test_a_coordinate_has_a_name_for_files() -> None:
+def test_a_coordinate_has_a_string_for_file_names() -> None:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert topology.get_rank_repr(5) == "model_01"
     assert topology.get_rank_repr(5, omit_axes=[]) == "pipe_01-data_00-model_01"
@@ -70,12 +70,12 @@ def test_a_coordinate_has_a_name_for_files() -> None:
 @pytest.mark.parametrize(("axes", "dims", "words"), [
     (["pipe"], [1, 2], "one size"), (["a", "a"], [1, 2], "of its own"), (["a b"], [2], "name"), (["a"], [0], "1 or more"),
 ])  # fmt: skip
-def test_a_grid_that_is_none_is_refused(axes: list[str], dims: list[int], words: str) -> None:
+def test_an_invalid_grid_is_refused(axes: list[str], dims: list[int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         ProcessTopology(axes, dims)
 
 
-def test_places_outside_of_the_grid_are_refused() -> None:
+def test_coordinates_outside_of_the_grid_are_refused() -> None:
     topology = PipeDataParallelTopology(2, 2)
     for coords in ({"pipe": 0}, {"pipe": 2, "data": 0}, {"pipe": 0, "data": 0, "model": 0}, {}):
         with pytest.raises(UsageError, match=r"get_rank: got .*pipe=2, data=2"):

@@ -1,4 +1,4 @@
-"""What is recorded is what was sent, at every stage and on every axis; and the ranks that come late are named."""
+"""The record has every call and byte sent, at every stage and on every axis, and names late ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def totals(rows: list[CallStats]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def trained(stage: int) -> tuple[dict[str, int], bool, bool]:
-    """Return the calls of a step, and whether calls and bytes are those of `traffic`, and all ended."""
+    """Return the calls of a step, and whether calls and bytes equal those of `traffic` and all calls ended."""
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "timeout": 20,
                               "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "comms_logger": {}}
     engine: Engine = shoal.initialize(model=Wide(), config=config)[0]
@@ -77,7 +77,7 @@ def trained(stage: int) -> tuple[dict[str, int], bool, bool]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_makes_the_calls_of_the_formula_and_its_record_is_what_was_sent(stage: int) -> None:
+def test_a_step_makes_the_calls_of_the_formula_and_records_all_of_them(stage: int) -> None:
     weights = {0: {"replicate": UNITS}, 3: {"gather": 2 * UNITS}}.get(stage, {"publish": UNITS})
     for calls, same, ended in run_ranks(2, trained, stage):
         assert calls == {"reduce": UNITS, "words": 1, **weights}
@@ -98,7 +98,7 @@ def on_an_axis() -> tuple[bool, set[str], bool]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_tensor_ranks_send_is_recorded_by_shelf_and_by_socket(ranks: int) -> None:
+def test_tensor_collectives_are_recorded_by_ring_and_by_socket(ranks: int) -> None:
     for same, operations, ended in run_ranks(ranks, on_an_axis):
         assert same and ended
         assert operations == {"all_gather", "reduce_scatter"} | ({"all_reduce"} if ranks == 2 else set())
@@ -136,7 +136,7 @@ def off_and_on() -> list[bool]:
     return [*found, [row.calls for row in record.rows] == [1], traffic.recorder is None]
 
 
-def test_nothing_is_wrapped_or_recorded_while_the_record_is_off() -> None:
+def test_no_handle_is_wrapped_or_recorded_while_the_record_is_off() -> None:
     assert run_ranks(1, off_and_on)[0] == [False, True, True, True, True]
 
 
@@ -174,7 +174,7 @@ def callers() -> set[str]:
     return {row.key.caller for row in record.rows}
 
 
-def test_debug_tells_calls_apart_by_who_asked() -> None:
+def test_debug_separates_calls_by_their_caller() -> None:
     assert run_ranks(1, callers)[0] == {f"{__name__}.gather", f"{__name__}.second_caller"}
 
 
@@ -201,7 +201,7 @@ def test_verbose_logs_each_collective_on_the_first_rank() -> None:
 
 
 def one_is_late(late: int, calls: int) -> tuple[dict[int, Any], dict[str, Any], list[CallStats]]:
-    """The late rank launches when every other has told it that it has launched."""
+    """The late rank launches after every other rank has reported its launch."""
     recorder()
     ranks = communicator(direct_bytes=1)
     word = torch.zeros(1)
@@ -222,7 +222,7 @@ def one_is_late(late: int, calls: int) -> tuple[dict[int, Any], dict[str, Any], 
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_the_rank_that_comes_late_is_named_on_every_rank(late: int) -> None:
+def test_the_late_rank_is_named_on_every_rank(late: int) -> None:
     for ranks, ops, rows in run_ranks(3, one_is_late, late, 5):
         assert {rank: each["last"] for rank, each in ranks.items()} == {rank: 5 * (rank == late) for rank in range(3)}
         assert all(each["count"] == 5 for each in ranks.values())
@@ -257,7 +257,7 @@ def test_the_table_is_printed_by_the_first_rank_on_demand_and_at_the_end(destroy
     assert ("came last" in first) != destroy
 
 
-def test_a_summary_of_nothing_says_how_to_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_summary_says_how_to_record(caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert comm.log_summary() == []
     assert 'give "comms_logger": {} in the configuration' in caplog.text

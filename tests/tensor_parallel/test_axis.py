@@ -1,4 +1,4 @@
-"""Laws of what travels over a tensor axis: the value, its bits, its bytes, and what is said when it fails."""
+"""Collectives of a tensor axis: values, bits, bytes, and error messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from shoal.errors import CollectiveFailed, CollectiveTimeout
 from shoal.tensor_parallel import Axis, axis, shared_memory
-from shoal.tensor_parallel.shared_memory import PLACE_BYTES, PLACES
+from shoal.tensor_parallel.shared_memory import SLOT_BYTES, SLOTS
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
 
 SIZES = (1, 5, 24, 1000)
-LARGE = PLACE_BYTES // 4 + 3  # goes by gloo
+LARGE = SLOT_BYTES // 4 + 3  # goes by gloo
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -43,14 +43,14 @@ def total(tensors: list[Tensor]) -> Tensor:
     return result.to(tensors[0].dtype)
 
 
-def without_shelves() -> None:
-    axis._shelves[world()] = None
+def disable_shared_memory() -> None:
+    axis._rings[world()] = None
 
 
-def summed(shelves: bool) -> list[tuple[int, str]]:
+def summed(shared: bool) -> list[tuple[int, str]]:
     """Return the sizes and dtypes whose sums are not the ones in rank order."""
-    if not shelves:
-        without_shelves()
+    if not shared:
+        disable_shared_memory()
     here, wrong = Axis(world()), list[tuple[int, str]]()
     for size in (*SIZES, LARGE):
         for dtype in DTYPES:
@@ -63,15 +63,15 @@ def summed(shelves: bool) -> list[tuple[int, str]]:
     return wrong
 
 
-@pytest.mark.parametrize("shelves", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_sum_is_that_in_rank_order_on_every_rank(ranks: int, shelves: bool) -> None:
-    assert run_ranks(ranks, summed, shelves) == [[]] * ranks
+def test_a_sum_is_that_in_rank_order_on_every_rank(ranks: int, shared: bool) -> None:
+    assert run_ranks(ranks, summed, shared) == [[]] * ranks
 
 
-def parts(shelves: bool) -> list[str]:
-    if not shelves:
-        without_shelves()
+def parts(shared: bool) -> list[str]:
+    if not shared:
+        disable_shared_memory()
     here, wrong = Axis(world()), list[str]()
     for size in (3, 700, LARGE):
         for dtype in DTYPES:
@@ -85,10 +85,10 @@ def parts(shelves: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("shelves", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_parts_are_summed_and_gathered(ranks: int, shelves: bool) -> None:
-    assert run_ranks(ranks, parts, shelves) == [[]] * ranks
+def test_parts_are_summed_and_gathered(ranks: int, shared: bool) -> None:
+    assert run_ranks(ranks, parts, shared) == [[]] * ranks
 
 
 def bytes_of(size: int) -> dict[str, int]:
@@ -116,14 +116,14 @@ def test_bytes_sent_are_the_formulas(size: int, ranks: int) -> None:
 def several() -> bool:
     here = Axis(world())
     good = True
-    for turn in range(20 * PLACES):
-        pending = [here.all_gather(torch.full((8,), 10.0 * turn + here.rank)) for _ in range(PLACES - 1)]
+    for turn in range(20 * SLOTS):
+        pending = [here.all_gather(torch.full((8,), 10.0 * turn + here.rank)) for _ in range(SLOTS - 1)]
         for one in reversed(pending):
             good &= torch.equal(one.wait()[:, 0], 10.0 * turn + torch.arange(here.ranks))
     return good
 
 
-def test_what_is_under_way_at_once_is_not_mistaken() -> None:
+def test_concurrent_collectives_are_not_confused() -> None:
     assert run_ranks(3, several) == [True] * 3
 
 
@@ -144,7 +144,7 @@ def left_alone(seconds: float) -> str:
     return "nothing"
 
 
-def test_a_rank_that_does_not_come_is_missed_in_time() -> None:
+def test_a_missing_rank_ends_the_wait_at_the_timeout() -> None:
     assert run_ranks(2, left_alone, 3.0)[0].startswith(
         "rank 0 of 2 of a tensor axis: all-reduce of (2, 3) float32 did not finish in time. Another rank took a different "
         "path through the model, was given a batch of another shape, or stopped.")
@@ -154,9 +154,9 @@ def abandoned() -> str:
     here = Axis(world())
     here.all_reduce(torch.zeros(3)).wait()
     if here.rank == 1:  # as the system does for a process that ends
-        shelves = axis._shelves[world()]
-        assert shelves is not None
-        fcntl.lockf(shelves._file, fcntl.LOCK_UN, 1, 1)
+        ring = axis._rings[world()]
+        assert ring is not None
+        fcntl.lockf(ring._file, fcntl.LOCK_UN, 1, 1)
         dist.barrier(world())
         return ""
     try:
@@ -168,7 +168,7 @@ def abandoned() -> str:
     return "nothing"
 
 
-def test_a_rank_that_dies_is_told_from_a_slow_one() -> None:
+def test_a_dead_rank_is_told_from_a_slow_one() -> None:
     said = run_ranks(2, abandoned)[0]
     assert said.startswith("CollectiveFailed: rank 0 of 2 of a tensor axis: all-reduce of (2, 3) float32 broke: another "
                            "rank died") and said.endswith("(rank 1 of the group is gone)")
@@ -191,7 +191,7 @@ def test_tensors_of_unequal_size_are_refused_and_never_mixed() -> None:
 
 
 def shared_file(folder: Path) -> tuple[list[str], bool]:
-    """What a reduction left in the folder of shared memory, and whether it did map a file from there."""
+    """Return the files that a reduction left in the folder of shared memory, and whether it mapped one from there."""
     shared_memory._FOLDER = folder  # other processes have files of theirs in /dev/shm
     Axis(world()).all_reduce(torch.zeros(3)).wait()
     return os.listdir(folder), f"{folder}/shoal-" in Path("/proc/self/maps").read_text()

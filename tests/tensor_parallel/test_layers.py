@@ -267,7 +267,7 @@ def two_passes() -> tuple[bool, int, int]:
     return same, marks[1] - marks[0], marks[2] - marks[1]
 
 
-def test_gradients_taken_in_two_passes_cost_no_message_twice() -> None:
+def test_a_split_backward_sends_no_message_twice() -> None:
     assert run_ranks(2, two_passes) == [(True, 4 * torch.Size(SHAPE).numel(), 0)] * 2
 
 

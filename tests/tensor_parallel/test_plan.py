@@ -191,7 +191,7 @@ def test_a_module_that_is_matched_twice_is_named_with_both_patterns() -> None:
                         "(a dot before a pattern makes it the whole name), so that it is matched once"]
 
 
-def test_weights_in_blocks_that_nothing_matches_are_named_with_the_nearest_pattern() -> None:
+def test_unmatched_weights_in_blocks_are_named_with_the_nearest_pattern() -> None:
     said = refusal(without("mlp.gate|up", "attention.out", **{"mlp.gate": Column()})).splitlines()
     assert said[1:] == [
         "  no pattern matches blocks.*.attention.out (Linear), 3 of them; the nearest is 'attention.qkv': say how to cut "
@@ -218,7 +218,7 @@ def test_sizes_that_do_not_divide_are_named_with_those_that_would() -> None:
         "number of ranks that divides 4: 1, 2, 4")
 
 
-def test_an_attribute_or_argument_that_is_not_there_is_named_with_the_nearest() -> None:
+def test_an_unknown_attribute_or_argument_is_named_with_the_nearest() -> None:
     assert refusal(without(attention=Region(divide=("head",)))).startswith(
         "blocks.0.attention: Region: Attention has no whole number 'head' to divide; did you mean 'heads'?")
     assert refusal(without(mlp=Region(enter="hidden"))).startswith(

@@ -1,4 +1,4 @@
-"""What a plan leaves to no chance: gradients where sequences are split, heads in one piece, a model left as it was."""
+"""Plans that would train wrongly are refused: gradients in split sequences, split heads; the model stays as it was."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def split_regions() -> list[str]:
             said(without("blocks.0", **{"blocks.*": Region()}), scaled=True), said(PLAN, scaled=True)]
 
 
-def test_every_parameter_of_a_block_whose_sequences_are_split_must_be_taken_care_of() -> None:
+def test_every_parameter_in_a_split_sequence_must_be_matched() -> None:
     for forgotten, whole, inner, region, other in run_ranks(1, split_regions):
         assert "no pattern matches blocks.*.norm (LayerNorm), 2 of them; the nearest is '.norm': each rank" in forgotten
         assert "get its part of the gradient: say Norm() where it runs between regions" in forgotten
@@ -86,7 +86,7 @@ def test_every_parameter_of_a_block_whose_sequences_are_split_must_be_taken_care
 
 
 class Layered(nn.Module):
-    """What a pipeline rank has: layers under their numbers, perhaps one alone of its class."""
+    """The model of a pipeline rank: layers with numeric names, possibly only one of its class."""
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()

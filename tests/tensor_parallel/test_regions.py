@@ -1,4 +1,4 @@
-"""What crosses a border comes out as plain torch has it, forward and backward, at the price of the table."""
+"""Region operators give the values and gradients of plain torch, with the bytes of their table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def backward(function: Callable[[Tensor], Tensor], value: Tensor, weight: Tensor
 
 
 def crossings(dim: int | None) -> list[str]:
-    """Return the crossings that are not what their definition says."""
+    """Return the operators whose result differs from their definition."""
     axis, wrong = world(), list[str]()
     whole, weights = random(0, *SHAPE), [random(rank + 1, *SHAPE) for rank in range(axis.ranks)]
     mine = whole if dim is None else part(whole, dim, axis)
@@ -58,7 +58,7 @@ def crossings(dim: int | None) -> list[str]:
 
 @pytest.mark.parametrize("dim", [None, 0, 1, 2, -1, -2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_region_is_entered_and_left(ranks: int, dim: int | None) -> None:
+def test_enter_and_leave_match_plain_torch(ranks: int, dim: int | None) -> None:
     assert run_ranks(ranks, crossings, dim) == [[]] * ranks
 
 
@@ -76,7 +76,7 @@ def splits(dim: int) -> list[str]:
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_is_split_is_gathered(ranks: int, dim: int) -> None:
+def test_split_and_gather_match_plain_torch(ranks: int, dim: int) -> None:
     assert run_ranks(ranks, splits, dim) == [[]] * ranks
 
 
@@ -104,7 +104,7 @@ def shared() -> tuple[list[Tensor], int]:
     return [weight.grad, bias.grad], traffic.calls.total() - before
 
 
-def test_what_is_shared_has_its_gradients_summed_in_one_message() -> None:
+def test_share_sums_all_gradients_in_one_message() -> None:
     for (weight, bias), calls in run_ranks(2, shared):
         assert torch.equal(weight, torch.full((6,), 6.0)) and torch.equal(bias, torch.full((3,), 3.0))
         assert calls == 1

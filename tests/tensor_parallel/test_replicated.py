@@ -1,4 +1,4 @@
-"""Modules of whole parameters on parts of the data: names and modes stay, gradients are summed, nesting is refused."""
+"""Modules with whole parameters on parts of the data: names and modes stay, gradients are summed, children are refused."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def nested() -> str:
     return str(caught.value)
 
 
-def test_modules_within_are_refused() -> None:
+def test_a_module_with_children_is_refused() -> None:
     assert run_ranks(1, nested) == ["Shared: Sequential has modules within it; wrap those that have parameters, one by one"]

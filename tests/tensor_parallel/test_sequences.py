@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A norm and dropout before the blocks, a norm and dropout behind them."""
+    """A norm and dropout before the blocks, and after them."""
 
     def __init__(self, p: float = 0.0, *, inner: float = 0.0) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ OTHERS: dict[str, dict[str, Kind | None]] = {
     "never split": {"blocks.0": None},
     "dropout forgotten": {"blocks.*.drop": None},
 }
-"""Kinds by pattern, beside `KINDS` or in their place."""
+"""Kinds by pattern, which add to `KINDS` or replace them."""
 
 
 def plan(case: str) -> Plan:
@@ -72,7 +72,7 @@ def plan(case: str) -> Plan:
 
 
 def trained(case: str | None, zero: int = 0, p: float = 0.0) -> dict[str, Tensor] | None:
-    """Take a step of SGD, over tensor ranks as the plan of a case says, or in one process; return the weights."""
+    """Take an SGD step, over tensor ranks with the plan of a case or in one process; return the weights."""
     torch.manual_seed(1)
     model, mesh = Model(p), shoal.Mesh(tensor=dist.get_world_size())
     if case is not None:
@@ -97,7 +97,7 @@ def test_norms_outside_the_blocks_get_the_gradients_of_one_process(case: str, ze
 
 
 def test_dropout_outside_the_split_sequences_is_that_of_one_process() -> None:
-    """Where a tensor is whole the ranks drop the same of it, and draw for it what one process would."""
+    """Ranks drop the same elements of a whole tensor, with the draws of one process."""
     found, wanted = run_ranks(2, trained, "the blocks gather", 0, 0.3)[0], run_ranks(1, trained, None, 0, 0.3)[0]
     assert found is not None and wanted is not None
     for name, weight in wanted.items():
@@ -121,7 +121,7 @@ def refused(case: str) -> str:
     ("endless", "sequences are split at 'blocks.0', and nothing gathers them: say Norm(gather_output=True) of the norm"),
     ("never split", "sequences are gathered behind '.norm', and nothing splits them: say Sequence(split=ARGUMENT)"),
 ])
-def test_what_would_train_on_wrong_gradients_is_named_at_the_first_step(case: str, words: str) -> None:
+def test_wrong_gradients_are_named_at_the_first_step(case: str, words: str) -> None:
     for said in run_ranks(2, refused, case):
         assert words in said
 
@@ -133,7 +133,7 @@ def forgotten() -> str:
     return str(caught.value)
 
 
-def test_dropout_in_a_block_whose_sequences_are_split_must_be_taken_care_of() -> None:
+def test_dropout_in_a_split_sequence_must_be_matched() -> None:
     assert run_ranks(1, forgotten)[0].splitlines()[1:] == [
         "  no pattern matches blocks.*.drop (Dropout), 2 of them: it would drop alike from every part: say Dropout() where "
         "it runs between regions, or Region(dropout=True) around it"]

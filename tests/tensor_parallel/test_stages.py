@@ -1,4 +1,4 @@
-"""Cut layers under an engine: with one tensor rank a cut model trains as the plain one does, bit for bit, at every stage."""
+"""With one tensor rank a sliced model trains under an engine like the plain one, bit for bit, at every stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_plan import PLAN, WORDS, model
 
 
 def trained(cut: bool, dtype: str) -> list[list[float]]:
-    """Return the losses of each stage, of two data ranks that are each a tensor axis of one."""
+    """Return the losses of each stage on two data ranks, each with a tensor axis of one rank."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     losses: list[list[float]] = []
     for stage in range(4):
@@ -40,5 +40,5 @@ def trained(cut: bool, dtype: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_cut_model_trains_as_the_plain_one(dtype: str) -> None:
+def test_a_sliced_model_trains_like_the_plain_one(dtype: str) -> None:
     assert run_ranks(2, trained, True, dtype) == run_ranks(2, trained, False, dtype)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, cut by their plans, give the plain model's scores, losses and gradients."""
+"""Hugging Face transformers models sliced by their plans give the plain model's scores, losses and gradients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def parity(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_cut_model_is_the_plain_one(ranks: int, sequence_parallel: bool) -> None:
+def test_a_sliced_model_equals_the_plain_one(ranks: int, sequence_parallel: bool) -> None:
     run_ranks(ranks, parity, sequence_parallel)
 
 
@@ -109,7 +109,7 @@ def test_one_layer_is_enough() -> None:
 
 
 def others() -> None:
-    """Classes of models without a head of words, or with another, and cross attention."""
+    """Model classes without a language-model head, or with another one, and cross attention."""
     hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
     for name, kind, options, extra in (
             ("gpt2", "GPT2Model", {}, {}), ("llama", "LlamaForSequenceClassification", {}, {}),
@@ -144,13 +144,13 @@ def dropped(name: str, sequence_parallel: bool) -> list[float]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", SOME)
-def test_with_dropout_ranks_still_compute_one_loss(name: str, sequence_parallel: bool) -> None:
+def test_ranks_compute_one_loss_with_dropout(name: str, sequence_parallel: bool) -> None:
     mine, theirs = run_ranks(2, dropped, name, sequence_parallel)
     assert mine == theirs and mine[0] != mine[1]
 
 
 def attention_masks(name: str) -> Tensor:
-    """What this rank's attention drops: probabilities of its heads after dropout, as zero or not."""
+    """Return which attention probabilities of this rank's heads dropout sets to zero."""
     mine = parallelize(build(name, dropout=0.5, attn_implementation="eager"), world()).train()
     dropped = list[Tensor]()
     plain = torch.nn.functional.dropout
@@ -167,7 +167,7 @@ def attention_masks(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_ranks_drop_apart_in_attention(name: str) -> None:
+def test_attention_dropout_differs_between_ranks(name: str) -> None:
     first, second = run_ranks(2, attention_masks, name)
     assert first.shape == second.shape and not torch.equal(first, second)
 
@@ -178,7 +178,7 @@ def heads(name: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_heads_that_do_not_divide_are_named_with_the_sizes_that_would() -> None:
+def test_an_indivisible_number_of_heads_lists_numbers_that_divide() -> None:
     said = run_ranks(4, heads, "llama", {"num_key_value_heads": 2})[0]
     assert said == ("model.layers.0.self_attn.k_proj: 2 heads cannot be divided over 4 tensor ranks; make it a multiple of "
                     "4 (4), or use a number of ranks that divides 2: 1, 2")
@@ -191,7 +191,7 @@ def unknown() -> str:
     return str(caught.value)
 
 
-def test_a_model_without_a_plan_is_told_which_have_one() -> None:
+def test_a_model_without_a_plan_gets_the_list_of_plans() -> None:
     assert run_ranks(1, unknown) == [
         "parallelize: there is no plan for models of type 'gpt_neox'; there are plans for bert, gpt2, llama, mistral, "
         "qwen2, qwen3. Write one: Plan({name pattern: kind}), as docs/tensor_parallel.md shows"]

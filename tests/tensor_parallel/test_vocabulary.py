@@ -1,4 +1,4 @@
-"""An embedding, a head and their loss over a cut vocabulary are the plain ones, also where the words do not divide."""
+"""Embedding, head and loss with a sliced vocabulary equal the plain ones, also for indivisible vocabularies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def model_parity(words: int, tied: bool, sequence_dim: int | None) -> None:
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("words", WORDS)
-def test_a_cut_vocabulary_is_the_plain_one(words: int, tied: bool, sequence_dim: int | None) -> None:
+def test_a_sliced_vocabulary_equals_the_plain_one(words: int, tied: bool, sequence_dim: int | None) -> None:
     run_ranks(4, model_parity, words, tied, sequence_dim)
 
 
@@ -89,7 +89,7 @@ def converted(words: int) -> None:
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_whole_layers_give_their_parts(words: int) -> None:
+def test_layers_take_their_slices_of_whole_layers(words: int) -> None:
     run_ranks(4, converted, words)
 
 
@@ -97,7 +97,7 @@ def padded_alike(words: int) -> tuple[int, ...]:
     return tuple(VocabularyEmbedding(words, HIDDEN, world()).weight.shape)
 
 
-def test_every_rank_holds_as_many_rows() -> None:
+def test_every_rank_holds_the_same_number_of_rows() -> None:
     assert run_ranks(4, padded_alike, 10) == [(3, HIDDEN)] * 4
 
 
@@ -178,7 +178,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_is_out_of_the_vocabulary_is_refused_on_every_rank() -> None:
+def test_ids_out_of_the_vocabulary_are_refused_on_every_rank() -> None:
     starts = ("VocabularyEmbedding: got ids from 3 to 10; the vocabulary has 10 words, 0 to 9",
               "VocabularyEmbedding: got ids from -1 to 3", "an embedding with max_norm=1.0 cannot be cut over ranks; leave",
               "vocabulary_cross_entropy: got scores (2, 5) and targets (2,); of 13 words this rank has",

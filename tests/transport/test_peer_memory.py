@@ -1,4 +1,4 @@
-"""Ranks of one machine read each other's memory: the same bits as by sockets, and errors instead of waiting."""
+"""Ranks of one machine read each other's memory: the same bits as by sockets, and errors instead of endless waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def both_ways() -> tuple[bool, int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_memory_gives_the_bits_that_sockets_give_and_counts_the_same_bytes(ranks: int) -> None:
+def test_memory_gives_the_same_bits_and_byte_counts_as_sockets(ranks: int) -> None:
     for same, lent, sent in run_ranks(ranks, both_ways):
         assert same
         assert lent == sent == (4 + 4 + 2) * SPAN * (ranks - 1)
@@ -135,14 +135,14 @@ def alone(timeout: float, leave: bool) -> str:
     return ""
 
 
-def test_a_neighbour_that_lends_nothing_is_named_after_the_timeout() -> None:
+def test_a_peer_that_offers_nothing_is_named_after_the_timeout() -> None:
     said = run_ranks(2, alone, 0.5, False)[0]
     assert said.startswith("CollectiveTimeout: rank 0 of 2, step 0: gather of unit 'blocks.0' did not finish within 0.5 s")
     assert "not offered by rank 1" in said
 
 
 def late() -> tuple[bool, str]:
-    """Rank 1 lends after rank 0 has given up: what rank 0 uses the buffer for meanwhile stays."""
+    """Rank 1 offers after rank 0 has timed out: the buffer that rank 0 has reused since stays unchanged."""
     ranks = communicator(timeout=0.5)
     full = torch.zeros(2 * SPAN)
     said = ""
@@ -159,13 +159,13 @@ def late() -> tuple[bool, str]:
     return bool((full == 7).all()), said
 
 
-def test_what_comes_after_the_timeout_is_refused() -> None:
+def test_an_offer_after_the_timeout_is_refused() -> None:
     (kept, _), (_, said) = run_ranks(2, late)
     assert kept
     assert "could not read this rank's memory" in said
 
 
-def test_a_neighbour_that_is_gone_is_told_at_once() -> None:
+def test_a_lost_peer_is_reported_at_once() -> None:
     said = run_ranks(2, alone, 60, True)[0]
     assert said.startswith("CollectiveFailed: rank 0 of 2, step 0: gather of unit 'blocks.0' broke")
     assert "rank 1 of the group closed its connection" in said
@@ -187,7 +187,7 @@ def test_messages_of_different_sizes_are_refused() -> None:
 
 
 def ahead() -> list[float]:
-    """Lend under several tags before the neighbour has a place for any, and wait in another order."""
+    """Offer under several tags before the peer has a destination for any, and wait in another order."""
     ranks = communicator()
     labels = [Label(kind="gather", unit=str(index), index=index) for index in range(5)]
     buffers = [torch.full((2 * SPAN,), float(10 * index + ranks.rank)) for index in range(5)]
@@ -200,5 +200,5 @@ def ahead() -> list[float]:
     return [buffer[SPAN * (1 - ranks.rank)].item() for buffer in buffers]
 
 
-def test_offers_and_places_meet_by_tag_in_any_order() -> None:
+def test_offers_and_destinations_match_by_tag_in_any_order() -> None:
     assert run_ranks(2, ahead) == [[1, 11, 21, 31, 41], [0, 10, 20, 30, 40]]

@@ -1,14 +1,14 @@
-"""The mesh: every rank has a coordinate on five axes; a group of ranks is those that differ in some of the axes only.
+"""The mesh gives every rank a coordinate on five axes; a process group is the ranks that differ in some axes only.
 
-    pipeline   which stage of the model      slowest: neighbours here are farthest apart
-    replica    which copy of a shard group
-    shard      which slice of the state
-    sequence   which part of a sample
-    tensor     which part of a layer         fastest: neighbours here are ranks of one machine
+    pipeline   stage of the model                  slowest: its ranks are farthest apart
+    replica    copy of a shard group
+    shard      slice of the state
+    sequence   part of a sample
+    tensor     slice of a layer                    fastest: its ranks are on one machine
 
 Ranks that differ in replica or shard see different samples: they are the data ranks.
 
-This is the only file that names axes. A mesh is also what Megatron-style scripts call an `mpu`.
+Only this file names axes. A mesh is also the `mpu` of Megatron-style scripts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MeshSettings(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How many coordinates each axis has; `shard` takes what the others leave where it is None."""
+    """The size of each axis; where `shard` is None it takes the ranks that the other axes leave."""
 
     pipeline: int = 1
     replica: int = 1
@@ -81,9 +81,9 @@ class Sizes:
     def over(self, ranks: int) -> tuple[int, ...]:
         """Return the size of every axis of a mesh of `ranks`. Raises `UsageError` where the sizes do not multiply to it."""
         given = self.given
-        rest, over = divmod(ranks, prod(given.values()))
+        rest, remainder = divmod(ranks, prod(given.values()))
         terms = " x ".join(f"{axis} {size}" for axis, size in given.items() if size > 1 or axis == "shard") or "1"
-        if over or rest == 0:
+        if remainder or rest == 0:
             raise UsageError(f"mesh: {terms} = {prod(given.values())} does not divide the {ranks} ranks of the job; change "
                              f"a size, or start a multiple of {prod(given.values())} ranks")
         if self.shard is not None and rest != 1:
@@ -93,14 +93,14 @@ class Sizes:
 
 
 class Mesh:
-    """The ranks of a job by their coordinates, and the groups that this rank is in.
+    """The ranks of a job by their coordinates, and the process groups that this rank is in.
 
-    mesh = Mesh(pipeline=2, tensor=2)       the rest of the ranks are data ranks
-    mesh.rank("tensor"), mesh.size("data")  this rank's coordinate on an axis, or on several taken together
-    mesh.group("tensor")                    its process group: the ranks that differ in that axis only
+    mesh = Mesh(pipeline=2, tensor=2)       the other ranks are data ranks
+    mesh.rank("tensor"), mesh.size("data")  this rank's coordinate and the size of an axis, or of several axes together
+    mesh.group("tensor")                    the process group of the ranks that differ in that axis only
 
-    Ranks are numbered with the last axis fastest, unless `ranks`, a tensor of the shape of the axes, says otherwise.
-    Every rank makes the same mesh. Raises `UsageError` where the sizes do not multiply to the ranks of the job.
+    Ranks are numbered with the last axis fastest, unless `ranks`, a tensor of the shape of the axes, gives them. Every rank
+    creates the same mesh. Raises `UsageError` if the sizes do not multiply to the number of ranks.
     """
 
     def __init__(self, *, pipeline: int = 1, replica: int = 1, shard: int | None = None, sequence: int = 1, tensor: int = 1,
@@ -118,7 +118,7 @@ class Mesh:
 
     @classmethod
     def of(cls, topology: Topology) -> Mesh:
-        """Return the mesh of a topology, whose axes are called pipe, data and model."""
+        """Return the mesh of a topology with axes named pipe, data and model. Raises `UsageError` for other names."""
         names = {"pipe": "pipeline", "data": "shard", "model": "tensor"}
         axes = [names.get(axis, axis) for axis in topology.get_axis_names()]
         unknown = [axis for axis in axes if axis not in AXES]
@@ -138,35 +138,36 @@ class Mesh:
         return position
 
     def size(self, *axes: str) -> int:
-        """Return how many coordinates `axes` have together."""
+        """Return the number of ranks along `axes` together."""
         return prod(self.ranks.shape[AXES.index(axis)] for axis in _named(axes))
 
     def line(self, *axes: str, stages: Iterable[int] = ()) -> tuple[int, ...]:
-        """Return the ranks that differ from this one in `axes` only, by coordinate; with `stages`, those at any of these
+        """Return the ranks that differ from this one in `axes` only, by coordinate; with `stages` also those at these
         pipeline coordinates.
         """
         own = dist.get_rank()
         return next(ranks for ranks in self.lines(*axes, stages=stages) if own in ranks)
 
     def lines(self, *axes: str, stages: Iterable[int] = ()) -> list[tuple[int, ...]]:
-        """Return every such set of ranks, in one order on all of them."""
-        chosen = {*_named(axes), *(("pipeline",) if (stages := sorted(stages)) else ())}
+        """Return `line` of every rank, without repetition, in the same order on all ranks."""
+        varying = {*_named(axes), *(("pipeline",) if (stages := sorted(stages)) else ())}
         ranks = self.ranks[stages] if stages else self.ranks
-        along = [position for position, axis in enumerate(AXES) if axis in chosen]
+        along = [position for position, axis in enumerate(AXES) if axis in varying]
         across = [position for position in range(len(AXES)) if position not in along]
         table = ranks.permute(*across, *along).reshape(-1, prod(ranks.shape[position] for position in along))
         return [tuple(row) for row in table.tolist()]
 
     def group(self, *axes: str, stages: Iterable[int] = ()) -> dist.ProcessGroup:
-        """Return the process group of `line(*axes, stages=stages)`. Its first call is collective: every rank of the job
-        makes it, at the same point of the program.
+        """Return the process group of `line(*axes, stages=stages)`.
+
+        The first call for these axes is collective over the job.
         """
-        group = self.share(*axes, stages=stages)
+        group = self.group_or_none(*axes, stages=stages)
         assert group is not None, "this rank is not at any of the stages"
         return group
 
-    def share(self, *axes: str, stages: Iterable[int] = ()) -> dist.ProcessGroup | None:
-        """Do the same as `group`, on ranks at other stages too: they get None."""
+    def group_or_none(self, *axes: str, stages: Iterable[int] = ()) -> dist.ProcessGroup | None:
+        """Return `group(*axes, stages=stages)`, or None on ranks at other stages. The first call is collective."""
         key = _named(axes), tuple(sorted(stages))
         if key not in self._groups:
             self._groups[key] = process_group.group_of(self.lines(*axes, stages=stages))
@@ -174,7 +175,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The same mesh for torch's own tools, such as DTensor: a `DeviceMesh` with the same names of axes."""
+        """The same mesh as torch's `DeviceMesh`, for DTensor and other tools, with the same axis names."""
         if self._device_mesh is None:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -184,7 +185,7 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in zip(AXES, self.ranks.shape, strict=True))})"
 
-    # What Megatron-style scripts ask an `mpu`: "model" is every axis but the data ranks', "slice" the tensor axis.
+    # The methods of a Megatron-style `mpu`: "model" is every axis but the data axes, "slice" is the tensor axis.
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.group(*DATA)
@@ -245,14 +246,14 @@ class Mesh:
 
 
 class Topology(Protocol):
-    """What a mesh asks of a process topology."""
+    """The part of a process topology that a mesh needs."""
 
     def get_axis_names(self) -> list[str]: ...
     def get_dim(self, axis: str) -> int: ...
 
 
 class Mpu(Protocol):
-    """The least that a Megatron-style object of a script answers."""
+    """The methods that a Megatron-style `mpu` object must have."""
 
     def get_data_parallel_rank(self) -> int: ...
     def get_data_parallel_world_size(self) -> int: ...
@@ -261,52 +262,52 @@ class Mpu(Protocol):
 
 
 def adapt(mpu: Mesh | Mpu) -> Mesh:
-    """Return the mesh that a Megatron-style `mpu` describes; every rank calls it.
+    """Return the mesh that a Megatron-style `mpu` describes. A collective call.
 
-    Its tensor axis is what the object calls tensor (or slice) parallel where it does, else model parallel. Raises
-    `UsageError` when the coordinates of the ranks do not fill a mesh.
+    Its tensor axis is the object's tensor (or slice) parallel axis if it has these methods, else its model parallel axis.
+    Raises `UsageError` if the coordinates of the ranks do not fill a mesh.
     """
     if isinstance(mpu, Mesh):
         return mpu
     process_group.init_distributed()
-    place = _coordinates(mpu)
-    said = process_group.gather_objects(place, "initialize: mpu")
-    sizes = {axis: size for axis, (_, size) in said[0].items()}
+    by_rank = process_group.gather_objects(_coordinates(mpu), "initialize: mpu")
+    sizes = {axis: size for axis, (_, size) in by_rank[0].items()}
     ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], 1, sizes["tensor"]), -1)
     text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-    for rank, theirs in enumerate(said):
+    for rank, theirs in enumerate(by_rank):
         if {axis: size for axis, (_, size) in theirs.items()} != sizes:
-            raise UsageError(f"mpu: rank 0 says {said[0]}, rank {rank} says {theirs}; all ranks must see the same sizes")
+            raise UsageError(f"mpu: rank 0 says {by_rank[0]}, rank {rank} says {theirs}; all ranks must see the same "
+                             f"sizes")
         if any(not 0 <= at < size for at, size in theirs.values()):
             raise UsageError(f"mpu: rank {rank} says {theirs}, (rank, ranks) by axis; a rank counts from 0 to ranks - 1")
         ranks[theirs["pipeline"][0], 0, theirs["shard"][0], 0, theirs["tensor"][0]] = rank
-    if (ranks < 0).any() or ranks.numel() != len(said):
-        raise UsageError(f"mpu: its sizes ({text}) make {ranks.numel()} coordinates, of which the {len(said)} ranks of the "
-                         f"job fill {int((ranks >= 0).sum())}; every rank needs a coordinate of its own")
+    if (ranks < 0).any() or ranks.numel() != len(by_rank):
+        raise UsageError(f"mpu: its sizes ({text}) make {ranks.numel()} coordinates, of which the {len(by_rank)} ranks of "
+                         f"the job fill {int((ranks >= 0).sum())}; every rank needs a coordinate of its own")
     return Mesh(pipeline=sizes["pipeline"], shard=sizes["shard"], tensor=sizes["tensor"], ranks=ranks)
 
 
 def _coordinates(mpu: Mpu) -> dict[str, tuple[int, int]]:
-    """Return (rank, size) on each axis that a Megatron-style object knows."""
-    def asked(*names: str) -> tuple[int, int] | None:
+    """Return (rank, size) on each axis for which a Megatron-style object has methods."""
+    def query(*names: str) -> tuple[int, int] | None:
         for name in names:
             rank, size = (getattr(mpu, f"get_{name}_{what}", None) for what in ("rank", "world_size"))
             if callable(rank) and callable(size):
                 return int(rank()), int(size())  # pyright: ignore[reportArgumentType]  a script's object
         return None
 
-    data = asked("data_parallel")
-    tensor = asked("tensor_model_parallel", "slice_parallel", "model_parallel")
+    data = query("data_parallel")
+    tensor = query("tensor_model_parallel", "slice_parallel", "model_parallel")
     if data is None or tensor is None:
         raise UsageError(f"initialize: mpu is a {type(mpu).__name__} without get_data_parallel_rank and "
                          f"get_data_parallel_world_size, or get_model_parallel_rank and get_model_parallel_world_size; give "
                          f"it these methods, or pass a shoal.Mesh")
-    return {"pipeline": asked("pipeline_model_parallel", "pipe_parallel") or (0, 1), "shard": data, "tensor": tensor}
+    return {"pipeline": query("pipeline_model_parallel", "pipe_parallel") or (0, 1), "shard": data, "tensor": tensor}
 
 
 def _named(axes: Iterable[str]) -> tuple[str, ...]:
     """Return the axes in the order of the mesh; "data" stands for replica and shard."""
-    wanted = {axis for name in axes for axis in (DATA if name == "data" else (name,))}
-    if unknown := wanted - set(AXES):
+    named = {axis for name in axes for axis in (DATA if name == "data" else (name,))}
+    if unknown := named - set(AXES):
         raise UsageError(f"mesh: got the axis '{min(unknown)}'; choose among {', '.join(AXES)} and data")
-    return tuple(axis for axis in AXES if axis in wanted)
+    return tuple(axis for axis in AXES if axis in named)

@@ -107,7 +107,7 @@ class ParameterGroups:
         tensor_replicated, stages, source_stage = key
         axes = COPIES if tensor_replicated else SLICED_COPIES
         separate = ("replica",) if self._replicas is not None else ()
-        group = self.mesh.share(*(axis for axis in axes if axis not in separate), stages=stages)
+        group = self.mesh.group_or_none(*(axis for axis in axes if axis not in separate), stages=stages)
         if group is not None:
             communicator, at_source = self._of(group), set(self.mesh.ranks[source_stage].flatten().tolist())
             source = next(index for index, rank in enumerate(communicator.members) if rank in at_source)

@@ -1,12 +1,12 @@
-"""A tensor is cut over ranks along one dim: together they hold every row of it once, and what else they hold is padding.
+"""A tensor is sliced over ranks along one dim: together the ranks hold every row once, and any other row is padding.
 
     global rows   q q q q k k v v          a fused projection of two ranks: three segments each
     rank 0        q q k v                  source 0 -> target 0, 4 -> 2, 6 -> 3
     rank 1        q q k v                  source 2 -> target 0, 5 -> 2, 7 -> 3
 
-A `TensorSlice` says which rows of the global tensor this rank's parameter holds, and where. Rows of the parameter that no
-segment covers are padding: zeros, of no effect, never saved. A parameter without a slice is whole on every rank. Code that
-needs the global tensor (checkpoints, norms, estimates) uses names and slices alone.
+A `TensorSlice` gives the rows of the global tensor that this rank's parameter holds, and their places in it. Rows of the
+parameter that no segment covers are padding: zeros, without effect, never saved. A parameter without a slice is whole on
+every rank. Code that needs the global tensor (checkpoints, norms, estimates) uses only names and slices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Segment", "SlicedModule", "TensorSlice", "cuts_of", "divided", "slic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """`length` rows of the cut dim, which begin at `source` in the global tensor and at `target` in the local one."""
+    """`length` rows along the sliced dim, starting at `source` in the global tensor and at `target` in the local one."""
 
     source: int
     target: int
@@ -34,21 +34,21 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice:
-    """Which part of a global tensor this rank's parameter holds, along one dim."""
+    """The part of a global tensor that this rank's parameter holds, along one dim."""
 
     dim: int
     size: int
-    """Extent of that dim in the global tensor, without padding."""
+    """Size of that dim in the global tensor, without padding."""
     segments: tuple[Segment, ...]
-    """In order of `target`. None overlap, and over all ranks they cover the dim once."""
+    """In order of `target`. They do not overlap; those of all ranks cover the dim once."""
     rank: int
     ranks: int
 
     @classmethod
     def even(cls, dim: int, sizes: Sequence[int], rank: int, ranks: int) -> Self:
-        """Return the cut of tensors of `sizes` that lie one after the other, each cut evenly over the ranks.
+        """Return the slice of concatenated tensors of `sizes`, each sliced evenly over the ranks.
 
-        Raises `UsageError` for a size that does not divide.
+        Raises `UsageError` for a size that the ranks do not divide.
         """
         shares = [divided(f"a dim of {size}", size, ranks) for size in sizes]
         sources, targets = accumulate(sizes, initial=0), accumulate(shares, initial=0)
@@ -58,94 +58,94 @@ class TensorSlice:
 
     @classmethod
     def padded(cls, dim: int, size: int, rank: int, ranks: int) -> Self:
-        """Return the cut in which each rank holds as many rows, the last ones padding where `size` does not divide."""
+        """Return the slice of ceil(size / ranks) rows on each rank, of which those beyond `size` are padding."""
         rows = stretch(size, rank, ranks)
         segments = (Segment(source=rows.start, target=0, length=len(rows)),) if rows else ()
         return cls(dim=dim, size=size, segments=segments, rank=rank, ranks=ranks)
 
     @property
     def length(self) -> int:
-        """How many rows of the global tensor this rank holds."""
+        """The number of rows of the global tensor that this rank holds."""
         return sum(segment.length for segment in self.segments)
 
     def shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the global tensor of which a tensor of `local_shape` is the part."""
+        """Return the shape of the global tensor for a slice of `local_shape`."""
         return (*local_shape[:self.dim], self.size, *local_shape[self.dim + 1:])
 
 
 @runtime_checkable
 class SlicedModule(Protocol):
-    """A module that holds parts of global tensors."""
+    """A module whose parameters are slices of global tensors."""
 
     def cuts(self) -> Mapping[str, TensorSlice]:
-        """Return the cut of each of its own parameters that has one, by its name in the module."""
+        """Return the slice of each sliced parameter of the module itself, by its name in the module."""
         ...
 
 
 def cuts_of(model: nn.Module) -> dict[str, TensorSlice]:
-    """Return the cuts of a model's parameters by full name, also under the other names of tied ones.
+    """Return the slices of a model's parameters by full name; tied parameters appear under each name.
 
-    Raises `UsageError` for a parameter of which two modules say different things.
+    Raises `UsageError` for a parameter that two modules slice differently.
     """
-    found: dict[nn.Parameter, tuple[str, TensorSlice]] = {}
-    for name, parameter, cut in _said(model):
-        known = found.setdefault(parameter, (name, cut))
-        if known[1] != cut:
-            raise UsageError(f"{name} and {known[0]} are one parameter, and are cut differently: {cut} and {known[1]}; tie "
+    slices: dict[nn.Parameter, tuple[str, TensorSlice]] = {}
+    for name, parameter, own in _slices(model):
+        first_name, first = slices.setdefault(parameter, (name, own))
+        if first != own:
+            raise UsageError(f"{name} and {first_name} are one parameter, and are cut differently: {own} and {first}; tie "
                              f"only layers that are cut alike")
-    return {name: found[parameter][1] for name, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter in found}
+    return {name: slices[parameter][1] for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter in slices}
 
 
-def _said(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorSlice]]:
+def _slices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorSlice]]:
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, cut in (module.cuts() if isinstance(module, SlicedModule) else {}).items():
-            yield f"{path}.{name}" if path else name, own[name], cut
+        for name, tensor_slice in (module.cuts() if isinstance(module, SlicedModule) else {}).items():
+            yield f"{path}.{name}" if path else name, own[name], tensor_slice
 
 
-def whole(parts: Sequence[Tensor], cuts: Sequence[TensorSlice]) -> Tensor:
-    """Join the `parts` of all ranks, each with its cut, to the global tensor.
+def whole(parts: Sequence[Tensor], slices: Sequence[TensorSlice]) -> Tensor:
+    """Return the global tensor of the `parts` of all ranks, each with its slice.
 
-    Raises `UsageError` if the cuts are not the parts of one tensor.
+    Raises `UsageError` if the slices do not make up one tensor.
     """
-    first = cuts[0]
+    first = slices[0]
     shape = first.shape(parts[0].shape)
-    rows = sorted((segment.source, segment.length) for cut in cuts for segment in cut.segments)
+    rows = sorted((segment.source, segment.length) for each in slices for segment in each.segments)
     ends = accumulate((length for _, length in rows), initial=0)
-    joined = all(start == end for (start, _), end in zip(rows, ends, strict=False))
-    if not joined or sum(length for _, length in rows) != first.size or any(
-            (cut.dim, cut.shape(part.shape)) != (first.dim, shape) for part, cut in zip(parts, cuts, strict=True)):
+    contiguous = all(start == end for (start, _), end in zip(rows, ends, strict=False))
+    if not contiguous or sum(length for _, length in rows) != first.size or any(
+            (each.dim, each.shape(part.shape)) != (first.dim, shape) for part, each in zip(parts, slices, strict=True)):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise UsageError(f"{len(parts)} parts of shapes {shapes} do not make one tensor: their rows along the cut dim are "
                          f"{rows} of {first.size}")
     result = parts[0].new_empty(shape)
-    for part, cut in zip(parts, cuts, strict=True):
-        for segment in cut.segments:
-            result.narrow(cut.dim, segment.source, segment.length).copy_(
-                part.narrow(cut.dim, segment.target, segment.length))
+    for part, own in zip(parts, slices, strict=True):
+        for segment in own.segments:
+            result.narrow(own.dim, segment.source, segment.length).copy_(
+                part.narrow(own.dim, segment.target, segment.length))
     return result
 
 
-def slice_of(tensor: Tensor, cut: TensorSlice, *, extent: int | None = None) -> Tensor:
-    """Return a copy of the part of the global `tensor` that `cut` describes, padded with zeros to `extent` rows."""
-    extent = cut.length if extent is None else extent
-    shape = (*tensor.shape[:cut.dim], extent, *tensor.shape[cut.dim + 1:])
-    part = tensor.new_empty(shape) if extent == cut.length else tensor.new_zeros(shape)
-    for segment in cut.segments:
-        part.narrow(cut.dim, segment.target, segment.length).copy_(
-            tensor.narrow(cut.dim, segment.source, segment.length))
+def slice_of(tensor: Tensor, own: TensorSlice, *, extent: int | None = None) -> Tensor:
+    """Return a copy of the slice `own` of the global `tensor`, padded with zeros to `extent` rows."""
+    extent = own.length if extent is None else extent
+    shape = (*tensor.shape[:own.dim], extent, *tensor.shape[own.dim + 1:])
+    part = tensor.new_empty(shape) if extent == own.length else tensor.new_zeros(shape)
+    for segment in own.segments:
+        part.narrow(own.dim, segment.target, segment.length).copy_(
+            tensor.narrow(own.dim, segment.source, segment.length))
     return part
 
 
 def stretch(size: int, rank: int, ranks: int) -> range:
-    """Return the rows of `rank` when `size` rows are dealt out in equal runs, the last of which may be short or empty."""
+    """Return the rows of `rank`: ceil(size / ranks) contiguous rows each; the last ranks may have fewer, or none."""
     length = -(-size // ranks)
     return range(min(rank * length, size), min((rank + 1) * length, size))
 
 
 def divided(what: str, size: int, ranks: int) -> int:
-    """Return `size / ranks`. Raises `UsageError` that says which sizes and ranks would do."""
+    """Return `size / ranks`. Raises `UsageError` with the nearest sizes and numbers of ranks that divide."""
     share, left = divmod(size, ranks)
     if left:
         nearest = " or ".join(str(multiple) for multiple in (size - left, size - left + ranks) if multiple)

@@ -1,10 +1,10 @@
-"""Where ranks sit: coordinates along named axes, numbered row by row. The last axis is the fastest.
+"""A topology numbers the ranks of a grid of named axes in row-major order; the last axis is the fastest.
 
     ProcessTopology(axes=["pipe", "data"], dims=[2, 3])        data 0   1   2
                                                        pipe 0       0   1   2
                                                        pipe 1       3   4   5
 
-Nothing here talks to other ranks; a topology is a fact that every rank computes for itself.
+Nothing here communicates; every rank computes the topology by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "Process
 class ProcessTopology:
     """The ranks 0 to n-1 on a grid of `axes` of the sizes `dims`.
 
-    Raises `UsageError` where names repeat, are no words, do not match the sizes in number, or a size is not positive.
+    Raises `UsageError` if names repeat or are no identifiers, if their number differs from that of the sizes, or if a size
+    is not positive.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
@@ -54,38 +55,38 @@ class ProcessTopology:
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Return the size of an axis, 0 for one that there is not."""
+        """Return the size of an axis, 0 for an unknown axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coords: int) -> int:
-        """Return the rank at a whole coordinate, such as `get_rank(pipe=0, data=1)`.
+        """Return the rank at a complete coordinate, such as `get_rank(pipe=0, data=1)`.
 
-        Raises `UsageError` unless every axis is given, within its size, and no other.
+        Raises `UsageError` if an axis is missing or unknown, or its coordinate out of range.
         """
         inside = all(0 <= coords[axis] < self.get_dim(axis) for axis in coords)
         if set(coords) != set(self.axes) or not inside:
-            raise UsageError(f"topology: get_rank: got {_spelled(coords)}; give each axis of {self} its coordinate, from 0 "
-                             f"to its size less 1 (filter_match takes some of the axes)")
+            raise UsageError(f"topology: get_rank: got {_formatted(coords)}; give each axis of {self} its coordinate, from "
+                             f"0 to its size less 1 (filter_match takes some of the axes)")
         rank = 0
         for axis, dim in zip(self.axes, self.dims, strict=True):
             rank = rank * dim + coords[axis]
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinate of a rank as a named tuple: `get_coord(3).pipe`. Raises `UsageError` for no such rank."""
+        """Return the coordinate of a rank as a named tuple: `get_coord(3).pipe`. Raises `UsageError` for an unknown rank."""
         if not 0 <= rank < self.world_size():
             raise UsageError(f"topology: get_coord: got rank {rank}; {self} has the ranks 0 to {self.world_size() - 1}")
         return self._coords[rank]
 
     def get_rank_repr(self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_",
                       outer_sep: str = "-") -> str:
-        """Return a name of the rank's coordinate without `omit_axes`, such as `model_00`, for files."""
+        """Return the rank's coordinate without `omit_axes` as a string for file names, such as `model_00`."""
         coord = self.get_coord(rank)
         return outer_sep.join(f"{axis}{inner_sep}{place:02d}" for axis, place in zip(self.axes, coord, strict=True)
                               if axis not in omit_axes)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the lists of ranks that differ along `axis` alone, by their other coordinates; none for no such axis."""
+        """Return the lists of ranks that differ along `axis` only, by their other coordinates; none for an unknown axis."""
         if axis not in self.axes:
             return []
         others = [other for other in self.axes if other != axis]
@@ -93,9 +94,12 @@ class ProcessTopology:
         return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
 
     def filter_match(self, **coords: int) -> list[int]:
-        """Return the ranks, in order, with these coordinates, such as `filter_match(pipe=0)`. Raises for no such axis."""
+        """Return the ranks, in order, with these coordinates, such as `filter_match(pipe=0)`.
+
+        Raises `UsageError` for an unknown axis.
+        """
         if unknown := set(coords) - set(self.axes):
-            raise UsageError(f"topology: filter_match: got {_spelled(coords)}; {self} has no axis "
+            raise UsageError(f"topology: filter_match: got {_formatted(coords)}; {self} has no axis "
                              f"{', '.join(sorted(unknown))}")
         return [rank for rank, coord in enumerate(self._coords)
                 if all(getattr(coord, axis) == place for axis, place in coords.items())]
@@ -106,18 +110,18 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline stages of `num_dp` replicas each: the ranks of a stage are neighbours."""
+    """Pipeline stages of `num_dp` data ranks each; the ranks of a stage are consecutive."""
 
     def __init__(self, num_pp: int, num_dp: int):
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline stages of `num_dp` replicas of `num_mp` tensor ranks: the ranks of a replica's stage are neighbours."""
+    """Pipeline stages of `num_dp` data ranks of `num_mp` tensor ranks each; the tensor ranks are consecutive."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int):
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
-def _spelled(coords: dict[str, int]) -> str:
+def _formatted(coords: dict[str, int]) -> str:
     return ", ".join(f"{axis}={place}" for axis, place in coords.items()) or "nothing"

@@ -1,10 +1,9 @@
-"""A record of what ranks say to each other: how often, how many bytes, for how long, and who came late."""
+"""A record of the collectives: calls, bytes, times and bandwidths, and the ranks that are late for them."""
 
 from __future__ import annotations
 
 from shoal.recording.call import Call, over
-from shoal.recording.recorder import Recorder, Watched
-from shoal.recording.rows import CallStats, Lateness
-from shoal.recording.traffic import Traffic, traffic
+from shoal.recording.recorder import Recorder, Traffic, Watched, traffic
+from shoal.recording.stats import CallStats, Lateness
 
 __all__ = ["Call", "CallStats", "Lateness", "Recorder", "Traffic", "Watched", "over", "traffic"]

@@ -1,13 +1,12 @@
-"""One collective of one rank, from its launch to where somebody goes on with its result.
+"""The record of one collective on one rank, from its launch until the caller goes on with its result.
 
-    began      the rank launches it
-    waiting    whoever needs the result comes for it
-    ended      and goes on with it
+    began      the rank launches the collective
+    waiting    the caller starts to wait for the result
+    ended      the wait returns
 
-`ended - began` is its time: no less than the transfer took, and more where the result lay unused. `ended - waiting` is what
-it cost: the exposed part, which no computation hid. On the host these are moments of the thread that waits, by the
-monotonic clock; on a device they are events of the stream that waits, read when they have passed, so that nobody waits
-for them.
+`ended - began` is the time of the call: at least that of the transfer, and more if the result lay unused. `ended - waiting`
+is the exposed part, which no computation hid. On the host these are moments of the waiting thread on the monotonic clock;
+on a device they are events of the waiting stream, read after they have passed, so that recording never blocks.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _TAILS = ("_list", "_object", "_into_tensor", "_tensor", "_single", "_base", "_c
 
 
 class Handle(Protocol):
-    """A collective under way; `wait` returns when its result may be used, and may be called again."""
+    """A collective under way. `wait` returns when its result may be used; later calls return at once."""
 
     def wait(self) -> None: ...
 
 
 def operation(name: str) -> str:
-    """Return what the collective of a torch-like name does: `all_gather_into_tensor` is an `all_gather`."""
+    """Return the operation of torch's function `name`: `all_gather_into_tensor` is an `all_gather`."""
     short = name.removeprefix("inference_")
     for tail in _TAILS:
         short = short.removesuffix(tail)
@@ -44,15 +43,15 @@ def operation(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What calls of one row have in common."""
+    """The key by which calls are summed up."""
 
     kind: str
-    """What it is for, as `traffic` counts it."""
+    """The purpose, as in `traffic`: gather, reduce, ..."""
     op: str
     size: int
-    """Bytes of the whole buffer, over all ranks."""
+    """Bytes of the whole buffer of all ranks."""
     ranks: tuple[int, ...]
-    """The ranks of the job that take part, where it is known."""
+    """The ranks of the job that take part, if known."""
     caller: str = ""
 
 
@@ -66,7 +65,7 @@ class Stamps:
 
 
 class Clock:
-    """Reads a device's events on the host's monotonic clock."""
+    """Converts a device's events to the host's monotonic clock."""
 
     def __init__(self) -> None:
         self._anchor: tuple[torch.cuda.Event, float] | None = None
@@ -74,14 +73,14 @@ class Clock:
     def now(self, *, on_device: bool) -> Moment:
         if not on_device:
             return time.monotonic()
-        if self._anchor is None:  # the only wait for the device, at the first call
+        if self._anchor is None:  # the first call waits for the device once
             anchor = _event()
             anchor.synchronize()
             self._anchor = anchor, time.monotonic()
         return _event()
 
     def seconds(self, moment: Moment) -> float:
-        """Return when a moment that has passed was."""
+        """Return the time of a moment that has passed."""
         if not isinstance(moment, torch.cuda.Event):
             return moment
         assert self._anchor is not None
@@ -96,7 +95,7 @@ class Call:
     key: Key
     what: str
     number: int
-    """How many calls of the same name, size and ranks this rank has made before."""
+    """The number of earlier calls of this rank with the same key and name."""
     on_device: bool
     clock: Clock
     began: Moment
@@ -105,7 +104,7 @@ class Call:
     ended: Moment = 0.0
 
     def over(self, wait: Callable[[], T]) -> T:
-        """Call `wait`, which returns when the result may be used; a call that fails stays open, and is only counted."""
+        """Call `wait` and record when it returns; a call whose `wait` raises is counted, but not timed."""
         self.waiting = self.clock.now(on_device=self.on_device)
         result = wait()
         self.ended = self.clock.now(on_device=self.on_device)
@@ -114,7 +113,7 @@ class Call:
 
     @property
     def passed(self) -> bool:
-        """Whether its moments can be read without waiting."""
+        """Whether the moments can be read without blocking."""
         return not isinstance(self.ended, torch.cuda.Event) or self.ended.query()
 
     @property
@@ -123,7 +122,7 @@ class Call:
 
 
 def over(call: Call | None, wait: Callable[[], T]) -> T:
-    """Call `wait` as the end of `call`, if that is recorded."""
+    """Call `wait`, and record it as the end of `call` unless that is None."""
     return wait() if call is None else call.over(wait)
 
 

@@ -1,6 +1,7 @@
-"""Sums up calls by kind and size, remembers the latest, and never waits for any.
+"""Counts the collectives of this process, and records their times while `comms_logger` is on.
 
-What a device has not finished yet is summed up later: with the calls that follow, or when somebody asks.
+`traffic` counts calls and bytes at launch, always. A `Recorder` sums up calls by kind and size, keeps the latest ones, and
+never blocks on a device: calls that the device has not finished are summed up with later calls, or for a report.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import torch
@@ -16,63 +17,63 @@ from torch import Tensor
 
 from shoal.log import logger
 from shoal.recording.call import Call, Clock, Handle, Key, Stamps, operation
-from shoal.recording.rows import CallStats, Name, bus_factor
 from shoal.recording.settings import CommsLoggerSettings
+from shoal.recording.stats import CallStats, Name, bus_factor
 
-__all__ = ["KEPT", "Recorder", "Watched"]
+__all__ = ["KEPT", "Recorder", "Traffic", "Watched", "traffic"]
 
 KEPT = 256
-"""How many calls of one name are remembered for comparison between ranks."""
+"""Calls of one name that are kept for comparison between ranks."""
 
 _BEHIND = 64
-"""Ended calls that may wait to be summed up."""
+"""Ended calls that are collected before they are summed up."""
 
 _TRANSPORT = ("shoal.transport.collectives", "shoal.recording", "shoal.transport.reduction", "shoal.comm",
               "shoal.tensor_parallel.axis")
-"""Modules that speak for others."""
+"""Modules that call collectives for others, which are skipped to find the caller."""
 
 
 class Recorder:
-    """The calls of this process since it was made, as `settings` select them."""
+    """The calls of this process since the recorder was created, as `settings` select them."""
 
-    def __init__(self, settings: CommsLoggerSettings, *, speaks: bool = False):
+    def __init__(self, settings: CommsLoggerSettings, *, is_logging_rank: bool = False):
         self.settings = settings
-        self.speaks = speaks
-        """Whether this rank is the one that logs, where each call is to be logged."""
+        self.is_logging_rank = is_logging_rank
+        """Whether this rank logs each call if `verbose` is set."""
         self._clock = Clock()
         self._rows: dict[Key, CallStats] = {}
         self._numbers = Counter[Name]()
         self._recent: defaultdict[Name, deque[tuple[int, Stamps]]] = defaultdict(lambda: deque(maxlen=KEPT))
-        self._ended: deque[Call] = deque()  # another thread may have waited for them
+        self._ended: deque[Call] = deque()  # other threads may append
         self._lock = Lock()
 
     @property
     def rows(self) -> list[CallStats]:
-        """What was recorded, with what has ended so far."""
-        self._fold()
+        """The statistics of all calls, with the times of those that have ended."""
+        self._sum_ended()
         return list(self._rows.values())
 
     @property
     def recent(self) -> dict[Name, list[tuple[int, Stamps]]]:
         """The latest calls of each name."""
-        self._fold()
+        self._sum_ended()
         return {name: list(calls) for name, calls in self._recent.items()}
 
-    def follow(self, settings: CommsLoggerSettings) -> None:
-        """Go on as other settings say."""
-        self._fold()
+    def update_settings(self, settings: CommsLoggerSettings) -> None:
+        """Record the following calls with other settings."""
+        self._sum_ended()
         self.settings = settings
 
     def settle(self) -> None:
-        """Wait until what was launched on a device is over."""
+        """Wait until the device has finished all launched calls."""
         if any(not call.passed for call in self._ended):
             torch.cuda.synchronize()
-        self._fold()
+        self._sum_ended()
 
     def begin(self, kind: str, sent: int, op: str, buffer: Sequence[Tensor], ranks: tuple[int, ...], what: str, *,
-              asked: bool = False) -> Call | None:
-        """Count a call that is launched now; None where the settings leave it out, unless it is `asked` for by name."""
-        if not (self.settings.prof_all or asked or operation(op) in self.settings.prof_ops):
+              requested: bool = False) -> Call | None:
+        """Count a call that is launched now; return None if the settings exclude it and it is not `requested`."""
+        if not (self.settings.prof_all or requested or operation(op) in self.settings.prof_ops):
             return None
         size = sum(tensor.numel() * tensor.element_size() for tensor in buffer) if buffer else sent
         key = Key(kind=kind, op=op, size=size, ranks=ranks, caller=_caller() if self.settings.debug else "")
@@ -87,15 +88,15 @@ class Recorder:
 
     @property
     def _logs(self) -> bool:
-        return self.speaks and self.settings.verbose
+        return self.is_logging_rank and self.settings.verbose
 
     def _done(self, call: Call) -> None:
         self._ended.append(call)
         if self._logs or len(self._ended) >= _BEHIND:
-            self._fold()
+            self._sum_ended()
 
-    def _fold(self) -> None:
-        """Sum up what has ended, as far as it can be read."""
+    def _sum_ended(self) -> None:
+        """Sum up the ended calls whose times can be read without blocking."""
         with self._lock:
             while self._ended and self._ended[0].passed:
                 call = self._ended.popleft()
@@ -105,11 +106,11 @@ class Recorder:
                                                exposed=row.exposed + stamps.ended - stamps.waiting)
                 self._recent[call.key, call.what].append((call.number, stamps))
                 if self._logs:
-                    _say(call, stamps)
+                    _log(call, stamps)
 
 
 class Watched:
-    """A collective under way whose end is recorded."""
+    """A handle of a collective that records its end."""
 
     def __init__(self, handle: Handle, call: Call):
         self._handle = handle
@@ -123,7 +124,7 @@ class Watched:
             call.over(self._handle.wait)
 
 
-def _say(call: Call, stamps: Stamps) -> None:
+def _log(call: Call, stamps: Stamps) -> None:
     key, seconds = call.key, max(stamps.ended - stamps.began, 1e-9)
     speed = key.size / seconds / 1e9
     logger.info("%s%s: %s of %d bytes over %d ranks in %.3f ms, %.3f of it exposed; %.3f GB/s, bus %.3f GB/s",
@@ -132,8 +133,42 @@ def _say(call: Call, stamps: Stamps) -> None:
 
 
 def _caller() -> str:
-    """Return the function that asked for a collective."""
+    """Return the name of the function that called for the collective, outside of the transport modules."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None and str(frame.f_globals["__name__"]).startswith(_TRANSPORT):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The calls of this rank and the payload bytes that it sent, by purpose."""
+
+    calls: Counter[str] = field(default_factory=Counter[str])
+    bytes: Counter[str] = field(default_factory=Counter[str])
+    peer_memory_bytes: int = 0
+    """Of these bytes, those that ranks of one machine read from memory instead of the network."""
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.bytes.total()
+
+    recorder: Recorder | None = None
+    """Records the times of the calls; None: they are only counted."""
+
+    def count(self, kind: str, size: int, *, op: str = "send", of: Tensor | Sequence[Tensor] = (),
+              ranks: tuple[int, ...] = (), what: object = "", requested: bool = False) -> Call | None:
+        """Count a call that sends `size` bytes; return its record, or None if it is not recorded.
+
+        The record has the operation `op`, the whole buffer `of`, the `ranks` of the job and the name `what` of the call.
+        A `requested` call is recorded whatever the settings select.
+        """
+        self.calls[kind] += 1
+        self.bytes[kind] += size
+        if self.recorder is None:
+            return None
+        buffer = [of] if isinstance(of, Tensor) else of
+        return self.recorder.begin(kind, size, op, buffer, ranks, str(what), requested=requested)
+
+
+traffic = Traffic()

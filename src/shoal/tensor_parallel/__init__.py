@@ -1,8 +1,7 @@
-"""Layers whose weights are cut over the ranks of a tensor axis, and plans that cut the layers of a model that exists."""
+"""Tensor parallelism: layers sliced over the ranks of a tensor axis, and plans that slice an existing model."""
 
 from shoal.tensor_parallel.axis import Axis
 from shoal.tensor_parallel.layers import ColumnLinear, QKVLinear, RowLinear
-from shoal.tensor_parallel.loss import vocabulary_cross_entropy
 from shoal.tensor_parallel.parallelize import parallelize
 from shoal.tensor_parallel.plan import Plan
 from shoal.tensor_parallel.plan_rules import (
@@ -21,7 +20,7 @@ from shoal.tensor_parallel.plan_rules import (
 from shoal.tensor_parallel.random import Apart, align
 from shoal.tensor_parallel.regions import enter, gather, leave, share, split
 from shoal.tensor_parallel.replicated import PartDropout, Shared
-from shoal.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from shoal.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_cross_entropy
 
 __all__ = [
     "Apart",

@@ -1,106 +1,119 @@
-"""Linear layers whose weight is cut over the ranks of a tensor axis: by columns of outputs, or by rows of inputs.
+"""Linear layers with their weight sliced over the ranks of a tensor axis, by output features or by input features.
 
-    y = row(f(column(x)))     every rank computes its part of the wide middle; two sums an iteration, of x's size
+    y = row(f(column(x)))     each rank has a slice of the wide intermediate; two all-reduces an iteration, of x's size
 
-Sizes in constructors, `in_features` and `out_features` are those of the whole layer; `weight` and `bias` are this rank's
-parts, and `cuts` says which. Built from sizes, all ranks together hold what one rank would have drawn; built from a whole
-layer, its values.
+    column   W's rows are sliced:      each rank computes its slice of y from the whole x       (enter, then multiply)
+    row      W's columns are sliced:   each rank computes an addend of y from its slice of x    (multiply, then leave)
+
+`in_features`, `out_features` and all constructor sizes are those of the whole layer; `weight` and `bias` are this rank's
+slices, which `cuts` describes. A layer built from sizes draws values so that all ranks together hold what one rank would
+have drawn; a layer built from a whole one takes its values.
+
+The product and its derivative are one autograd node: the gradient of x is reduced while that of W is computed. A node
+computes a gradient only if the backward pass needs it. Under a schedule with separate weight-gradient passes it queues a
+`WeightGradTask` (`pipeline/split_backward.py`) instead of computing the gradient of W.
+
+Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3.
 """
+
+# pyright: reportIncompatibleMethodOverride=false
+# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import TensorSlice, divided
-from shoal.tensor_parallel.axis import Axis
-from shoal.tensor_parallel.linear import column, row
-from shoal.tensor_parallel.part_init import Taken, drawn
-from shoal.tensor_parallel.regions import gather, split
+from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current_queue
+from shoal.tensor_parallel.axis import Axis, eager
+from shoal.tensor_parallel.part_init import ParameterSlices, draw_slice
+from shoal.tensor_parallel.regions import gather, gathered, joined, split, summed
 
-__all__ = ["ColumnLinear", "CutLinear", "QKVLinear", "RowLinear"]
+__all__ = ["ColumnLinear", "QKVLinear", "RowLinear", "SlicedLinear", "column", "qkv_parts", "row", "sizes_of"]
 
 
-class CutLinear(nn.Module):
-    """What all cuts of a linear layer have in common. `extent` is the local one of the weight's cut dim."""
+class SlicedLinear(nn.Module):
+    """A linear layer with its weight sliced along one dim, of which this rank has `extent`."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, weight_cut: TensorSlice,
-                 bias_cut: TensorSlice | None, *,
-                 extent: int):
+    def __init__(self, in_features: int, out_features: int, axis: Axis, weight_slice: TensorSlice,
+                 bias_slice: TensorSlice | None, *, extent: int):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self._axis = axis
-        self._weight_cut = weight_cut
-        self._bias_cut = bias_cut
+        self._weight_slice = weight_slice
+        self._bias_slice = bias_slice
         self._extent = extent
         self._input_first = False
 
     @property
     def matrix(self) -> Tensor:
-        """This rank's part of the weight as (outputs, inputs), however it is stored."""
+        """This rank's slice of the weight as (outputs, inputs), in whatever order it is stored."""
         return self.weight.t() if self._input_first else self.weight
 
     def cuts(self) -> Mapping[str, TensorSlice]:
-        """Return the cuts of the weight, and of the bias where it is cut."""
-        cuts = {"weight": self._weight_cut}
-        if self.bias is not None and self._bias_cut is not None:
-            cuts["bias"] = self._bias_cut
-        return cuts
+        """Return the slice that this rank has of the weight, and of the bias if that is sliced."""
+        slices = {"weight": self._weight_slice}
+        if self.bias is not None and self._bias_slice is not None:
+            slices["bias"] = self._bias_slice
+        return slices
 
     def extra_repr(self) -> str:
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"rank {self._axis.rank} of {self._axis.ranks}")
 
     def draw(self, *, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Give the layer its parts of what `nn.Linear` draws: both uniform within 1 / sqrt(in_features)."""
-        self.weight = nn.Parameter(drawn((self.out_features, self.in_features), self._weight_cut, self._extent,
+        """Draw this rank's slices of what `nn.Linear` draws, both uniform within 1 / sqrt(in_features)."""
+        self.weight = nn.Parameter(draw_slice((self.out_features, self.in_features), self._weight_slice, self._extent,
                                          lambda block: nn.init.kaiming_uniform_(block, a=math.sqrt(5)), device=device,
                                          dtype=dtype))
         if not bias:
             self.register_parameter("bias", None)
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
-        cut, extent = self._bias_cut, self._extent
-        if cut is None:
-            cut, extent = TensorSlice.even(0, (self.out_features,), 0, 1), self.out_features
-        self.bias = nn.Parameter(drawn((self.out_features,), cut, extent,
+        bias_slice, extent = self._bias_slice, self._extent
+        if bias_slice is None:
+            bias_slice, extent = TensorSlice.even(0, (self.out_features,), 0, 1), self.out_features
+        self.bias = nn.Parameter(draw_slice((self.out_features,), bias_slice, extent,
                                        lambda block: nn.init.uniform_(block, -bound, bound), device=device,
                                        dtype=dtype))
 
-    def adopt(self, module: nn.Module, taken: Taken | None, *, input_first: bool = False) -> Self:
-        """Give the layer its parts of `module`'s weight (outputs, inputs), or (inputs, outputs), and of its bias."""
-        taken = taken or Taken()
-        weight, bias = parameters_of(module)
+    def load_slices(self, module: nn.Module, slices: ParameterSlices | None, *, input_first: bool = False) -> Self:
+        """Take this rank's slices of the weight of `module`, (outputs, inputs) or `input_first`, and of its bias."""
+        slices = slices or ParameterSlices()
+        weight, bias = _parameters_of(module)
         self._input_first = input_first
         if input_first:
-            self._weight_cut = replace(self._weight_cut, dim=1 - self._weight_cut.dim)
-        self.weight = taken.take(weight, self._weight_cut, self._extent)
+            self._weight_slice = replace(self._weight_slice, dim=1 - self._weight_slice.dim)
+        self.weight = slices.of(weight, self._weight_slice, self._extent)
         if bias is not None:
-            self.bias = bias if self._bias_cut is None else taken.take(bias, self._bias_cut, self._extent)
+            self.bias = bias if self._bias_slice is None else slices.of(bias, self._bias_slice, self._extent)
         return self
 
 
-class ColumnLinear(CutLinear):
-    """A linear layer of which every rank computes an equal part of the outputs.
+class ColumnLinear(SlicedLinear):
+    """A linear layer of which each rank computes an equal slice of the output features.
 
-    `parts` are the sizes of several outputs that lie one after the other in a fused one: each is cut by itself. The input
+    `parts` are the sizes of several concatenated outputs of a fused layer; each is sliced separately. The input
     (..., in_features) is whole, or with `sequence_dim` split along that dim, in which case it is gathered. With `entered`
-    it has come through `regions.enter` already, once for several layers. The output (..., out_features / ranks) is this
-    rank's part, or with `gather_output` the whole.
+    it has passed `regions.enter` already, once for several layers. The output (..., out_features / ranks) is this rank's
+    slice, or with `gather_output` the whole.
 
     Sent per rank and pass, with n bytes of whole input and N ranks: forward 0, backward 2 n (N-1)/N; with `sequence_dim`
     forward n (N-1)/N, backward twice that (the input is gathered again, not kept); `gather_output` adds (N-1) times the
-    part in forward.
+    slice in forward. Raises `UsageError` for sizes that the ranks do not divide.
     """
 
     def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup, *, bias: bool = True,
@@ -113,8 +126,8 @@ class ColumnLinear(CutLinear):
         axis = Axis(group)
         for size in sizes:
             divided(f"ColumnLinear: {size} outputs", size, axis.ranks)
-        cut = TensorSlice.even(0, sizes, axis.rank, axis.ranks)
-        super().__init__(in_features, out_features, axis, cut, cut, extent=cut.length)
+        own = TensorSlice.even(0, sizes, axis.rank, axis.ranks)
+        super().__init__(in_features, out_features, axis, own, own, extent=own.length)
         self._gather_output = gather_output
         self._sequence_dim = sequence_dim
         self._entered = entered
@@ -127,16 +140,16 @@ class ColumnLinear(CutLinear):
     @classmethod
     def from_linear(cls, module: nn.Module, group: dist.ProcessGroup, *, parts: Sequence[int] | None = None,
                     gather_output: bool = False, sequence_dim: int | None = None, entered: bool = False,
-                    input_first: bool = False, taken: Taken | None = None) -> ColumnLinear:
-        """Return a layer with this rank's part of `module`, an `nn.Linear` or what has a weight and a bias like one.
+                    input_first: bool = False, slices: ParameterSlices | None = None) -> ColumnLinear:
+        """Return a layer with this rank's slices of `module`, an `nn.Linear` or a module with the same weight and bias.
 
-        `input_first` says that the weight is (inputs, outputs), as in GPT-2's Conv1D. `taken` are parts of other modules,
-        with which this one may share parameters.
+        `input_first`: the weight is (inputs, outputs), as in GPT-2's Conv1D. `slices` holds the slices that other modules
+        have taken; a parameter that this module shares with them gives the same slice.
         """
         inputs, outputs, bias = sizes_of(module, input_first=input_first)
         layer = ColumnLinear(inputs, outputs, group, bias=bias, parts=parts, gather_output=gather_output,
                              sequence_dim=sequence_dim, entered=entered, device="meta")
-        return layer.adopt(module, taken, input_first=input_first)
+        return layer.load_slices(module, slices, input_first=input_first)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._entered:
@@ -146,12 +159,12 @@ class ColumnLinear(CutLinear):
         return gather(y, self._axis, -1) if self._gather_output else y
 
 
-class RowLinear(CutLinear):
-    """A linear layer of which every rank takes an equal part of the inputs; the outputs are summed over the ranks.
+class RowLinear(SlicedLinear):
+    """A linear layer of which each rank multiplies an equal slice of the input features; the outputs are summed over ranks.
 
-    The input (..., in_features / ranks) is this rank's part, as a column layer leaves it; if not `input_is_parallel`, the
-    whole. The output is whole, or with `sequence_dim` split along that dim. The bias is whole, added once, and its gradient
-    is the same on every rank.
+    The input (..., in_features / ranks) is this rank's slice, the output of a column layer; without `input_is_parallel`
+    it is whole. The output is whole, or with `sequence_dim` split along that dim. The bias is whole, added once, and its
+    gradient is the same on every rank.
 
     Sent per rank and pass, with n bytes of whole output and N ranks: forward 2 n (N-1)/N, backward 0; with `sequence_dim`
     forward and backward n (N-1)/N each; a whole input adds its (N-1)/N in backward.
@@ -162,20 +175,21 @@ class RowLinear(CutLinear):
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         axis = Axis(group)
         divided(f"RowLinear: {in_features} inputs", in_features, axis.ranks)
-        cut = TensorSlice.even(1, (in_features,), axis.rank, axis.ranks)
-        super().__init__(in_features, out_features, axis, cut, None, extent=cut.length)
+        own = TensorSlice.even(1, (in_features,), axis.rank, axis.ranks)
+        super().__init__(in_features, out_features, axis, own, None, extent=own.length)
         self._input_is_parallel = input_is_parallel
         self._sequence_dim = sequence_dim
         self.draw(bias=bias, device=device, dtype=dtype)
 
     @classmethod
     def from_linear(cls, module: nn.Module, group: dist.ProcessGroup, *, input_is_parallel: bool = True,
-                    sequence_dim: int | None = None, input_first: bool = False, taken: Taken | None = None) -> RowLinear:
-        """Return a layer with this rank's part of `module`; see `ColumnLinear.from_linear`."""
+                    sequence_dim: int | None = None, input_first: bool = False,
+                    slices: ParameterSlices | None = None) -> RowLinear:
+        """Return a layer with this rank's slices of `module`; see `ColumnLinear.from_linear`."""
         inputs, outputs, bias = sizes_of(module, input_first=input_first)
         layer = RowLinear(inputs, outputs, group, bias=bias, input_is_parallel=input_is_parallel,
                           sequence_dim=sequence_dim, device="meta")
-        return layer.adopt(module, taken, input_first=input_first)
+        return layer.load_slices(module, slices, input_first=input_first)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self._input_is_parallel else split(x, self._axis, -1)
@@ -186,11 +200,12 @@ class RowLinear(CutLinear):
 
 
 class QKVLinear(ColumnLinear):
-    """The fused projection to queries, keys and values: every rank has the same number of whole heads of each.
+    """The fused projection to queries, keys and values: each rank has the same number of whole heads of each.
 
-    `heads` are those of the queries, `key_value_heads` (as many by default) those of keys and values, each of which equally
-    many queries share. The outputs are all queries, all keys, all values; or if `interleaved`, for each key/value head its
-    queries, its key and its value. A rank's part has the same layout, of its heads.
+    `heads` counts query heads, `key_value_heads` (by default as many) those of keys and values; the same number of query
+    heads shares each of them. The outputs are all queries, all keys, all values; or if `interleaved`, for each key/value
+    head its queries, its key and its value. A rank's slice has the same layout, with its own heads. Raises `UsageError`
+    for heads that the ranks do not divide.
     """
 
     def __init__(self, in_features: int, heads: int, head_dim: int, group: dist.ProcessGroup, *,
@@ -218,7 +233,10 @@ class QKVLinear(ColumnLinear):
 
 
 def qkv_parts(heads: int, key_value_heads: int, head_dim: int, ranks: int, *, interleaved: bool) -> tuple[int, ...]:
-    """Return the sizes of what is cut by itself in a fused projection. Raises `UsageError` for heads that do not divide."""
+    """Return the sizes of the separately sliced outputs of a fused projection.
+
+    Raises `UsageError` for heads that the ranks do not divide.
+    """
     divided(f"{heads} heads", heads, ranks)
     divided(f"{key_value_heads} key/value heads", key_value_heads, ranks)
     if heads % key_value_heads:
@@ -228,8 +246,8 @@ def qkv_parts(heads: int, key_value_heads: int, head_dim: int, ranks: int, *, in
     return (queries + 2 * keys,) if interleaved else (queries, keys, keys)
 
 
-def parameters_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return the weight (2-D) and the bias of a linear layer. Raises `UsageError` for a module that is none."""
+def _parameters_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Return the weight (2-D) and the bias of a linear layer. Raises `UsageError` for any other module."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     weight, bias = own.pop("weight", None), own.pop("bias", None)
     if weight is None or weight.ndim != 2 or own:
@@ -240,6 +258,124 @@ def parameters_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]
 
 def sizes_of(module: nn.Module, *, input_first: bool) -> tuple[int, int, bool]:
     """Return the inputs and outputs of a linear layer, and whether it has a bias."""
-    weight, bias = parameters_of(module)
+    weight, bias = _parameters_of(module)
     inputs, outputs = weight.shape if input_first else reversed(weight.shape)
     return inputs, outputs, bias is not None
+
+
+@eager
+def column(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+    """Return this rank's slice (..., rows) of x W^T + b, where `weight` (rows, in) and `bias` (rows,) are its slices.
+
+    `x` (..., in) is whole; or split along `dim`, in which case it is gathered, and gathered again in backward, not kept.
+    """
+    return cast(Tensor, _ColumnProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim))
+
+
+@eager
+def row(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+    """Return x W^T + b (..., out), whole or split along `dim`, from this rank's slices of `x` (..., in) and W (out, in)."""
+    return cast(Tensor, _RowProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim))
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.dim, ctx.deferral = axis, dim, _WeightGradDeferral.of(x, weight, bias)
+        return functional.linear(x if dim is None else gathered(x, axis, dim), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        axis, dim = ctx.axis, ctx.dim
+        wants_x, wants_weight, wants_bias = _wanted(ctx)
+        if ctx.deferral is not None:
+            ctx.deferral.defer(lambda: x if dim is None else joined(axis.all_gather(x.contiguous()), dim), x.shape[-1],
+                               gradient)
+            wants_weight = wants_bias = False
+        x_gradient = weight_gradient = bias_gradient = None
+        whole = axis.all_gather(x.contiguous()) if wants_weight and dim is not None else None
+        sum_of_x = summed(gradient @ weight, axis, dim) if wants_x else None
+        flat = _rows(gradient)
+        if wants_weight:
+            x = x if whole is None else joined(whole, ctx.dim)
+            weight_gradient = flat.t() @ _rows(x)
+        if wants_bias:
+            bias_gradient = flat.sum(0)
+        if sum_of_x is not None:
+            x_gradient = sum_of_x.wait()
+        return x_gradient, weight_gradient, bias_gradient, None, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.dim, ctx.deferral = axis, dim, _WeightGradDeferral.of(x, weight, bias)
+        addend = functional.linear(x, weight, bias if axis.rank == 0 else None)  # added once, before anything is rounded
+        return summed(addend, axis, dim).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = _wanted(ctx)
+        if ctx.dim is not None:
+            gradient = gathered(gradient, ctx.axis, ctx.dim)
+        if ctx.deferral is not None:
+            ctx.deferral.defer(lambda: x, x.shape[-1], gradient)
+            wants_weight = wants_bias = False
+        flat = _rows(gradient)
+        x_gradient = gradient @ weight if wants_x else None
+        weight_gradient = flat.t() @ _rows(x) if wants_weight else None
+        bias_gradient = flat.sum(0) if wants_bias else None  # of the whole gradient: the same on every rank
+        return x_gradient, weight_gradient, bias_gradient, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightGradDeferral:
+    """Weights whose gradients are computed in a later pass of the schedule, from `queue`."""
+
+    queue: WeightGradQueue
+    weights: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> Self | None:
+        """Return the deferral for a product with `x`; None where the weight gradients are computed in the same backward."""
+        queue = current_queue()
+        if queue is None or not weight.requires_grad or not queue.accepts(x, weight, bias):
+            return None
+        return cls(queue, (weight,) if bias is None else (weight, bias))
+
+    def defer(self, x: Callable[[], Tensor], inputs: int, gradient: Tensor) -> None:
+        """Queue the operands of the weight gradients."""
+        self.queue.add(WeightGradTask(self.weights, gradient, inputs, x))
+
+
+def _in_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast does for a matrix product, outside of the node, so that its backward sees the same dtypes."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """View (..., n) as rows of n."""
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
+
+
+def _wanted(ctx: Any) -> list[bool]:
+    """Return for x, weight and bias whether the current backward pass needs the gradient."""
+    tensors = zip(ctx.needs_input_grad[:3], ctx.next_functions, strict=False)  # a bias of None has no edge
+    wanted = [needed and _is_reached(edge) for needed, (edge, _) in tensors]
+    return [*wanted, False][:3]
+
+
+def _is_reached(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # pyright: ignore  no other way to know
+    except RuntimeError:  # raised for leaves under autograd.grad(inputs=leaves)
+        return True

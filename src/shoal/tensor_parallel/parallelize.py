@@ -1,11 +1,11 @@
-"""Cut the layers of a model that exists, in place: every rank begins with the same whole model, and keeps its part.
+"""Slice the layers of an existing model in place: all ranks start with the same whole model, each keeps its slices.
 
     compare    ranks have the same plan, model and weights, or all raise
-    convert    each module that the plan matches, those around others first
-    settle     what was tied to a cut parameter is tied to its part
-    align      the ranks' default generators, so that whole tensors drop alike
+    convert    replace each module that the plan matches, parents first
+    retie      give parameters that were tied to a sliced one its slice
+    align      give the ranks' default generators one state, so that whole tensors get the same dropout
 
-A model is cut or left as it was: where something does not fit, here or in another stage, all that was done is undone.
+A failure on any rank or stage rolls the model back on all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from shoal.errors import RanksDisagree, UsageError
 from shoal.mesh.tensor_slice import SlicedModule, cuts_of
-from shoal.tensor_parallel.forward_hooks import RankLocalRng
-from shoal.tensor_parallel.part_init import Taken
-from shoal.tensor_parallel.plan import Elsewhere, Match, Plan, assign, found_in
-from shoal.tensor_parallel.plan_rules import Region, Site, Whole
+from shoal.tensor_parallel.part_init import ParameterSlices
+from shoal.tensor_parallel.plan import Match, ModelInventory, Plan, inventory_of, match_modules
+from shoal.tensor_parallel.plan_rules import ConversionContext, Region, Whole
 from shoal.tensor_parallel.plans import plan_for
-from shoal.tensor_parallel.random import Apart, align
+from shoal.tensor_parallel.random import Apart, RankLocalRng, align
 from shoal.transport.collectives import Communicator
 from shoal.tree import bits_of
 
@@ -37,39 +36,39 @@ M = TypeVar("M", bound=nn.Module)
 
 def parallelize(model: M, group: dist.ProcessGroup, plan: Plan | None = None, *, sequence_parallel: bool = False,
                 stages: dist.ProcessGroup | None = None, timeout: float = 600.0) -> M:
-    """Cut the layers of `model` over the ranks of `group` as the plan says, in place, and return it. A collective.
+    """Slice the layers of `model` over the ranks of `group` according to the plan, in place; return the model. A collective.
 
-    Without a plan it is the one for the model's class (of Hugging Face transformers: `PLANS` in plans.py), with sequences
-    split between regions if `sequence_parallel`. A model that is in stages of a pipeline, of which this rank has some, comes
-    with the ranks of the others in `stages`: what the plan names need only be in one of them. The ranks must hold the same
-    weights; afterwards each holds its part, and they have the first rank's random state. Raises `UsageError` where plan and
-    model do not fit or sizes do not divide, `RanksDisagree` where ranks have different plans or weights, on all ranks alike.
+    Without a plan, use the one for the model's class (Hugging Face transformers; `PLANS` in plans.py), with sequences split
+    between regions if `sequence_parallel`. If this rank has only some pipeline stages of the model, `stages` is the process
+    group of all stages: each pattern has to match in one of them. The ranks must hold the same weights. Afterwards each
+    holds its slices, and all have the first rank's random state. Raises `UsageError` if plan and model do not fit or sizes
+    do not divide, `RanksDisagree` if ranks have different plans or weights; on all ranks.
     """
-    _refuse_odd(group, plan)
-    trouble: UsageError | None = None
+    _check_arguments(group, plan)
+    failure: UsageError | None = None
     try:
-        plan = _chosen(model, plan, sequence_parallel=sequence_parallel)
+        plan = _resolve_plan(model, plan, sequence_parallel=sequence_parallel)
     except UsageError as error:
-        trouble = error
-    _compare(group, [str(trouble)] if plan is None else [*plan.describe(), *_fingerprint(model)], timeout)
-    if trouble is not None or plan is None:
-        raise trouble or AssertionError("neither a plan nor a reason")
-    others = None if stages is None else Communicator(stages, timeout=timeout)
-    whole, taken = _gathered(plan, model, others), Taken()
-    with _as_it_was_after_failure(model):
+        failure = error
+    _compare(group, [str(failure)] if plan is None else [*plan.describe(), *_fingerprint(model)], timeout)
+    if failure is not None or plan is None:
+        raise failure or AssertionError("neither a plan nor a failure")
+    stage_ranks = None if stages is None else Communicator(stages, timeout=timeout)
+    inventory, slices = _inventory_of_all_stages(plan, model, stage_ranks), ParameterSlices()
+    with _rollback_on_failure(model):
         try:
-            matches = assign(plan, model, whole)
-            _convert(model, matches, group, plan.sequence_dim, taken)
-            _settle(model, matches, taken)
+            matches = match_modules(plan, model, inventory)
+            _convert(model, matches, group, plan.sequence_dim, slices)
+            _retie(model, matches, slices)
         except UsageError as error:
-            trouble = error
-        _told(trouble, others)
+            failure = error
+        _raise_on_all_stages(failure, stage_ranks)
     align(group, timeout=timeout)
     return model
 
 
-def _refuse_odd(group: object, plan: object) -> None:
-    """Raise `UsageError` for what is neither a group of processes nor a plan."""
+def _check_arguments(group: object, plan: object) -> None:
+    """Raise `UsageError` if `group` is no process group or `plan` no plan."""
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"parallelize: group: got {group!r}; give the process group of the ranks that share the layers, "
                          f"such as mesh.group('tensor'), or torch.distributed.group.WORLD once init_distributed was called")
@@ -78,55 +77,55 @@ def _refuse_odd(group: object, plan: object) -> None:
                          f"docs/tensor_parallel.md shows")
 
 
-def _gathered(plan: Plan, model: nn.Module, stages: Communicator | None) -> Elsewhere:
-    """Return what there is in all stages. Raises `RanksDisagree` where these have other plans."""
-    here = found_in(model, plan)
+def _inventory_of_all_stages(plan: Plan, model: nn.Module, stages: Communicator | None) -> ModelInventory:
+    """Return the summed inventory of all stages. Raises `RanksDisagree` if they have different plans."""
+    inventory = inventory_of(model, plan)
     if stages is None:
-        return here
-    said = stages.gather_objects((here, plan.describe()))
-    _refuse_differences([lines for _, lines in said], "pipeline")
-    for other in (theirs for rank, (theirs, _) in enumerate(said) if rank != stages.rank):
-        here += other
-    return here
+        return inventory
+    gathered = stages.gather_objects((inventory, plan.describe()))
+    _refuse_differences([lines for _, lines in gathered], "pipeline")
+    for other in (theirs for rank, (theirs, _) in enumerate(gathered) if rank != stages.rank):
+        inventory += other
+    return inventory
 
 
-def _told(trouble: UsageError | None, stages: Communicator | None) -> None:
-    """Raise what went wrong in some stage, in all of them."""
-    said = [None if trouble is None else str(trouble)] if stages is None else stages.gather_objects(
-        None if trouble is None else str(trouble))
-    if trouble is not None:
-        raise trouble
-    for stage, text in enumerate(said):
+def _raise_on_all_stages(failure: UsageError | None, stages: Communicator | None) -> None:
+    """Raise the failure of any stage on all of them."""
+    text = None if failure is None else str(failure)
+    failures = [text] if stages is None else stages.gather_objects(text)
+    if failure is not None:
+        raise failure
+    for stage, text in enumerate(failures):
         if text is not None:
             raise UsageError(f"parallelize: pipeline rank {stage}: {text}")
 
 
 @contextmanager
-def _as_it_was_after_failure(model: nn.Module) -> Generator[None]:
-    """Put back what modules hold, and which hooks they have, if the body fails."""
-    kept = [(module, {name: dict(value) if type(value) in (dict, OrderedDict) else value
+def _rollback_on_failure(model: nn.Module) -> Generator[None]:
+    """Restore the attributes and hooks of all modules if the body raises."""
+    saved = [(module, {name: dict(value) if type(value) in (dict, OrderedDict) else value
                       for name, value in vars(module).items()}) for module in model.modules()]
     try:
         yield
     except BaseException:
-        for module, before in kept:
+        for module, before in saved:
             now = vars(module)
             for name in set(now) - set(before):
                 del now[name]
             for name, value in before.items():
                 if type(now.get(name)) in (dict, OrderedDict) and isinstance(value, dict):
-                    _refill(now[name], value)  # a hook's handle knows the very dict
+                    _refill(now[name], value)  # a hook's handle refers to this dict
                 else:
                     now[name] = value
         raise
 
 
-def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
-    held.clear()
-    held.update(before)
+def _refill(target: dict[Any, Any], before: dict[Any, Any]) -> None:
+    target.clear()
+    target.update(before)
 
 
-def _chosen(model: nn.Module, plan: Plan | None, *, sequence_parallel: bool) -> Plan:
+def _resolve_plan(model: nn.Module, plan: Plan | None, *, sequence_parallel: bool) -> Plan:
     if plan is None:
         return plan_for(model, sequence_parallel=sequence_parallel)
     if sequence_parallel:
@@ -136,73 +135,73 @@ def _chosen(model: nn.Module, plan: Plan | None, *, sequence_parallel: bool) -> 
 
 
 def _fingerprint(model: nn.Module) -> Iterator[str]:
-    """Yield a line for each module's class, and each tensor's shape, dtype and bits if it is not cut already."""
-    cut = cuts_of(model)
+    """Yield a line for each module's class, and each tensor's shape and dtype, with its bits unless it is sliced already."""
+    sliced = cuts_of(model)
     for path, module in model.named_modules():
         yield f"module '{path}': {type(module).__name__}"
         tensors: dict[str, Tensor] = {**dict(module.named_parameters(recurse=False)),
                                       **dict(module.named_buffers(recurse=False))}
         for name, tensor in tensors.items():
-            whole = f"{path}.{name}" if path else name
-            bits = "a part" if whole in cut else f"bits that sum to {bits_of(tensor)}"
-            yield f"'{whole}': {tuple(tensor.shape)} {tensor.dtype}, {bits}"
+            full_name = f"{path}.{name}" if path else name
+            bits = "a part" if full_name in sliced else f"bits that sum to {bits_of(tensor)}"
+            yield f"'{full_name}': {tuple(tensor.shape)} {tensor.dtype}, {bits}"
 
 
 def _compare(group: dist.ProcessGroup, lines: list[str], timeout: float) -> None:
     _refuse_differences(Communicator(group, timeout=timeout).gather_objects(lines), "tensor")
 
 
-def _refuse_differences(said: list[list[str]], axis: str) -> None:
-    """Raise `RanksDisagree` at the first line that is not the same on all ranks of an axis."""
-    for everyone in zip_longest(*said, fillvalue="nothing"):
-        if len(set(everyone)) > 1:
-            listed = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(everyone))
+def _refuse_differences(lines_by_rank: list[list[str]], axis: str) -> None:
+    """Raise `RanksDisagree` at the first line that is not equal on all ranks of an axis."""
+    for by_rank in zip_longest(*lines_by_rank, fillvalue="nothing"):
+        if len(set(by_rank)) > 1:
+            listed = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(by_rank))
             raise RanksDisagree(f"parallelize: the {axis} ranks begin with different plans or models: {listed}. Give all of "
                                 f"them one plan, and build the model from one seed or one checkpoint")
 
 
 def _convert(model: nn.Module, matches: list[Match], group: dist.ProcessGroup, sequence_dim: int | None,
-             taken: Taken) -> None:
-    """Put what the kinds make of modules in their places."""
+             slices: ParameterSlices) -> None:
+    """Convert the matched modules and put the results in their places."""
     regions: dict[str, tuple[Region, RankLocalRng]] = {}
-    done: dict[nn.Module, tuple[Match, nn.Module]] = {}
+    converted: dict[nn.Module, tuple[Match, nn.Module]] = {}
     for match in matches:
-        if match.module not in done:
-            around = [known for path, known in regions.items() if match.path.startswith(f"{path}.")]
-            streams = [streams for region, streams in around if region.dropout]
+        if match.module not in converted:
+            enclosing = [region for path, region in regions.items() if match.path.startswith(f"{path}.")]
+            rngs = [rng for region, rng in enclosing if region.dropout]
             if isinstance(match.kind, Region):
-                streams.append(RankLocalRng(Apart(dist.get_rank(group))))
-                regions[match.path] = match.kind, streams[-1]
-            site = Site(group=group, sequence_dim=sequence_dim, taken=taken, path=match.path,
-                        streams=streams[-1] if streams else None,
-                        entered=any(region.enter is not None for region, _ in around))
-            done[match.module] = match, _converted(match, site)
-        first, made = done[match.module]
+                rngs.append(RankLocalRng(Apart(dist.get_rank(group))))
+                regions[match.path] = match.kind, rngs[-1]
+            context = ConversionContext(group=group, sequence_dim=sequence_dim, slices=slices, path=match.path,
+                                        rng=rngs[-1] if rngs else None,
+                                        entered=any(region.enter is not None for region, _ in enclosing))
+            converted[match.module] = match, _converted(match, context)
+        first, new_module = converted[match.module]
         if first.kind != match.kind:
             raise UsageError(f"{first.path} and {match.path} are one module, and the plan does two things with it: "
                              f"{first.kind} and {match.kind}")
-        if made is not match.module:
+        if new_module is not match.module:
             parent, _, name = match.path.rpartition(".")
-            setattr(model.get_submodule(parent), name, made)
+            setattr(model.get_submodule(parent), name, new_module)
 
 
-def _converted(match: Match, site: Site) -> nn.Module:
+def _converted(match: Match, context: ConversionContext) -> nn.Module:
     if isinstance(match.module, SlicedModule):
         raise UsageError(f"{match.path}: {type(match.module).__name__} is cut already; parallelize a model once")
     try:
-        return match.kind.convert(match.module, site)
+        return match.kind.convert(match.module, context)
     except UsageError as error:
         raise UsageError(f"{match.path}: {error}") from error
 
 
-def _settle(model: nn.Module, matches: list[Match], taken: Taken) -> None:
-    """Tie to the parts what was tied to the whole parameters."""
+def _retie(model: nn.Module, matches: list[Match], slices: ParameterSlices) -> None:
+    """Tie to the slices the parameters that were tied to the whole ones."""
     follows = {match.module: match.kind.follows for match in matches if isinstance(match.kind, Whole)}
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in taken.parts:
+            if parameter not in slices.taken:
                 continue
             if name not in follows.get(module, ()):
                 raise UsageError(f"{path}.{name} is tied to a parameter that is cut, and {type(module).__name__} is not: "
                                  f"cut it alike, untie it, or if it only holds it: Whole(follows=({name!r},))")
-            setattr(module, name, taken.parts[parameter][1])
+            setattr(module, name, slices.taken[parameter][1])

@@ -1,12 +1,12 @@
-"""A plan says by name what becomes of the modules of a model: each pattern matches some, and no module is matched twice.
+"""A plan assigns a kind to the modules of a model by name: each pattern matches a module, no module is matched twice.
 
     Plan({"embed": Vocabulary(), "blocks.*.up": Column(), "blocks.*.down": Row(), "head": Head()})
 
-A pattern is the end of a module's name, component by component, or with a dot before it (`.norm`) the whole name: `*` stands
-for any text within a component, `a|b` for either. What no pattern matches stays whole on every rank; but within repeated
-blocks every weight of two dims or more must be matched, for one that was forgotten would cost its memory on every rank, and
-between cut layers would not fit. Where sequences are split every parameter of a block must be: what is whole there sees a
-part of the data, and only `Norm` sums its gradient over the ranks.
+A pattern is the end of a module's name, component by component, or with a leading dot (`.norm`) the whole name; `*` stands
+for any text within a component, `a|b` for either. A module that no pattern matches stays whole on every rank. Within
+repeated blocks, however, every weight of two dims or more must be matched: a forgotten one costs its whole memory on every
+rank, and does not fit between sliced layers. Where sequences are split, every parameter of a block must be matched, because
+a whole parameter sees only a part of the data there, and only `Norm` sums its gradient over the ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.tensor_parallel.plan_rules import Column, Dropout, Heads, Kind, Norm, Region, Row, Sequence, Whole
 
-__all__ = ["Elsewhere", "Match", "Plan", "assign", "found_in"]
+__all__ = ["Match", "ModelInventory", "Plan", "inventory_of", "match_modules"]
 
-_SHOWN = 6
-"""How many names an error lists."""
+_MAX_LISTED = 6
+"""The most lines of one kind in an error."""
 
-_LIKE = 0.5
-"""The least ratio of `SequenceMatcher` that makes a pattern worth naming."""
+_MIN_SIMILARITY = 0.5
+"""The least ratio of `SequenceMatcher` at which an error suggests a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What becomes of which modules: kinds by the pattern of names.
+    """The kinds of conversion by name pattern.
 
-    With `sequence_dim`, what lies between regions is split along that dim (1 where batches come first), as the kinds
-    `Norm`, `Dropout` and `Sequence` say.
+    With `sequence_dim`, tensors between regions are split along that dim (1 if the batch is dim 0), as the kinds `Norm`,
+    `Dropout` and `Sequence` specify. Raises `UsageError` for anything but a mapping of patterns to kinds.
     """
 
     kinds: Mapping[str, Kind]
@@ -55,13 +55,13 @@ class Plan:
                                  f"{', '.join(sorted(each.__name__ for each in Kind.__subclasses__()))}")
 
     def describe(self) -> list[str]:
-        """Return a line for each thing that must be the same on all ranks."""
+        """Return the plan as lines of text, which must be equal on all ranks."""
         return [f"sequence_dim {self.sequence_dim}", *(f"{pattern!r}: {kind}" for pattern, kind in self.kinds.items())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A module of a model, and what the plan does with it."""
+    """A module of a model, and its kind in the plan."""
 
     path: str
     module: nn.Module
@@ -69,34 +69,34 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """What a model has, some of whose layers may be on other ranks: in other stages of a pipeline."""
+class ModelInventory:
+    """The matched patterns and repeated blocks of a model, over all pipeline stages when summed."""
 
     patterns: Collection[str]
-    """The patterns that match something."""
+    """The patterns that match a module."""
     numbered: Mapping[tuple[str, str], int]
-    """How many children called by a number there are of a class, by the name of the module around them and of the class."""
+    """The number of children with a numeric name, by their parent's name and their class."""
 
-    def __add__(self, other: Elsewhere) -> Elsewhere:
-        return Elsewhere(patterns={*self.patterns, *other.patterns},
+    def __add__(self, other: ModelInventory) -> ModelInventory:
+        return ModelInventory(patterns={*self.patterns, *other.patterns},
                          numbered=Counter(self.numbered) + Counter(other.numbered))
 
 
-def found_in(model: nn.Module, plan: Plan) -> Elsewhere:
-    """Return what this rank has of the model."""
+def inventory_of(model: nn.Module, plan: Plan) -> ModelInventory:
+    """Return the inventory of this rank's modules."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     numbered = Counter((path, type(child).__name__) for path, module in model.named_modules(remove_duplicate=False)
                        for name, child in module.named_children() if name.isdigit())
-    return Elsewhere(patterns={pattern for pattern in plan.kinds if any(matches(pattern, path) for path in paths)},
+    return ModelInventory(patterns={pattern for pattern in plan.kinds if any(matches(pattern, path) for path in paths)},
                      numbered=numbered)
 
 
-def assign(plan: Plan, model: nn.Module, whole: Elsewhere) -> list[Match]:
-    """Return what the plan does with which module, those around others first.
+def match_modules(plan: Plan, model: nn.Module, whole: ModelInventory) -> list[Match]:
+    """Return the matched modules with their kinds, parents first.
 
-    Patterns that match something in the `whole` model, of which this rank may have some stages, may match nothing here.
-    Raises `UsageError` for a pattern that matches nothing, a module that is matched twice, and parameters within repeated
-    blocks that nothing takes care of.
+    `whole` is the inventory of all stages: a pattern may match nothing here if it matches a module of another stage.
+    Raises `UsageError` for a pattern that matches no module, a module that is matched twice, and unmatched parameters
+    within repeated blocks.
     """
     paths = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     patterns = {path: [pattern for pattern in plan.kinds if matches(pattern, path)] for path in paths}
@@ -106,18 +106,18 @@ def assign(plan: Plan, model: nn.Module, whole: Elsewhere) -> list[Match]:
                  for path, several in patterns.items() if len(several) > 1]
     found = [Match(path=path, module=paths[path], kind=plan.kinds[several[0]])
              for path, several in patterns.items() if several]
-    problems += [*_lonely(plan), *_endless(plan)]
+    problems += [*_unpaired(plan), *_unbalanced_sequence(plan)]
     blocks = dict(_within_blocks(model, "", whole.numbered))
-    problems += _shown(_forgotten(blocks, plan, found))
+    problems += _limited(_unmatched_parameters(blocks, plan, found))
     if plan.sequence_dim is not None:
-        problems += _shown(_halfway(blocks, found))
+        problems += _limited(_wrong_in_split_sequence(blocks, found))
     if problems:
         raise UsageError("the plan does not fit the model:\n  " + "\n  ".join(problems))
     return found
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the last components of `path` are those of the pattern."""
+    """Return whether the last components of `path` match the pattern."""
     return _compiled(pattern).fullmatch(path) is not None
 
 
@@ -134,8 +134,8 @@ def _unused(pattern: str, paths: Mapping[str, nn.Module]) -> str:
     return f"{pattern!r} matches no module" + (f"; did you mean {close!r}?" if close else "; take it out")
 
 
-def _forgotten(blocks: Mapping[str, nn.Module], plan: Plan, matched: list[Match]) -> dict[str, list[str]]:
-    """Return what to say of the parameters within blocks that no pattern matches, and the names of their modules."""
+def _unmatched_parameters(blocks: Mapping[str, nn.Module], plan: Plan, matched: list[Match]) -> dict[str, list[str]]:
+    """Return error lines for unmatched parameters within blocks, each with the names of the modules that it is about."""
     known = {match.path for match in matched}
     whole = tuple(f"{match.path}." for match in matched if isinstance(match.kind, Whole))
     least, fix = (2, "say how to cut it, or that it is Whole()") if plan.sequence_dim is None else (
@@ -151,8 +151,8 @@ def _forgotten(blocks: Mapping[str, nn.Module], plan: Plan, matched: list[Match]
     return found
 
 
-def _lonely(plan: Plan) -> list[str]:
-    """Return a line if the plan cuts outputs that nothing sums up, or inputs that nothing has cut."""
+def _unpaired(plan: Plan) -> list[str]:
+    """Return an error line if the plan has column layers without row layers, or row layers without column layers."""
     columns = [pattern for pattern, kind in plan.kinds.items()
                if isinstance(kind, Heads) or (isinstance(kind, Column) and not kind.gather_output)]
     rows = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Row)]
@@ -165,8 +165,8 @@ def _lonely(plan: Plan) -> list[str]:
     return []
 
 
-def _endless(plan: Plan) -> list[str]:
-    """Return a line if the plan splits sequences and never gathers them, or the other way round."""
+def _unbalanced_sequence(plan: Plan) -> list[str]:
+    """Return an error line if the plan splits sequences and never gathers them, or the other way round."""
     if plan.sequence_dim is None:
         return []
     begins = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Sequence) and kind.split is not None]
@@ -180,8 +180,8 @@ def _endless(plan: Plan) -> list[str]:
     return []
 
 
-def _halfway(blocks: Mapping[str, nn.Module], matched: list[Match]) -> dict[str, list[str]]:
-    """Return what to say of parameters where sequences are split that their kind leaves as they are."""
+def _wrong_in_split_sequence(blocks: Mapping[str, nn.Module], matched: list[Match]) -> dict[str, list[str]]:
+    """Return error lines for modules whose kind is wrong where sequences are split, each with the modules' names."""
     begins = {match.path.rpartition(".")[0] for match in matched
               if isinstance(match.kind, Sequence) and match.kind.split is not None and match.path in blocks}
     around = tuple(f"{path}." if path else "" for path in begins)
@@ -209,17 +209,17 @@ def _halfway(blocks: Mapping[str, nn.Module], matched: list[Match]) -> dict[str,
     return found
 
 
-def _shown(found: Mapping[str, list[str]]) -> list[str]:
-    """Return a line for each of what was found, up to `_SHOWN` of them."""
+def _limited(found: Mapping[str, list[str]]) -> list[str]:
+    """Fill in the counts, and return at most `_MAX_LISTED` of the lines."""
     lines = [line.format(len(paths)) for line, paths in found.items()]
-    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"... and {len(lines) - _SHOWN} more"]
+    return lines if len(lines) <= _MAX_LISTED else [*lines[:_MAX_LISTED], f"... and {len(lines) - _MAX_LISTED} more"]
 
 
 def _nearest_pattern(path: str, plan: Plan) -> str | None:
-    """Return the pattern that is most like the end of a name of as many components."""
+    """Return the pattern most similar to the last components of a name."""
     likeness = {pattern: SequenceMatcher(None, pattern, _end(path, pattern)).ratio() for pattern in plan.kinds}
     best = max(likeness, key=likeness.__getitem__, default=None)
-    return best if best is not None and likeness[best] >= _LIKE else None
+    return best if best is not None and likeness[best] >= _MIN_SIMILARITY else None
 
 
 def _end(path: str, pattern: str) -> str:
@@ -228,8 +228,8 @@ def _end(path: str, pattern: str) -> str:
 
 def _within_blocks(module: nn.Module, prefix: str, numbered: Mapping[tuple[str, str], int],
                    inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of repeated blocks: children of a ModuleList, of one class in a Sequential, or called by numbers and
-    of one class anywhere else, be it on several ranks.
+    """Yield the modules of repeated blocks: children of a ModuleList, of one class in a Sequential, or of one class with
+    numeric names in any other module, also if they are on several ranks.
     """
     children = dict(module.named_children())
     kinds = Counter(type(child) for child in children.values())

@@ -1,47 +1,57 @@
-"""What a plan does with a module: each kind is a value, and knows how to convert a module that its pattern matches.
+"""The rules of a plan: each kind is a value that knows how to convert a module which its pattern matches.
 
-    Column, Heads, Row          linear layers: cut by outputs, by heads of a fused projection, by inputs
-    Vocabulary, Head          embedding and output layer over a cut vocabulary
-    Region                    a module around cut layers that stays: attributes to divide, one entrance for several layers
-    Whole                     stays as it is on every rank, with all that is within it
-    Norm, Dropout, Sequence   where tensors are split along the sequence, if the plan asks for that; else as they are
+    Column, Heads, Row        linear layers: sliced by outputs, by heads of a fused projection, by inputs
+    Vocabulary, Head          embedding and output layer with a sliced vocabulary
+    Region                    a module around sliced layers that stays: attributes to divide, one `enter` for several layers
+    Whole                     stays as it is on every rank, with all modules within it
+    Norm, Dropout, Sequence   act where the plan splits tensors along the sequence; else the module stays as it is
+
+A module that stays gets forward hooks, which enter, split or gather one argument or output. A hook finds its argument by the
+name in `forward`, whether the caller passes it by position or by keyword.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import divided
 from shoal.tensor_parallel.axis import Axis
-from shoal.tensor_parallel.forward_hooks import RankLocalRng, enter_at, gather_after, split_at
 from shoal.tensor_parallel.layers import ColumnLinear, RowLinear, qkv_parts, sizes_of
-from shoal.tensor_parallel.part_init import Taken
+from shoal.tensor_parallel.part_init import ParameterSlices
+from shoal.tensor_parallel.random import RankLocalRng
+from shoal.tensor_parallel.regions import enter, gather, split
 from shoal.tensor_parallel.replicated import PartDropout, Shared
 from shoal.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
-__all__ = ["Column", "Dropout", "Head", "Heads", "Kind", "Norm", "Region", "Row", "Sequence", "Site", "Vocabulary", "Whole"]
+__all__ = ["Column", "ConversionContext", "Dropout", "Head", "Heads", "Kind", "Norm", "Region", "Row", "Sequence",
+           "Vocabulary", "Whole"]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What a kind needs to know to convert a module, beside the module."""
+class ConversionContext:
+    """The place of a module in the plan and the model, which a kind needs to convert it."""
 
     group: dist.ProcessGroup
     sequence_dim: int | None
-    taken: Taken
-    """Parts of parameters, which several modules may share."""
+    slices: ParameterSlices
+    """The slices taken so far, which several modules may share."""
     path: str = ""
     """The name of the module."""
     entered: bool = False
-    """Whether its input has entered the region already, through a module around it."""
-    streams: RankLocalRng | None = None
-    """Those of the nearest region around it that has some."""
+    """Whether a region around the module enters its input already."""
+    rng: RankLocalRng | None = None
+    """The rank-local random stream of the nearest region around it that has one."""
 
     @property
     def axis(self) -> Axis:
@@ -49,40 +59,40 @@ class Site:
 
 
 class Kind(ABC):
-    """What is done with a module that a pattern matches."""
+    """The conversion of a module that a pattern matches."""
 
     __slots__ = ()
 
     @abstractmethod
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
-        """Return what takes the module's place: another, or itself. Raises `UsageError` for one that does not fit."""
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
+        """Return the module that replaces `module`, or itself. Raises `UsageError` for a module that does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column(Kind):
-    """A linear layer whose outputs are cut. `heads` of them must stay whole; for the rest see `ColumnLinear`."""
+    """A linear layer sliced by outputs. Each of `heads` stays whole on one rank; for the rest see `ColumnLinear`."""
 
     heads: int | None = None
     parts: tuple[int, ...] | None = None
     gather_output: bool = False
     input_first: bool = False
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
         if self.heads is not None:
-            divided(f"{self.heads} heads", self.heads, site.axis.ranks)
+            divided(f"{self.heads} heads", self.heads, context.axis.ranks)
             _, outputs, _ = sizes_of(module, input_first=self.input_first)
             for size in self.parts or (outputs,):
                 if size % self.heads:
                     raise UsageError(f"Column: {size} outputs are not {self.heads} heads of one size, and would be cut in "
                                      f"the middle of one; give heads a number that divides {size}")
-        return ColumnLinear.from_linear(module, site.group, parts=self.parts, gather_output=self.gather_output,
-                                        sequence_dim=site.sequence_dim, entered=site.entered, input_first=self.input_first,
-                                        taken=site.taken)
+        return ColumnLinear.from_linear(module, context.group, parts=self.parts, gather_output=self.gather_output,
+                                        sequence_dim=context.sequence_dim, entered=context.entered,
+                                        input_first=self.input_first, slices=context.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads(Kind):
-    """A linear layer that is the fused projection to queries, keys and values: cut by heads, as `QKVLinear` is."""
+    """The fused projection to queries, keys and values, sliced by heads; see `QKVLinear`."""
 
     heads: int
     head_dim: int
@@ -90,105 +100,105 @@ class Heads(Kind):
     interleaved: bool = False
     input_first: bool = False
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
         shared = self.heads if self.key_value_heads is None else self.key_value_heads
-        parts = qkv_parts(self.heads, shared, self.head_dim, site.axis.ranks, interleaved=self.interleaved)
-        return ColumnLinear.from_linear(module, site.group, parts=parts, sequence_dim=site.sequence_dim,
-                                        entered=site.entered, input_first=self.input_first, taken=site.taken)
+        parts = qkv_parts(self.heads, shared, self.head_dim, context.axis.ranks, interleaved=self.interleaved)
+        return ColumnLinear.from_linear(module, context.group, parts=parts, sequence_dim=context.sequence_dim,
+                                        entered=context.entered, input_first=self.input_first, slices=context.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Kind):
-    """A linear layer whose inputs are cut, as a column layer leaves them."""
+    """A linear layer sliced by inputs, which a column layer before it leaves sliced."""
 
     input_first: bool = False
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
-        layer = RowLinear.from_linear(module, site.group, sequence_dim=site.sequence_dim, input_first=self.input_first,
-                                      taken=site.taken)
-        if site.streams is not None:  # what comes out is whole, and so is dropout after it
-            layer.register_forward_pre_hook(site.streams.leave)
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
+        layer = RowLinear.from_linear(module, context.group, sequence_dim=context.sequence_dim, input_first=self.input_first,
+                                      slices=context.slices)
+        if context.rng is not None:  # the output is whole, so that dropout after it draws alike
+            layer.register_forward_pre_hook(context.rng.leave)
         return layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Kind):
-    """An `nn.Embedding` whose words are cut."""
+    """An `nn.Embedding` with a sliced vocabulary."""
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
         if not isinstance(module, nn.Embedding):
             raise UsageError(f"{type(module).__name__} is no nn.Embedding")
-        return VocabularyEmbedding.from_embedding(module, site.group, taken=site.taken)
+        return VocabularyEmbedding.from_embedding(module, context.group, slices=context.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head(Kind):
-    """The linear layer to the scores of all words, whole, or with `gather_output` false this rank's run of them."""
+    """The linear layer to the scores of all words: whole, or without `gather_output` those of this rank's slice."""
 
     gather_output: bool = True
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
-        return VocabularyHead.from_linear(module, site.group, gather_output=self.gather_output, taken=site.taken)
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
+        return VocabularyHead.from_linear(module, context.group, gather_output=self.gather_output, slices=context.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region(Kind):
-    """A module around cut layers that stays as it is, but for what it believes of its size.
+    """A module around sliced layers, which stays except for attributes that hold its size.
 
-    `divide` names its whole-numbered attributes to divide by the ranks (`num_heads`). `enter` names the argument of its
-    forward that all column layers within take: it enters once for all of them, so nothing else within may use it.
-    `dropout`: what it drops before its row layer is of this rank's heads, and dropped apart from the other ranks.
+    `divide` names integer attributes to divide by the ranks (`num_heads`). `enter` names the argument of its forward that
+    all column layers within it take: it enters once for all of them, so no other module within may use it. `dropout`:
+    before its row layer it drops values of this rank's heads, so each rank draws from a stream of its own.
     """
 
     divide: tuple[str, ...] = ()
     enter: str | None = None
     dropout: bool = False
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
         own = {name: value for name, value in vars(module).items() if type(value) is int}
         for name in self.divide:
             if name not in own:
                 close = nearest(name, own)
                 raise UsageError(f"Region: {type(module).__name__} has no whole number {name!r} to divide" + (
                     f"; did you mean {close!r}?" if close else ".") + f" It has {', '.join(sorted(own)) or 'none'}")
-            setattr(module, name, divided(f"{name} {own[name]}", own[name], site.axis.ranks))
+            setattr(module, name, divided(f"{name} {own[name]}", own[name], context.axis.ranks))
         if self.enter is not None:
-            enter_at(module, self.enter, site.axis, site.sequence_dim)
+            _enter_argument(module, self.enter, context.axis, context.sequence_dim)
         if self.dropout:
-            assert site.streams is not None
-            site.streams.attach(module)
+            assert context.rng is not None
+            context.rng.attach(module)
         return module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole(Kind):
-    """A module that stays as it is on every rank, with all within it that no other pattern matches.
+    """A module that stays as it is on every rank, with all modules within it that no other pattern matches.
 
-    `follows` names its own parameters that may be tied to cut ones; it must not use them itself.
+    `follows` names its own parameters that may be tied to sliced ones; its forward must not use them.
     """
 
     follows: tuple[str, ...] = ()
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
         return module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(Kind):
-    """A norm of whole parameters between regions; if `per_head`, of this rank's heads, whether or not sequences are split.
+    """A norm with whole parameters between regions; with `per_head` a norm of this rank's heads, split sequence or not.
 
-    With `gather_output` the split sequence ends behind it.
+    With `gather_output` it gathers its output, which ends the split sequence.
     """
 
     per_head: bool = False
     gather_output: bool = False
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
-        if site.sequence_dim is None and not self.per_head:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
+        if context.sequence_dim is None and not self.per_head:
             return module
-        norm = Shared(module, site.group, name=site.path, sequence_dim=None if self.per_head else site.sequence_dim)
-        if self.gather_output and site.sequence_dim is not None:
-            gather_after(norm, site.axis, site.sequence_dim)
+        norm = Shared(module, context.group, name=context.path, sequence_dim=None if self.per_head else context.sequence_dim)
+        if self.gather_output and context.sequence_dim is not None:
+            _gather_output(norm, context.axis, context.sequence_dim)
         return norm
 
 
@@ -196,23 +206,94 @@ class Norm(Kind):
 class Dropout(Kind):
     """An `nn.Dropout` between regions."""
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
         if not isinstance(module, nn.Dropout):
             raise UsageError(f"{type(module).__name__} is no nn.Dropout")
-        return module if site.sequence_dim is None else PartDropout(
-            module.p, module.inplace, group=site.group, name=site.path, sequence_dim=site.sequence_dim)
+        return module if context.sequence_dim is None else PartDropout(
+            module.p, module.inplace, group=context.group, name=context.path, sequence_dim=context.sequence_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence(Kind):
-    """A module where the split sequence begins or ends: its argument `split` is split, its output gathered."""
+    """A module at which the split sequence begins or ends: its argument `split` is split, or its output gathered."""
 
     split: str | None = None
     gather_output: bool = False
 
-    def convert(self, module: nn.Module, site: Site) -> nn.Module:
-        if site.sequence_dim is not None and self.split is not None:
-            split_at(module, self.split, site.axis, site.sequence_dim)
-        if site.sequence_dim is not None and self.gather_output:
-            gather_after(module, site.axis, site.sequence_dim)
+    def convert(self, module: nn.Module, context: ConversionContext) -> nn.Module:
+        if context.sequence_dim is not None and self.split is not None:
+            _split_argument(module, self.split, context.axis, context.sequence_dim)
+        if context.sequence_dim is not None and self.gather_output:
+            _gather_output(module, context.axis, context.sequence_dim)
         return module
+
+
+def _enter_argument(module: nn.Module, argument: str, axis: Axis, dim: int | None) -> None:
+    """Enter `argument` once for several column layers at each call of the module."""
+    hook = _ArgumentHook(_position(module, argument), argument, _EnterHook(axis, dim))
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _split_argument(module: nn.Module, argument: str, axis: Axis, dim: int) -> None:
+    """Split `argument` along `dim` at each call of the module."""
+    hook = _ArgumentHook(_position(module, argument), argument, _SplitHook(axis, dim))
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _gather_output(module: nn.Module, axis: Axis, dim: int) -> None:
+    """Gather the module's output, or the first of several, along `dim`."""
+    module.register_forward_hook(_GatherHook(axis, dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _ArgumentHook:
+    """A forward pre-hook that replaces one argument."""
+
+    position: int
+    name: str
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        if self.position < len(args):
+            changed = self.change(args[self.position])
+            return (*args[:self.position], changed, *args[self.position + 1:]), kwargs
+        return args, {**kwargs, self.name: self.change(kwargs[self.name])}
+
+
+@dataclass(frozen=True, slots=True)
+class _EnterHook:
+    axis: Axis
+    dim: int | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return enter(tensor, self.axis, self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitHook:
+    axis: Axis
+    dim: int
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return split(tensor, self.axis, self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherHook:
+    axis: Axis
+    dim: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return gather(output, self.axis, self.dim)
+        first, *others = cast("tuple[Tensor, ...]", output)
+        return gather(first, self.axis, self.dim), *others
+
+
+def _position(module: nn.Module, argument: str) -> int:
+    names = list(inspect.signature(module.forward).parameters)
+    if argument not in names:
+        close = nearest(argument, names)
+        raise UsageError(f"{type(module).__name__}.forward has no argument {argument!r}" + (
+            f"; did you mean {close!r}?" if close else ".") + f" It has {', '.join(names)}")
+    return names.index(argument)

@@ -1,8 +1,8 @@
 """Plans for models of Hugging Face transformers, by the `model_type` of their configuration.
 
-They were written for transformers 5 and are tested with it; of the library itself nothing is imported. Heads of
-classification and the like, outside of the blocks, stay whole. With `sequence_parallel` tensors are split along the sequence
-from the first block's input to the last norm's output.
+They are written for transformers 5 and tested with it; this module imports nothing of that library. Classification heads and
+other modules outside of the blocks stay whole. With `sequence_parallel` tensors are split along the sequence from the first
+block's input to the last norm's output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.tensor_parallel.plan_rules import (
 
 __all__ = ["PLANS", "plan_for"]
 
-_SEQUENCE = 1  # batches come first
+_SEQUENCE_DIM = 1  # dim 0 is the batch
 
 
 @runtime_checkable
@@ -43,19 +43,19 @@ class _Configured(Protocol):
 
 
 def plan_for(model: nn.Module, *, sequence_parallel: bool = False) -> Plan:
-    """Return the plan for the class of `model`. Raises `UsageError` for a model that has none."""
+    """Return the plan for the class of `model`. Raises `UsageError` if there is none."""
     known = ", ".join(sorted(PLANS))
     if not isinstance(model, _Configured):
         raise UsageError(f"parallelize: {type(model).__name__} is no model of Hugging Face transformers; give it a plan: "
                          f"Plan({{name pattern: kind}}), as docs/tensor_parallel.md shows")
-    found: str = model.config.model_type
-    if found not in PLANS:
-        close = nearest(found, PLANS)
+    model_type: str = model.config.model_type
+    if model_type not in PLANS:
+        close = nearest(model_type, PLANS)
         like = "" if close is None else (f" If it is built like {close}, use that one: "
                                          f"shoal.tensor_parallel.plans.{PLANS[close].__name__}(model).")
-        raise UsageError(f"parallelize: there is no plan for models of type {found!r}; there are plans for {known}.{like} "
-                         f"Write one: Plan({{name pattern: kind}}), as docs/tensor_parallel.md shows")
-    return PLANS[found](model, sequence_parallel=sequence_parallel)
+        raise UsageError(f"parallelize: there is no plan for models of type {model_type!r}; there are plans for {known}."
+                         f"{like} Write one: Plan({{name pattern: kind}}), as docs/tensor_parallel.md shows")
+    return PLANS[model_type](model, sequence_parallel=sequence_parallel)
 
 
 def gpt2(model: Any, *, sequence_parallel: bool = False) -> Plan:
@@ -78,7 +78,7 @@ def gpt2(model: Any, *, sequence_parallel: bool = False) -> Plan:
         "ln_f": Norm(gather_output=True),
     }
     if config.add_cross_attention:
-        _refuse_crossing(sequence_parallel)
+        _refuse_cross_attention(sequence_parallel)
         kinds |= {
             "h.*.crossattention": attention,
             "h.*.crossattention.q_attn": Column(heads=heads, input_first=True),
@@ -89,7 +89,7 @@ def gpt2(model: Any, *, sequence_parallel: bool = False) -> Plan:
 
 
 def llama(model: Any, *, sequence_parallel: bool = False) -> Plan:
-    """Return the plan for Llama, and for the models built like it: Mistral, Qwen2 (biases), Qwen3 (norms of heads)."""
+    """Return the plan for Llama and models of the same structure: Mistral, Qwen2 (biases), Qwen3 (norms of heads)."""
     config = model.config
     shared = Column(heads=config.num_key_value_heads)
     kinds: dict[str, Kind] = {
@@ -112,7 +112,7 @@ def llama(model: Any, *, sequence_parallel: bool = False) -> Plan:
 
 
 def bert(model: Any, *, sequence_parallel: bool = False) -> Plan:
-    """Return the plan for BERT, whose norms come last."""
+    """Return the plan for BERT, which has post-norm blocks."""
     config = model.config
     heads, last = config.num_attention_heads, config.num_hidden_layers - 1
     attentions = ("attention", "crossattention") if config.add_cross_attention else ("attention",)
@@ -130,9 +130,9 @@ def bert(model: Any, *, sequence_parallel: bool = False) -> Plan:
         "cls.predictions.decoder": Head(),
     }
     for name in attentions:
-        entrance = "hidden_states" if name == "attention" else None  # across, keys and values come from elsewhere
+        entered = "hidden_states" if name == "attention" else None  # cross attention gets keys and values from the encoder
         kinds |= {
-            f"layer.*.{name}.self": Region(divide=("num_attention_heads", "all_head_size"), enter=entrance,
+            f"layer.*.{name}.self": Region(divide=("num_attention_heads", "all_head_size"), enter=entered,
                                            dropout=config.attention_probs_dropout_prob > 0),
             f"layer.*.{name}.self.query|key|value": Column(heads=heads),
             f"layer.*.{name}.output.dense": Row(),
@@ -140,7 +140,7 @@ def bert(model: Any, *, sequence_parallel: bool = False) -> Plan:
             f"layer.*.{name}.output.LayerNorm": Norm(),
         }
     if config.add_cross_attention:
-        _refuse_crossing(sequence_parallel)
+        _refuse_cross_attention(sequence_parallel)
     return _plan(model, kinds, sequence_parallel=sequence_parallel, optional=("cls.predictions", "cls.predictions.decoder"))
 
 
@@ -151,14 +151,14 @@ PLANS: dict[str, Callable[..., Plan]] = {
 
 
 def _plan(model: nn.Module, kinds: dict[str, Kind], *, sequence_parallel: bool, optional: tuple[str, ...]) -> Plan:
-    """Make a plan of `kinds`, without the `optional` patterns of modules that this class of model does not have."""
+    """Return a plan of `kinds`, without those `optional` patterns that match no module of the model."""
     paths = [path for path, _ in model.named_modules()]
     absent = {pattern for pattern in optional if not any(matches(pattern, path) for path in paths)}
     return Plan({pattern: kind for pattern, kind in kinds.items() if pattern not in absent},
-                sequence_dim=_SEQUENCE if sequence_parallel else None)
+                sequence_dim=_SEQUENCE_DIM if sequence_parallel else None)
 
 
-def _refuse_crossing(sequence_parallel: bool) -> None:
+def _refuse_cross_attention(sequence_parallel: bool) -> None:
     if sequence_parallel:
         raise UsageError("parallelize: sequence_parallel with cross attention is not supported: the encoder's sequence is "
                          "not split; leave sequence_parallel out")

@@ -1,28 +1,31 @@
-"""Random numbers over a tensor axis: the same on all ranks where tensors are whole, others on each where they are parts.
+"""Random numbers over a tensor axis: equal on all ranks for whole tensors, different on each rank for slices.
 
-The default generators are the first kind: every rank of a tensor axis seeds them alike (`align` sees to it) and draws from
-them alike. Within `Apart.fork` the default generators are lent to a stream of their own on each rank, whose seed is a
-function of (what the host's default generator gives next, the axis' seed, the rank). So whatever brings the default
-generators back brings these streams back as well, with no state of their own: recompute, a checkpoint, a resumed run.
+Whole tensors use the default generators, which `align` gives the same state on every rank of a tensor axis. Slices use a
+stream of their own on each rank: `Apart.fork` lends it the default generators, seeded from (the next draw of the host's
+default generator, the axis' seed, the rank). Restoring the default generators (recompute, a checkpoint, a resumed run)
+therefore restores these streams too, which have no state of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from shoal.transport.collectives import Communicator
 
-__all__ = ["Apart", "align"]
+__all__ = ["Apart", "RankLocalRng", "align"]
 
 _WORD = (1 << 32) - 1
 
 
 class Apart:
-    """Random numbers that differ over the ranks of one axis. `seed` tells the streams of several axes from each other."""
+    """A random stream for each rank of an axis. Axes with different `seed` have different streams."""
 
     def __init__(self, rank: int, seed: int = 0):
         self.rank = rank
@@ -33,14 +36,14 @@ class Apart:
         return {"seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over the seed that `state_dict` gave; the rank stays this one's."""
+        """Restore the seed that `state_dict` gave; the rank stays this rank's own."""
         self.seed = state["seed"]
 
     @contextmanager
     def fork(self, device: torch.device | None = None) -> Generator[None]:
-        """Lend the default generators of the host and of `device` (with its index) to this rank's stream.
+        """Within the context the default generators of the host and of `device` (with its index) draw this rank's stream.
 
-        Outside, the host's default generator has moved on by one draw, on every rank alike.
+        Afterwards the host's default generator has advanced by one draw, on every rank.
         """
         host = torch.default_generator
         seed = _mixed(int(torch.randint(1 << 31, (), generator=host)), self.seed, self.rank)
@@ -56,7 +59,7 @@ class Apart:
 
 
 def align(group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
-    """Give the host's default generator of every rank the state of the first rank's; accelerators are seeded from it."""
+    """Copy the first rank's state of the host's default generator to every rank; accelerators are seeded from it."""
     communicator = Communicator(group, timeout=timeout)
     state = torch.get_rng_state()
     buffer = state.cuda() if communicator.native else state
@@ -66,12 +69,34 @@ def align(group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
         torch.cuda.manual_seed(torch.initial_seed())
 
 
+@dataclass(slots=True)
+class RankLocalRng:
+    """Forward hooks: a module draws from this rank's stream in training, until a row layer makes its values whole again."""
+
+    apart: Apart
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def attach(self, module: nn.Module) -> None:
+        """Fork the generators at each call of the module, and restore them after it, also if it raises."""
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def leave(self, *_: object) -> None:
+        """Restore the generators, if they are forked."""
+        self._open.close()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            self._open.enter_context(self.apart.fork(device))
+
+
 def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index]
 
 
 def _mixed(*words: int) -> int:
-    """Mix words to 32 bits, each bit of which depends on all of theirs (the finalizer of MurmurHash3)."""
+    """Mix integers into 32 bits, each of which depends on all of their bits (the finalizer of MurmurHash3)."""
     mixed = 0
     for word in words:
         mixed = (mixed * 0x9E3779B1 + (word & _WORD) + 1) & _WORD

@@ -1,8 +1,7 @@
-"""Where the ranks of a tensor axis hold the same values, where each holds a part, and how gradients cross the borders.
+"""The conjugate operators at the border of tensor-parallel regions: each forward collective has its mirror in backward.
 
 A tensor is *whole* where every rank holds the same values, *split* along a dim where each holds its part, and *partial*
-where each holds an addend of it. The gradient of a whole tensor is whole only once the parts that the ranks computed of
-it are summed; hence each crossing has its mirror:
+where each holds an addend. The gradient of a whole tensor is the sum of the parts that the ranks computed of it; hence:
 
     forward                          backward                         bytes sent, of a whole tensor of n bytes
     enter   whole -> used by parts   partial -> whole: all-reduce     0                 2 n (N-1)/N
@@ -13,8 +12,8 @@ it are summed; hence each crossing has its mirror:
     gather  split -> whole           whole -> split                   n (N-1)/N         0
     share   whole -> used by parts   partial -> whole: all-reduce     0                 2 n (N-1)/N    several at once
 
-Between `enter` and `leave` every rank computes with its part of the weights. With a dim, what lies outside of them is
-split along it (the sequence), so that norms and dropout there cost each rank an Nth. (Shoeybi et al. 2019, section 3;
+Between `enter` and `leave` each rank computes with its slices of the weights. With a dim, tensors outside of the region are
+split along it (the sequence), so that norms and dropout there cost each rank an N-th. (Shoeybi et al. 2019, section 3;
 Korthikanti et al. 2022, section 4.2.)
 """
 
@@ -38,35 +37,38 @@ __all__ = ["enter", "gather", "leave", "share", "split"]
 
 @eager
 def enter(tensor: Tensor, axis: Axis, dim: int | None = None) -> Tensor:
-    """Return the whole `tensor` for computing with parts of weights: gathered along `dim`, or as it is."""
+    """Return the whole `tensor` for use with sliced weights: gathered along `dim`, or unchanged without a dim."""
     return cast(Tensor, _Enter.apply(tensor, axis, dim if dim is None else dim % tensor.ndim))
 
 
 @eager
 def leave(tensor: Tensor, axis: Axis, dim: int | None = None) -> Tensor:
-    """Return the sum over the ranks of the addend `tensor`: split along `dim`, or whole."""
+    """Return the sum of the ranks' addends `tensor`: split along `dim`, or whole without a dim."""
     return cast(Tensor, _Leave.apply(tensor, axis, dim if dim is None else dim % tensor.ndim))
 
 
 @eager
 def split(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's part of the whole `tensor` along `dim`, whose extent the ranks must divide."""
+    """Return this rank's part of the whole `tensor` along `dim`.
+
+    Raises `UsageError` if the ranks do not divide the size of `dim`.
+    """
     return cast(Tensor, _Split.apply(tensor, axis, dim % tensor.ndim))
 
 
 @eager
 def gather(tensor: Tensor, axis: Axis, dim: int, size: int | None = None) -> Tensor:
-    """Return the whole tensor of which every rank holds a part along `dim`.
+    """Return the whole tensor of which each rank holds a part along `dim`.
 
-    What follows must be the same on every rank. Parts are of one size, or with `size`, the whole extent of `dim`, dealt
-    out in equal runs of which the last are short or empty.
+    Every rank must compute the same with the result. Parts have one size; or with `size`, the whole size of `dim`, all
+    parts but the last ones have ceil(size / ranks) rows, and the last are shorter or empty.
     """
     return cast(Tensor, _Gather.apply(tensor, axis, dim % tensor.ndim, size))
 
 
 @eager
 def share(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return whole `tensors` for use on this rank's part of the data; their gradients are summed in one message."""
+    """Return whole `tensors` for use on this rank's part of the data; one all-reduce sums all their gradients."""
     return cast("tuple[Tensor, ...]", _SharedTensors.apply(axis, *tensors))
 
 
@@ -101,7 +103,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        size = _share_of(tensor, axis, dim)
+        size = _part_size(tensor, axis, dim)
         return tensor.narrow(dim, axis.rank * size, size).contiguous()
 
     @staticmethod
@@ -115,9 +117,9 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int, size: int | None) -> Tensor:
         size = tensor.shape[dim] * axis.ranks if size is None else size
         ctx.dim, ctx.rows = dim, stretch(size, axis.rank, axis.ranks)
-        short = len(stretch(size, 0, axis.ranks)) - tensor.shape[dim]
-        if short:
-            tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, short))
+        padding = len(stretch(size, 0, axis.ranks)) - tensor.shape[dim]
+        if padding:
+            tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, padding))
         return gathered(tensor, axis, dim).narrow(dim, 0, size)
 
     @staticmethod
@@ -141,22 +143,22 @@ class _SharedTensors(torch.autograd.Function):
 
 
 def summed(addend: Tensor, axis: Axis, dim: int | None, *, keep: bool = False) -> PendingTensor:
-    """Start summing `addend` over the ranks, split along `dim` if it is given; else in place, unless it is kept."""
+    """Start the sum of `addend` over the ranks: split along `dim`; without it in place, or with `keep` in a new tensor."""
     if dim is None:
         return axis.all_reduce(addend.contiguous(), keep=keep)
-    _share_of(addend, axis, dim)
+    _part_size(addend, axis, dim)
     return axis.reduce_scatter(addend.unflatten(dim, (axis.ranks, -1)).movedim(dim, 0).contiguous())
 
 
 def gathered(part: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return the parts of all ranks, joined along `dim`."""
+    """Return the parts of all ranks, concatenated along `dim`."""
     return joined(axis.all_gather(part.contiguous()), dim)
 
 
 def joined(parts: PendingTensor, dim: int) -> Tensor:
-    """Wait for the parts (ranks, ...) of a tensor, and join them along `dim`."""
+    """Wait for the parts (ranks, ...) of a tensor, and concatenate them along `dim`."""
     return parts.wait().movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _share_of(tensor: Tensor, axis: Axis, dim: int) -> int:
+def _part_size(tensor: Tensor, axis: Axis, dim: int) -> int:
     return divided(f"dim {dim} of {tuple(tensor.shape)}, which is to be split,", tensor.shape[dim], axis.ranks)

@@ -1,4 +1,4 @@
-"""Modules whose parameters are whole, used on a part of the data: norms and dropout between cut regions, norms of heads."""
+"""Modules with whole parameters on a part of the data: norms and dropout in a split sequence, norms of heads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FIX = ("Take its pattern out of the plan, or put it between Sequence(split=) an
 
 
 class Shared(nn.Module):
-    """Any module of parameters of its own (a norm), applied by every rank to its part of the data.
+    """Wraps a leaf module (a norm) that each rank applies to its part of the data.
 
-    Its parameters keep their names and are whole; their gradients are summed over the ranks, in one message of
-    2 n (N-1)/N bytes a backward pass, for n bytes of parameters and N ranks. Takes the module over.
+    Its parameters keep their names and stay whole; one all-reduce sums their gradients over the ranks, which sends
+    2 n (N-1)/N bytes a backward pass, for n bytes of parameters and N ranks.
 
-    With `sequence_dim` its input is split along that dim. Where all ranks have the whole of it instead, each has the whole
-    gradient already, and their sum is too large: the first backward raises `UsageError`, by `name`.
+    With `sequence_dim` the input is split along that dim. If instead all ranks have the whole input, each has the whole
+    gradient already and the sum is N times too large: the first backward raises `UsageError` with the module's `name`.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, name: str = "", sequence_dim: int | None = None):
@@ -40,7 +40,7 @@ class Shared(nn.Module):
         self._name = name or type(module).__name__
         self._dim = sequence_dim
         self._checked = self._dim is None or self._axis.ranks == 1
-        self._template = (module,)  # in a tuple, so that the parameters have one home, and names without a prefix
+        self._template = (module,)  # in a tuple, so that it is no submodule and the parameters have no prefix
         for name, parameter in module.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in module.named_buffers(recurse=False):
@@ -66,33 +66,33 @@ class Shared(nn.Module):
 
     @eager
     def _check(self, x: Tensor, trained: dict[str, nn.Parameter], shared: dict[str, Tensor]) -> None:
-        """See in the next backward that this rank's gradient is an addend, if `x` is such that parts of it differ."""
+        """Check in the next backward that this rank's gradient is an addend; only if parts of `x` differ."""
         assert self._dim is not None
         if not torch.is_grad_enabled() or not _varies(x, self._dim):
             return
         self._checked = True
         for name, tensor in shared.items():
-            sight = _Sight(self._name, name, self._axis.ranks)
-            tensor.register_hook(sight.addend)
-            sight.handle = trained[name].register_hook(sight.total)
+            check = _AddendCheck(self._name, name, self._axis.ranks)
+            tensor.register_hook(check.record_addend)
+            check.handle = trained[name].register_hook(check.compare_total)
 
     def extra_repr(self) -> str:
         return f"{self._template[0]}, rank {self._axis.rank} of {self._axis.ranks}"
 
 
-class _Sight:
-    """Looks once at the gradient of a parameter on this rank, and at the sum over the ranks that comes after it."""
+class _AddendCheck:
+    """Compares once the gradient of a parameter on this rank with the sum over the ranks."""
 
     def __init__(self, module: str, name: str, ranks: int):
         self._module, self._name, self._ranks = module, name, ranks
         self._addend: Tensor | None = None
         self.handle: RemovableHandle | None = None
 
-    def addend(self, gradient: Tensor) -> None:
+    def record_addend(self, gradient: Tensor) -> None:
         self._addend = gradient
 
-    def total(self, gradient: Tensor) -> None:
-        """Raise `UsageError` if each rank had the whole gradient."""
+    def compare_total(self, gradient: Tensor) -> None:
+        """Raise `UsageError` if the sum is N times this rank's gradient, so that each rank had the whole one."""
         addend, self._addend = self._addend, None
         if addend is None or self.handle is None:
             return
@@ -104,10 +104,10 @@ class _Sight:
 
 
 class PartDropout(nn.Dropout):
-    """Dropout of a part of a tensor: every rank of the axis drops other elements.
+    """Dropout of a part of a tensor: each rank of the axis draws its own mask.
 
-    With `sequence_dim` the tensor is split along that dim. Where all ranks have the whole of it instead, they would have
-    other values behind it: the first call in training raises `UsageError`, by `name`.
+    With `sequence_dim` the tensor is split along that dim. If instead all ranks have the whole tensor, their values would
+    differ afterwards: the first call in training raises `UsageError` with the module's `name`.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False, *, group: dist.ProcessGroup, name: str = "",
@@ -129,7 +129,7 @@ class PartDropout(nn.Dropout):
 
     @eager
     def _check(self, x: Tensor) -> None:
-        """See that the ranks have other values."""
+        """Raise `UsageError` if all ranks have the same values."""
         assert self._dim is not None
         self._checked = True
         bits = bits_of(x, ordered=True) if _varies(x, self._dim) else None
@@ -140,5 +140,5 @@ class PartDropout(nn.Dropout):
 
 
 def _varies(x: Tensor, dim: int) -> bool:
-    """Whether its parts along `dim` may differ."""
+    """Return whether parts of `x` along `dim` may differ."""
     return bool((x != x.narrow(dim, 0, 1)).any())

@@ -1,4 +1,4 @@
-"""Laws of what a record amounts to: bandwidths, lateness, and clocks set to each other."""
+"""Statistics of a record: bandwidths, lateness, and offsets of clocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.recording.call import Key, Stamps, operation
-from shoal.recording.rows import CallStats, lateness, offsets
 from shoal.recording.settings import CommsLoggerSettings
+from shoal.recording.stats import CallStats, lateness, offsets
 
 
 def key(op: str = "all_gather", *, size: int = 1000, ranks: int = 4) -> Key:
@@ -19,14 +19,14 @@ def key(op: str = "all_gather", *, size: int = 1000, ranks: int = 4) -> Key:
     ("all_reduce", 2 * 3 / 4), ("all_gather", 3 / 4), ("reduce_scatter", 3 / 4), ("all_to_all", 3 / 4), ("broadcast", 1),
     ("send", 1),
 ])  # fmt: skip
-def test_the_bus_bandwidth_is_the_algorithm_bandwidth_times_the_share_of_a_link(op: str, factor: float) -> None:
+def test_bus_bandwidth_is_algorithm_bandwidth_times_the_bus_factor(op: str, factor: float) -> None:
     row = CallStats(key=key(op), calls=5, timed=4, seconds=2.0)
     assert row.latency == 0.5
     assert row.algorithm_bandwidth == 2000
     assert row.bus_bandwidth == pytest.approx(2000 * factor)
 
 
-def test_what_has_no_time_has_no_bandwidth() -> None:
+def test_calls_without_time_have_no_bandwidth() -> None:
     row = CallStats(key=key(), calls=3)
     assert (row.latency, row.algorithm_bandwidth, row.bus_bandwidth) == (0, 0, 0)
 
@@ -36,7 +36,7 @@ def test_what_has_no_time_has_no_bandwidth() -> None:
     ("all_to_all_single", "all_to_all"), ("inference_all_reduce", "all_reduce"),
     ("broadcast_object_list", "broadcast"), ("all_reduce_coalesced", "all_reduce"),
 ])  # fmt: skip
-def test_operations_are_known_by_torchs_longer_names(name: str, does: str) -> None:
+def test_operations_are_recognised_by_torchs_longer_names(name: str, does: str) -> None:
     assert operation(name) == does
     assert CommsLoggerSettings(prof_ops=[name]).prof_ops == (does,)  # type: ignore[arg-type]  as JSON has it
 
@@ -44,24 +44,25 @@ def test_operations_are_known_by_torchs_longer_names(name: str, does: str) -> No
 # Lateness
 
 
-def test_the_rank_that_launches_last_holds_those_that_stand_waiting_until_then() -> None:
+def test_the_last_rank_to_launch_delays_the_ranks_that_wait() -> None:
     name = key(ranks=3), "unit"
     waits = {name: [(0, Stamps(0.0, 1.0, 6.0))]}  # stands from 1 until 6
     works = {name: [(0, Stamps(0.0, 5.0, 6.0))]}  # works until the last has come, at 4
     late = {name: [(0, Stamps(4.0, 4.0, 6.5))]}
     ranks, lost = lateness([waits, works, late])
-    assert [(each.calls, each.last, each.held, each.stood) for each in ranks] == [(1, 0, 0, 3), (1, 0, 0, 0), (1, 1, 3, 0)]
-    assert [lost[name[0], rank].stood for rank in range(3)] == [3, 0, 0]
+    assert [(each.calls, each.last, each.delay_caused, each.waited) for each in ranks] == [
+        (1, 0, 0, 3), (1, 0, 0, 0), (1, 1, 3, 0)]
+    assert [lost[name[0], rank].waited for rank in range(3)] == [3, 0, 0]
     assert lost[name[0], 0].transfer == 2.5  # the shortest call: the late one's
 
 
-def test_a_rank_that_went_on_before_the_last_launch_stood_until_it_went_on() -> None:
+def test_a_rank_that_went_on_early_waited_only_until_then() -> None:
     name = key("broadcast", ranks=2), ""
     ranks, _ = lateness([{name: [(0, Stamps(0.0, 0.0, 1.0))]}, {name: [(0, Stamps(9.0, 9.0, 9.5))]}])
-    assert (ranks[1].held, ranks[0].stood) == (1, 1)
+    assert (ranks[1].delay_caused, ranks[0].waited) == (1, 1)
 
 
-def test_only_calls_that_all_ranks_of_the_group_remember_are_compared() -> None:
+def test_only_calls_that_all_ranks_of_the_group_kept_are_compared() -> None:
     name, alone = (key(ranks=2), "unit"), (Key(kind="send", op="send", size=1, ranks=()), "")
     calls = [(number, Stamps(float(number), float(number), number + 0.5)) for number in range(4)]
     ranks, _ = lateness([{name: calls[1:], alone: calls}, {name: calls[:3]}, {}])
@@ -69,23 +70,23 @@ def test_only_calls_that_all_ranks_of_the_group_remember_are_compared() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)), min_size=3, max_size=3), min_size=1))
-def test_what_some_stood_is_what_others_held(calls: list[list[tuple[float, float, float]]]) -> None:
+def test_waits_and_caused_delays_have_one_sum(calls: list[list[tuple[float, float, float]]]) -> None:
     name = key(ranks=3), "unit"
     said = [{name: [(number, Stamps(began, began + work, began + work + wait))
                     for number, (began, work, wait) in enumerate(each[rank] for each in calls)]} for rank in range(3)]
     ranks, _ = lateness(said)
     assert sum(each.last for each in ranks) == len(calls)
-    assert sum(each.held for each in ranks) == pytest.approx(sum(each.stood for each in ranks))
-    assert all(each.stood >= 0 for each in ranks)
+    assert sum(each.delay_caused for each in ranks) == pytest.approx(sum(each.waited for each in ranks))
+    assert all(each.waited >= 0 for each in ranks)
 
 
 # Clocks
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(st.floats(0, 1), st.floats(1e-6, 1)), min_size=1, max_size=5))
-def test_clocks_are_set_to_each_other_within_half_the_shortest_exchange(ahead: float,
+def test_clock_offsets_are_within_half_the_shortest_round(ahead: float,
                                                                         rounds: list[tuple[float, float]]) -> None:
-    """Rank 1's clock is `ahead`; in every round it speaks `late`, and all have heard after `travel`."""
+    """Rank 1's clock is `ahead`; it starts each round `late`, and each round ends after `travel`."""
     said = []
     for number, (late, travel) in enumerate(rounds):
         start, heard = 10.0 * number, 10.0 * number + late + travel
@@ -97,5 +98,5 @@ def test_clocks_are_set_to_each_other_within_half_the_shortest_exchange(ahead: f
     assert found == 0 or abs(ahead) > 0
 
 
-def test_ranks_of_one_clock_are_not_set_at_all() -> None:
+def test_ranks_of_one_clock_have_no_offset() -> None:
     assert offsets([[(0.0, 1.0), (0.4, 0.9)], [(5.0, 5.2), (5.15, 5.3)]]) == [0, 0]
