@@ -35,7 +35,8 @@ def main() -> None:
 
 def pictures() -> dict[str, str]:
     """Return the text of each picture by file name."""
-    return {"stages.svg": page(960, 400, *stages()), "step.svg": page(960, 420, *step())} | {
+    return {"stages.svg": page(960, 400, *stages()), "step.svg": page(960, 420, *step()),
+            "life.svg": page(960, 330, *life())} | {
         f"pipeline-{name}.svg": pipeline(name) for name in SCHEDULES}
 
 
@@ -221,6 +222,52 @@ def marks(line: Timeline, left: float, scale: float) -> Iterator[str]:
         yield box(x, 391, 14, 14, colour)
         yield text(x + 20, 403, words, size=12, fill="#495057")
         x += 44 + 6.8 * len(words)
+
+
+# One parameter's life in a step of stage 3, with the files that move it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event of a step: the file that acts, and what each tensor of the parameter is on a rank afterwards."""
+
+    words: str
+    file: str
+    weight: str
+    gradient: str
+    master: str = "slice"
+
+
+LIFE = (
+    Event(words="rest", file="unit_state.py", weight="slice", gradient=""),
+    Event(words="prefetch", file="window.py", weight="all-gather", gradient=""),
+    Event(words="forward", file="hooks.py", weight="whole", gradient=""),
+    Event(words="release", file="unit.py", weight="slice", gradient=""),
+    Event(words="backward", file="backward_hooks.py", weight="whole", gradient="addend"),
+    Event(words="reduce", file="reducer.py", weight="slice", gradient="reduce-scatter"),
+    Event(words="decide", file="grad_stats.py", weight="slice", gradient="slice"),
+    Event(words="step", file="step_scheduler.py", weight="slice", gradient="slice", master="stepped"),
+    Event(words="publish", file="trainable_unit.py", weight="slice", gradient=""),
+)
+
+
+def life() -> Iterator[str]:
+    """Draw the events of one step from left to right, and a lane for each tensor of the parameter."""
+    left, pitch, lanes = 96, 95, {"weight": (150, WEIGHT), "gradient": (200, GRADIENT), "master": (250, MASTER)}
+    yield text(30, 36, "One parameter in a step of stage 3, on one rank", size=16, weight=600)
+    for lane, (y, _) in lanes.items():
+        yield text(30, y + 22, lane, size=12, fill="#495057")
+    yield text(30, 306, "An empty cell holds no memory. \"slice\": this rank's span of the unit's flat buffer.", size=12,
+               fill=MUTED)
+    for column, event in enumerate(LIFE):
+        x = left + column * pitch
+        yield box(x, 70, pitch - 8, 46, FAINT, radius=6)
+        yield text(x + (pitch - 8) / 2, 90, event.words, anchor="middle", weight=600)
+        yield text(x + (pitch - 8) / 2, 106, event.file, size=8.5, fill=MUTED, anchor="middle")
+        for value, (y, colour) in zip((event.weight, event.gradient, event.master), lanes.values(), strict=True):
+            yield box(x, y, pitch - 8, 36, colour if value else "#f8f9fa", radius=3,
+                      extra="" if value in ("", "whole", "addend", "stepped") else "opacity='0.6'")
+            yield text(x + (pitch - 8) / 2, y + 22, value, size=10.5, fill="#ffffff", anchor="middle")
 
 
 if __name__ == "__main__":
