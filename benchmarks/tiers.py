@@ -91,7 +91,7 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     engines, replays = _built(options, folder)
     sharded = engines["after backward"].sharded
     assert sharded is not None
-    swap = sharded.residence.swaps[0]  # the file is that of all
+    swap = sharded.storage.swaps[0]  # the file is that of all
     order = [name for way in engines for name in (way, f"{way} apart") if name in {*engines, *replays}]  # neighbours in time
     ways = {name: replays[name].iteration if name in replays else _iteration(engines[name], tokens) for name in order}
     found: dict[str, list[float]] = {name: [] for name in ways}

@@ -27,7 +27,7 @@ class UsageProbe:
     def __init__(self, engine: shoal.Engine, group: ControlGroup | None) -> None:
         assert engine.sharded is not None
         self.device = engine.device
-        self.swaps = engine.sharded.residence.swaps
+        self.swaps = engine.sharded.storage.swaps
         self.group = group
 
     def now(self) -> Usage:

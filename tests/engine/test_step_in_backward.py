@@ -191,7 +191,7 @@ def moved(folder: str, within: bool) -> tuple[float, float]:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
     engine = engine_of(folder, ALL, model=model, within=within)
     assert engine.sharded is not None and engine.optimizer is not None
-    swap = engine.sharded.residence.swaps[0]
+    swap = engine.sharded.storage.swaps[0]
 
     def iterate() -> None:
         engine.backward(engine(torch.randn(2, 256)).pow(2).mean())

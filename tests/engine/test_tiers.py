@@ -375,7 +375,7 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
 
 def requests(folder: str) -> tuple[set[int], int]:
     first, second, third = (engine_of(folder, ALL, aio={"block_size": size}) for size in (8192, 16384, 8192))
-    swaps = [engine.sharded.residence.swaps for engine in (first, second, third) if engine.sharded is not None]
+    swaps = [engine.sharded.storage.swaps for engine in (first, second, third) if engine.sharded is not None]
     assert swaps[0] == swaps[2]
     return {swap.block_bytes for found in swaps for swap in found}, len(list(Path(folder).glob("shoal-swap-*/*.swap")))
 

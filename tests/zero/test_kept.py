@@ -82,7 +82,7 @@ def on_disk(engine: shoal.Engine) -> None:
     """Wait until all that was stepped is on the disk: else who needs it finds what the step has left."""
     assert engine.sharded is not None and engine.optimizer is not None
     engine.optimizer._stepping._join()
-    swap = engine.sharded.residence.swaps[0]
+    swap = engine.sharded.storage.swaps[0]
     with swap.lock:
         assert swap.write_ended.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"
 

@@ -192,7 +192,7 @@ def moved(folder: str) -> tuple[float, float]:
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}})[0]
     assert engine.sharded is not None and engine.optimizer is not None
-    swap = engine.sharded.residence.swaps[0]
+    swap = engine.sharded.storage.swaps[0]
 
     def rest() -> tuple[int, int]:
         assert engine.optimizer is not None

@@ -399,18 +399,18 @@ class BaseEngine(Accessors, nn.Module):
         """
         self.refuse_destroyed("trace")
         assert self.sharded is not None
-        residence = self.sharded.residence
-        if residence.lanes.trace is not None:
+        storage = self.sharded.storage
+        if storage.lanes.trace is not None:
             raise UsageError("trace: this engine is traced already, and one trace may run at a time; read the `events` of "
                              "the outer trace instead: it holds the events so far at any time")
-        with residence.trace() as trace:
+        with storage.trace() as trace:
             yield trace
 
     def during(self, lane: str) -> AbstractContextManager[None]:
         """Return a context whose duration is an event of `lane`, if the engine is traced."""
-        if self.sharded is None or self.sharded.residence.lanes.trace is None:
+        if self.sharded is None or self.sharded.storage.lanes.trace is None:
             return nullcontext()
-        return self.sharded.residence.lanes.during(lane, type(self.module).__name__)
+        return self.sharded.storage.lanes.during(lane, type(self.module).__name__)
 
     def empty_partition_cache(self) -> None:
         """Release every gathered parameter that is not in use, and the allocator's unused memory."""

@@ -79,7 +79,7 @@ class ShardedOptimizer:
         self._layers = (Layerwise(optimizer, model.parameter_groups, native=rules.native) if isinstance(optimizer, Lamb)
                         else None)
         self._stepping = StepScheduler(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
-                                  waiting=rules.waiting, lanes=model.residence.lanes)
+                                  waiting=rules.waiting, lanes=model.storage.lanes)
         self._backward_stepper = BackwardStepper(model, views, optimizer, self._stepping, self._step,
                                                  native=rules.native) if rules.in_backward else None
         if isinstance(optimizer, CompressedOptimizer):
@@ -178,7 +178,7 @@ class ShardedOptimizer:
         if isinstance(self.optimizer, CompressedOptimizer):
             leave_out(self.optimizer, units, self.views.views, self._model.cuts)
         return reduce_grad_stats(units, self._model.parameter_groups, norm=self.rules.measures,
-                                 device=self._model.residence.device)
+                                 device=self._model.storage.device)
 
     def _show(self) -> None:
         """Have the state be that of the last step, for somebody to look at."""

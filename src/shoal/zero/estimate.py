@@ -1,4 +1,4 @@
-"""What a model's state will cost, before anything is allocated.
+"""Estimate the bytes of a model's state before anything is allocated.
 
 `estimate` answers for this library: it asks `placement.state_bytes`, the very function that the engine's own accounts
 are held to, so it is exact up to the padding of units to equal spans. Activations, gathered units and communication

@@ -1,4 +1,4 @@
-"""What one rank collects of one unit's gradient, slot by slot: this rank's addend of the sum over the ranks.
+"""One rank's addend of one unit's gradient, collected slot by slot from autograd.
 
 Collected gradients are copied into the *open* buffer, one addend of the whole unit, until a reduction closes it. Where the
 gradient rests PARTIAL the open buffer is the resting one; otherwise it is borrowed from the pool and given back.

@@ -21,14 +21,14 @@ from shoal.errors import ReleasedError, UsageError
 
 
 class Owner(Protocol):
-    """Who holds the memory of a parameter."""
+    """The owner of a parameter's memory."""
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Bring back the memory of `parameter`, or raise."""
         ...
 
     def close(self) -> None:
-        """Give up what rests, of which nobody is the owner any more."""
+        """Give up the resting state: the parameters have another owner."""
         ...
 
 
@@ -133,7 +133,7 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def released_error(what: str, rank: int, ranks: int) -> ReleasedError:
-    """Return what to raise when `what` happened to a sharded parameter."""
+    """Return the error for `what`, an access to the data of a released parameter."""
     return ReleasedError(
         f"rank {rank}: {what}, which is sharded over {ranks} ranks and released at present. Outside the engine's forward, "
         f"gather it first, on every rank: `with shoal.gathered(parameter): ...` (add modifier_rank=0 to keep what you "
@@ -141,7 +141,7 @@ def released_error(what: str, rank: int, ranks: int) -> ReleasedError:
 
 
 def stepped_error(unit: str, rank: int) -> UsageError:
-    """Return what to raise when somebody wants weights that backward has changed already."""
+    """Return the error for a read of weights that backward has already stepped."""
     return UsageError(
         f"rank {rank}: the weights of unit '{unit}' were asked for after backward stepped them, and before engine.step(), "
         f"which comes first. If backward itself reads them again (detached weights, re-entrant recompute of a part of a "
@@ -149,6 +149,6 @@ def stepped_error(unit: str, rank: int) -> UsageError:
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
-    """Return who holds the memory of the parameter, if anybody but itself does."""
+    """Return the owner of the parameter's memory; None if it owns its memory."""
     reference = cast("ReferenceType[Owner] | None", _owners.get(parameter))
     return None if reference is None else reference()

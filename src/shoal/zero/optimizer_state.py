@@ -1,4 +1,4 @@
-"""What the step of one unit reads and writes: the master and the moments, which rest together, and what goes with them.
+"""The state that the step of one unit reads and writes.
 
     master     the fp32 copy of the weights, or the resting weights themselves
     moments    by the name that the optimizer gives them, made as zeros when they are first asked for
@@ -24,7 +24,7 @@ from shoal.zero.gradient import Gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a pass over the state needs beside the master and the moments, all of which it reads."""
+    """The access of a pass over the state, which always reads the master and the moments."""
 
     gradient: bool = True
     """Reads the gradient."""
@@ -81,18 +81,18 @@ class OptimizerState:
         return self.moments[kind].tensor
 
     def expect(self, part: range) -> None:
-        """Start bringing what the step of `part` will need and nobody else has in use, the moments: it is near."""
+        """Prefetch the moments of `part`: its step is near."""
         self._expected[part] = list(self.moments.values())
         for span in self._expected[part]:
             span.fetch(part.start, part.stop)
 
     def expect_no_more(self, part: range) -> None:
-        """End what `expect` began: the step has taken over, or does not come."""
+        """End the prefetch of `part`: the step has fetched it, or does not come."""
         for span in self._expected.pop(part):
             span.commit(part.start, part.stop, changed=False)
 
     def fetch(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
-        """Bring what the step of `part` needs, or one pass of it."""
+        """Fetch the state for the step of `part`, or for one pass of it."""
         self._held.append(part)
         arriving = [span.fetch(part.start, part.stop) for span in (self.master, *self.moments.values())]
         if self.rounded is not None and use.weights:
@@ -100,7 +100,7 @@ class OptimizerState:
         return JoinedTransfers([*arriving, *([self._gradient.fetch(part)] if use.gradient else [])])
 
     def commit(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
-        """Let what the step of `part` left rest again; `use` is what it was fetched for."""
+        """Commit the state of `part`; `use` is the access that it was fetched for."""
         self._held.remove(part)
         leaving = [self.master.commit(part.start, part.stop, changed=use.weights)]
         leaving += [span.commit(part.start, part.stop, changed=use.moments) for span in self.moments.values()]

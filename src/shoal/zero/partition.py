@@ -27,7 +27,7 @@ LARGE = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """The parameters of one unit to be, and the module around whose calls it is gathered."""
+    """The parameters of a unit that is to be made, and the module around whose calls it is gathered."""
 
     name: str
     module: nn.Module
@@ -84,7 +84,7 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
     names = {parameter: (aliases or {}).get(name, name) for name, parameter in model.named_parameters()}
     paths = {module: path for path, module in model.named_modules()} | dict(roots)
     tables = sparse_weights(model)
-    shares: dict[_Key, list[Member]] = {}
+    members_of: dict[_Key, list[Member]] = {}
     order: dict[nn.Module, int] = {}
     seen: set[nn.Parameter] = set()
     first = next(iter(roots))
@@ -105,15 +105,15 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
                        persistent=persistent or held.spans_stages, replica_group=held,
                        table=parameter if parameter in tables and not held.spans_stages else None)
             member = Member(name=names[parameter], parameter=parameter, group=groups.get(parameter, 0))
-            shares.setdefault(key, []).append(member)
-    several = len({key.replica_group for key in shares}) > 1
-    return [key.share(_unit_name(paths[key.module], key, several, tables), members)
-            for key, members in sorted(shares.items(), key=lambda item: item[0].place(order))]
+            members_of.setdefault(key, []).append(member)
+    several = len({key.replica_group for key in members_of}) > 1
+    return [key.spec(_unit_name(paths[key.module], key, several, tables), members)
+            for key, members in sorted(members_of.items(), key=lambda item: item[0].place(order))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """What the parameters of one unit have in common."""
+    """The properties that all parameters of one unit share."""
 
     module: nn.Module
     trainable: bool
@@ -129,7 +129,7 @@ class _Key:
             return 0, self.replica_group.order, self.trainable, str(self.dtype)
         return 1, order[self.module]
 
-    def share(self, name: str, members: list[Member]) -> UnitSpec:
+    def spec(self, name: str, members: list[Member]) -> UnitSpec:
         ordered = sorted(members, key=lambda member: (member.group, member.name if self.replica_group.spans_stages else ""))
         columns = None if self.table is None else self.table.shape[1]
         return UnitSpec(name=name, module=self.module, trainable=self.trainable, dtype=self.dtype,

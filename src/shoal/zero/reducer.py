@@ -25,7 +25,7 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPass:
-    """What the engine says of one backward pass when it begins."""
+    """Facts about one backward pass, from the engine, when it begins."""
 
     boundary: bool
     """Whether it ends an accumulation."""

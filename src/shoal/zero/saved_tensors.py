@@ -1,8 +1,7 @@
-"""What autograd keeps of tensors between forward and backward, where it has to ask for them.
+"""Saved-tensor hooks: autograd saves a weight as a view of its unit's buffer, and the unit is gathered when it is unpacked.
 
-Weights are named, and gathered when they are asked for. Of what it is handed back autograd no longer looks for later writes,
-as it does of tensors that it keeps by itself; so that is done here. A step, and whoever else puts other values in place of
-weights, counts as a write, here as in plain training: `Writes.mark`.
+Autograd checks the version of tensors that it keeps itself, but not of tensors that a hook hands back, so this file checks
+them. A step, a load or an edit counts as a write to weights, as in plain training (`VersionCounters.mark`).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class SavedWeight(SavedTensor):
 
 
 class SavedTensorTracker:
-    """What autograd saves in the forward of the modules around `units`, the weights of which `bring` brings back."""
+    """Packs the tensors that autograd saves in the forward of the modules around `units`; `bring` gathers their weights."""
 
     def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None]):
         self._weights = {_storage(unit.full): (module, unit) for module, found in units.items() for unit in found}

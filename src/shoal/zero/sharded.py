@@ -1,7 +1,7 @@
-"""A model whose state rests where a stage says: its units, and what drives them.
+"""A sharded model: its units, and the hooks that drive them.
 
-The modules and parameters stay the user's own objects. What the rest of the library needs of them is here: the units to
-step and publish, the names to save and load, and the bytes that rest on this rank.
+The modules and parameters stay the user's own objects. The rest of the library finds here the units to step and publish, the
+names to save and load, and the bytes that rest on this rank.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class ShardingPlan:
 class ShardedModel:
     """The units of one model on one data axis."""
 
-    def __init__(self, model: nn.Module, parameter_groups: ParameterGroups, residence: StoragePlan, *,
+    def __init__(self, model: nn.Module, parameter_groups: ParameterGroups, storage: StoragePlan, *,
                  aliases: Mapping[str, str] | None = None):
         self.model = model
         self.parameter_groups = parameter_groups
         self.aliases = aliases or {}
         """The first names, in the whole model, of parameters that have others here."""
         self.cuts = parameter_groups.tensor_slices
-        self.residence = residence
-        self.pool = Pool(residence.device)
+        self.storage = storage
+        self.pool = Pool(storage.device)
         self.scope = Scope()
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
@@ -79,7 +79,7 @@ class ShardedModel:
         self.late: list[TrainableUnit] = []
         """Units that several stages hold, in the same order on every rank: reduced when a step begins."""
         self.passes: list[Hooks] = []
-        """What drives the units of each root, in the order of the roots."""
+        """The hooks of each root, in the order of the roots."""
 
     def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *,
               begin_pass: Callable[[], BackwardPass], roots: Mapping[nn.Module, str] | None = None,
@@ -90,19 +90,19 @@ class ShardedModel:
         """
         row = STAGES[1 if plan.compressed else plan.stage]
         persistent_below = plan.persistent_below if row.weight is SHARD else 0
-        shares = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
+        specs = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                            persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
         for communicator in self.parameter_groups.communicators:
-            check_agreement(communicator, [share for share in shares if communicator in (
-                share.replica_group.communicator, share.replica_group.replicas)])
-        for share in shares:
-            stage = STAGES[2] if share.persistent and row.weight is SHARD else row
-            unit = self._unit(share, over(stage, share.replica_group.communicator.ranks), policy, plan)
+            check_agreement(communicator, [spec for spec in specs if communicator in (
+                spec.replica_group.communicator, spec.replica_group.replicas)])
+        for spec in specs:
+            stage = STAGES[2] if spec.persistent and row.weight is SHARD else row
+            unit = self._unit(spec, over(stage, spec.replica_group.communicator.ranks), policy, plan)
             self.units.append(unit)
-            self.by_module.setdefault(share.module, []).append(unit)
+            self.by_module.setdefault(spec.module, []).append(unit)
             if isinstance(unit, TrainableUnit):
                 self.trainable.append(unit)
-                if share.replica_group.spans_stages:
+                if spec.replica_group.spans_stages:
                     self.late.append(unit)
         trim()  # the parameters' own memory is free now
         self.passes += [self._pass(root, plan, begin_pass, announced) for root in roots or (self.model,)]
@@ -191,42 +191,42 @@ class ShardedModel:
             for member in unit.members:
                 clear_owner(member.parameter)
             unit.close()
-        self.residence.close()
+        self.storage.close()
         if failure is not None:
             raise failure
 
-    def _unit(self, share: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan) -> Unit:
-        compute = policy.compute if share.dtype in (torch.float32, torch.float16, torch.bfloat16) else share.dtype
-        values = self._values(share)
-        unit = self._new_unit(share, stage, policy, plan, compute)
+    def _unit(self, spec: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan) -> Unit:
+        compute = policy.compute if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) else spec.dtype
+        values = self._values(spec)
+        unit = self._new_unit(spec, stage, policy, plan, compute)
         flat = _flatten(unit, values, self.pool.device)
-        if share.replica_group.replicas is not None:
-            share.replica_group.replicas.broadcast(flat, 0, f"unit '{share.name}'")
-        share.replica_group.communicator.broadcast(flat, share.replica_group.source, f"unit '{share.name}'")
+        if spec.replica_group.replicas is not None:
+            spec.replica_group.replicas.broadcast(flat, 0, f"unit '{spec.name}'")
+        spec.replica_group.communicator.broadcast(flat, spec.replica_group.source, f"unit '{spec.name}'")
         unit.load_full(flat)
         return unit
 
-    def _new_unit(self, share: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan, compute: torch.dtype) -> Unit:
-        elements = sum(member.parameter.numel() for member in share.members)
-        tiers = self.residence.tiers(elements, elements if share.trainable else 0)
-        if share.persistent:
-            tiers = replace(tiers, weight=Memory(device=self.residence.device))
-        if not share.trainable:
-            return Unit(share.name, share.members, stage, share.replica_group, compute, self.pool, self.scope, tiers.weight,
-                        columns=share.columns)
+    def _new_unit(self, spec: UnitSpec, stage: Stage, policy: Policy, plan: ShardingPlan, compute: torch.dtype) -> Unit:
+        elements = sum(member.parameter.numel() for member in spec.members)
+        tiers = self.storage.tiers(elements, elements if spec.trainable else 0)
+        if spec.persistent:
+            tiers = replace(tiers, weight=Memory(device=self.storage.device))
+        if not spec.trainable:
+            return Unit(spec.name, spec.members, stage, spec.replica_group, compute, self.pool, self.scope, tiers.weight,
+                        columns=spec.columns)
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
             accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute,
             averaging=policy.averaging))
-        return TrainableUnit(share.name, share.members, stage, share.replica_group, dtypes, self.pool, self.scope, tiers,
-                             columns=share.columns, by_rows=plan.by_rows, compressed=plan.compressed)
+        return TrainableUnit(spec.name, spec.members, stage, spec.replica_group, dtypes, self.pool, self.scope, tiers,
+                             columns=spec.columns, by_rows=plan.by_rows, compressed=plan.compressed)
 
     def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass], announced: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
         window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
-                        lanes=self.residence.lanes, every=self.units)
+                        lanes=self.storage.lanes, every=self.units)
         reduced = [unit for found in units.values() for unit in found
                    if isinstance(unit, TrainableUnit) and unit not in self.late]
         reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,
@@ -237,9 +237,9 @@ class ShardedModel:
         hooks.install()
         return hooks
 
-    def _values(self, share: UnitSpec) -> Iterator[Tensor]:
+    def _values(self, spec: UnitSpec) -> Iterator[Tensor]:
         """Yield the whole value of each parameter; one that was built sharded is gathered for the moment."""
-        for member in share.members:
+        for member in spec.members:
             builder = owner_of(member.parameter)
             if isinstance(builder, Unit) and not builder.temporary:
                 raise UsageError(f"initialize: parameter '{member.name}' belongs to another engine already; call destroy() "
@@ -263,11 +263,11 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def check_agreement(communicator: Communicator, shares: list[UnitSpec]) -> None:
+def check_agreement(communicator: Communicator, specs: list[UnitSpec]) -> None:
     """Raise unless all ranks built the same parameters, naming the first difference."""
     mine = [f"{member.name} {tuple(member.parameter.shape)} {member.parameter.dtype} "
-            f"{'trainable' if share.trainable else 'frozen'} group {member.group} in unit '{share.name}'"
-            for share in shares for member in share.members]
+            f"{'trainable' if spec.trainable else 'frozen'} group {member.group} in unit '{spec.name}'"
+            for spec in specs for member in spec.members]
     said = communicator.gather_objects(mine)
     for rank, theirs in enumerate(said):
         if theirs == said[0]:

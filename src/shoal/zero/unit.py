@@ -160,7 +160,7 @@ class Unit:
         self.pending = None
 
     def poison(self, step: PendingStep) -> None:
-        """Release the weights for good: whoever asks for them finds `step`, which raises why."""
+        """Release the weights for good: a later access asks `step`, which raises the error."""
         self.pending, self._phase = step, Phase.RELEASED
         for parameter in self._parameters:
             guard(parameter)

@@ -12,7 +12,7 @@ __all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope"]
 
 
 class Phase(Enum):
-    """What the memory of a unit's parameters holds."""
+    """The content of the memory of a unit's parameters."""
 
     RELEASED = "no memory"
     LOADING = "this rank's resting weights are on their way"

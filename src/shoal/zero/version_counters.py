@@ -1,8 +1,7 @@
-"""Who has written into the parameters of a unit, by the versions that autograd counts.
+"""Writes into the parameters of a unit, by autograd's version counters.
 
-Autograd counts what it sees written in place. What puts other values there without it, a step, a load, a modifier, is
-marked: then what autograd has saved of these parameters is told apart, and what others wrote is still known from what we
-did.
+Autograd counts the in-place writes that it sees. A step, a load or an edit changes values without it, and is marked:
+autograd then refuses tensors that it saved before, and writes by scripts are still told from the library's own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 
 class VersionCounters:
-    """The writes into `parameters`, slot by slot."""
+    """Counts writes into `parameters`, slot by slot."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
@@ -22,20 +21,20 @@ class VersionCounters:
         self._seen = self.count()
 
     def count(self) -> list[int]:
-        """Return for each slot a number that grows with every write of somebody else's that autograd can see."""
+        """Return for each slot the number of writes by scripts that autograd has seen."""
         return [parameter._version - own for parameter, own in zip(self._parameters, self._marks, strict=True)]
 
     def mark(self, slots: Iterable[int]) -> None:
-        """Let autograd know that `slots` hold other values than before."""
+        """Let autograd know that the library wrote into `slots`."""
         for slot in slots:
             increment_version(self._parameters[slot])
             self._marks[slot] += 1
 
     def see(self) -> None:
-        """Begin to watch."""
+        """Start watching for writes by scripts."""
         self._seen = self.count()
 
     @property
     def since(self) -> list[bool]:
-        """For each slot, whether somebody has written there since `see`."""
+        """For each slot, whether a script has written there since `see`."""
         return [now != before for now, before in zip(self.count(), self._seen, strict=True)]

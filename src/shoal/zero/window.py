@@ -15,7 +15,7 @@ from shoal.zero.unit_state import Hold, Phase
 
 
 class Window:
-    """What is gathered, and what will be."""
+    """The order in which a pass uses units, and the gathers that run ahead of it."""
 
     def __init__(self, ahead: int, live: int, reuse: int = 0, *, reads: int = 0, read_elements: int = 0,
                  lanes: Lanes | None = None, every: Sequence[Unit] = ()):

@@ -1,4 +1,4 @@
-"""What training holds in memory for a while, beside what rests there: weights in use, gradients on their way, the step.
+"""Bound the memory that training holds for a while beside the resting state: weights in use, gradients in flight, the step.
 
     forward    the units whose weights are in use or on their way, and pieces of the optimizer's state: a unit that comes
                and goes is stepped when its weights are next asked for
