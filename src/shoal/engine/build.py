@@ -33,12 +33,10 @@ from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, moments_of
-from shoal.optim.groups import Groups
 from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
-from shoal.optim.rules import StepRules
-from shoal.optim.sharded import ShardedOptimizer
-from shoal.optim.views import Views
+from shoal.optim.sharded import ShardedOptimizer, StepRules
+from shoal.optim.views import OptimizerGroups, Views
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
@@ -198,7 +196,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     """Shard the engine's model, and build the optimizer with these `traits` over its masters."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
-    groups = Groups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
+    groups = OptimizerGroups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     dtypes = _precision(settings, model, traits, engine.communicator)
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_sparse_embedding_error(model)
@@ -317,7 +315,7 @@ def _traits(settings: Config, optimizer: OptimizerSource | None) -> OptimizerTra
     """
     if isinstance(optimizer, Optimizer):
         _check_optimizer(settings, optimizer)
-        Groups.check_new(optimizer)
+        OptimizerGroups.check_new(optimizer)
         return OptimizerTraits.of(optimizer)
     if optimizer is not None and not callable(optimizer):
         raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "

@@ -6,8 +6,10 @@ this rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.log import warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.backward_step import BackwardStepper
 from shoal.optim.compressed import CompressedOptimizer
@@ -22,10 +25,8 @@ from shoal.optim.grad_stats import GradStats, reduce_grad_stats
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
 from shoal.optim.masks import leave_out
-from shoal.optim.offloaded_state import OffloadedStateView
 from shoal.optim.onebit import CompressedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
-from shoal.optim.rules import StepRules
 from shoal.optim.step_pass import (
     Options,
     StepPass,
@@ -38,19 +39,50 @@ from shoal.optim.step_pass import (
     settle,
 )
 from shoal.optim.step_scheduler import StepScheduler
-from shoal.optim.views import Views
-from shoal.optim.write_check import MasterWriteCheck
+from shoal.optim.views import OffloadedStateView, Views
 from shoal.precision.loss_scale import LossScale
+from shoal.tier.store import WRITE_AHEAD
 from shoal.zero.gradient import OnReduced
 from shoal.zero.optimizer_state import Use
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
+
+__all__ = ["MasterWriteCheck", "ShardedOptimizer", "StepRules"]
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value that torch.nn.utils.clip_grad_norm_ uses."""
 
 SHOWN = 5
 """Parameters that an error names before it counts the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What decides whether and how far a step goes."""
+
+    clipping: float
+    """Largest global L2 norm; 0 leaves gradients alone."""
+    check_overflow: bool
+    """Skip a step whose gradients hold an infinity or NaN."""
+    unused: bool = True
+    """Whether a parameter may be without gradient."""
+    at_once: int = sys.maxsize
+    """Elements that one call of the inner optimizer steps, or one view."""
+    native: bool = False
+    """Step in one pass over memory where native code can."""
+    ahead: int = 1
+    """Pieces of state that are fetched while one is stepped."""
+    behind: int = 2
+    """Pieces that may still be on their way back meanwhile."""
+    in_backward: bool = False
+    """Step a unit while backward goes on with others, as soon as its gradient is there."""
+    waiting: int = WRITE_AHEAD
+    """Bytes of such units that may be in memory at once."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether a step needs the norm of all gradients."""
+        return self.clipping > 0 or self.check_overflow
 
 
 class ShardedOptimizer:
@@ -320,3 +352,30 @@ def _refuse_unused(verdict: GradStats, parameter_groups: ParameterGroups) -> Non
         raise UsageError(f"step: on no rank did the loss depend on {', '.join(unused[:SHOWN])}{more}, and "
                          f"zero_optimization.ignore_unused_parameters is false: use them in the forward, freeze them by "
                          f"requires_grad_(False), or set it to true. The weights are as before this step")
+
+
+class MasterWriteCheck:
+    """The units whose weights rest beside their masters, and the writes into them that autograd has counted."""
+
+    def __init__(self, units: Iterable[TrainableUnit]):
+        self._versions = {unit: unit.versions.count() for unit in units
+                          if unit.state.weights is not None and not unit.reshards}
+
+    def check(self) -> None:
+        """Warn of a unit that was written into since the last time, unless its masters have learned of it."""
+        for unit, before in self._versions.items():
+            if (now := unit.versions.count()) != before:
+                self._versions[unit] = now
+                if not _agrees(unit):
+                    warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "
+                              f"which are stepped, do not know of it: it is lost. Load weights before initialize, or write "
+                              f"within shoal.gathered(model, modifier_rank=0)")
+
+
+def _agrees(unit: TrainableUnit) -> bool:
+    """Whether this rank's weights are its masters', rounded."""
+    if unit.state.granule is not None:  # masters that are not here
+        return False
+    span, master = unit.master_span, unit.state.master.tensor
+    weights = unit.full[span.start:span.stop]
+    return torch.equal(weights, master.to(device=weights.device, dtype=weights.dtype))

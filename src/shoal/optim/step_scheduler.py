@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.errors import TierError
-from shoal.optim.moment_prefetch import MomentPrefetcher
 from shoal.optim.step_pass import StepPass
 from shoal.optim.views import MasterView
 from shoal.tier import JoinedTransfers, Lanes, Transfer
 from shoal.tier.span import DONE
+from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import SHARD
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["StepScheduler"]
+__all__ = ["DeferredStep", "MomentPrefetcher", "StepScheduler", "began_in_backward"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -341,6 +341,42 @@ class StepScheduler:
             piece.units.append(unit)
         if piece.views or piece.units:
             yield piece
+
+
+class MomentPrefetcher:
+    """Brings moments ahead of the steps that are expected; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._expected: dict[int, MasterView] = {}  # by identity, in their order
+        self._foreseen: dict[int, MasterView] = {}  # of these, whose moments are in memory or on their way already
+        self._lock = threading.Lock()
+
+    def expect(self, views: Iterable[MasterView]) -> None:
+        """Expect steps of `views`, whose state comes and goes, in that order; those of before do not come."""
+        with self._lock:
+            for view in self._foreseen.values():
+                _state(view).expect_no_more(view.part)
+            self._expected, self._foreseen = {id(view): view for view in views}, {}
+
+    def bring(self, room: int) -> None:
+        """Start bringing the moments of what is expected next, of `room` views at most."""
+        with self._lock:
+            while self._expected and len(self._foreseen) < room:
+                key = next(iter(self._expected))
+                view = self._foreseen[key] = self._expected.pop(key)
+                _state(view).expect(view.part)
+
+    def met(self, views: Iterable[MasterView]) -> None:
+        """Leave `views` to their step, which has fetched what it needs."""
+        with self._lock:
+            for view in views:
+                self._expected.pop(id(view), None)
+                if self._foreseen.pop(id(view), None) is not None:
+                    _state(view).expect_no_more(view.part)
+
+
+def _state(view: MasterView) -> OptimizerState:
+    return view.unit.state
 
 
 def _given(pieces: Iterator[_StepPiece]) -> _Source:

@@ -7,17 +7,25 @@ they received one is split where they differ, for good, and each part keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.errors import OptimizerError
+from shoal.errors import OptimizerError, UsageError
+from shoal.tier import ResidentSpan, fetched
 from shoal.zero.layout import ALIGNMENT, Part
 from shoal.zero.trainable_unit import TrainableUnit
+
+__all__ = ["MasterView", "OffloadedStateView", "OptimizerFactory", "OptimizerGroups", "Views"]
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+"""Builds an optimizer over parameter groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +156,93 @@ def _cut_state(value: object, shape: torch.Size, cut: slice) -> object:
     if not isinstance(value, Tensor):
         return value
     return value[cut] if value.shape == shape else value.clone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroups:
+    """The options of each group, and the group of each parameter."""
+
+    options: tuple[dict[str, Any], ...]
+    of: dict[nn.Parameter, int]
+
+    @classmethod
+    def collect(cls, model: nn.Module, parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> OptimizerGroups:
+        """Divide `parameters` (tensors or group dicts; None or empty: all trainable ones of `model`) into groups."""
+        given: list[Any] = list(parameters) if parameters is not None else []
+        given = given or [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not given or not isinstance(given[0], Mapping):
+            given = [{"params": given}]
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        options: list[dict[str, Any]] = []
+        groups: dict[nn.Parameter, int] = {}
+        for index, group in enumerate(cast("list[Mapping[str, Any]]", given)):
+            params: Any = group["params"]
+            for entry in [params] if isinstance(params, Tensor) else params:
+                parameter = entry[1] if isinstance(entry, tuple) else entry
+                if not isinstance(parameter, nn.Parameter) or parameter not in names:
+                    raise UsageError(f"optimizer group {index}: got a tensor of shape {tuple(parameter.shape)} that is no "
+                                     f"parameter of the model; pass parameters of the model given to initialize")
+                if parameter in groups:
+                    raise UsageError(f"optimizer group {index}: parameter '{names[parameter]}' appears a second time "
+                                     f"(first in group {groups[parameter]}); each parameter belongs to one group")
+                groups[parameter] = index
+            options.append({key: value for key, value in group.items() if key != "params"})
+        return cls(options=tuple(options), of={p: group for p, group in groups.items() if p.requires_grad})
+
+    def build(self, factory: OptimizerFactory, views: Views) -> Optimizer:
+        """Build the optimizer over the views of the masters."""
+        return factory([{**options, "params": views.of_group(index)} for index, options in enumerate(self.options)])
+
+    @staticmethod
+    def check_new(optimizer: Optimizer) -> None:
+        """Raise `UsageError` if the optimizer has stepped: its state would be that of whole parameters."""
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
+            raise UsageError(f"initialize: the {type(optimizer).__name__} has stepped already and holds state for whole "
+                             f"parameters; pass it before its first step, or resume from a checkpoint")
+
+    def rebind(self, optimizer: Optimizer, views: Views) -> Optimizer:
+        """Have an optimizer of the user's step the views in place of the model's parameters."""
+        self.check_new(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = views.of_group(index)
+        if optimizer.state:  # made before the first step, as Adagrad makes it: made again, for the views
+            fresh = type(optimizer)(optimizer.param_groups, **{name: value for name, value in optimizer.defaults.items()
+                                                               if name in signature(type(optimizer)).parameters})
+            optimizer.state.clear()
+            optimizer.state.update(fresh.state)
+        return optimizer
+
+
+class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):
+    """The state of each of the optimizer's parameters; what is written into a moment that rests on disk is lost."""
+
+    def __init__(self, views: Views, optimizer: Optimizer, settle: Callable[[], None]):
+        self._views = views
+        self._state = optimizer.state
+        self._settle = settle
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        self._settle()
+        if parameter not in self._state:
+            raise KeyError(parameter)
+        state: dict[str, Any] = self._state[parameter]
+        view = next((view for view in self._views.views if view.parameter is parameter), None)
+        if view is None or view.unit.state.store.granule is None:
+            return state
+        return {kind: _brought(view, kind, value) for kind, value in state.items()}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._settle()
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        self._settle()
+        return len(self._state)
+
+
+def _brought(view: MasterView, kind: str, value: Any) -> Any:
+    span = view.unit.state.moments.get(kind)
+    if span is None or isinstance(span, ResidentSpan):
+        return value
+    with fetched(span, view.start, view.stop, changed=False) as moment:
+        return moment.clone()
