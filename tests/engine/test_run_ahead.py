@@ -30,11 +30,11 @@ def brought_ahead(folder: str) -> list[bool]:
     engine = engine_of(folder, tier)
     train(engine, range(2))
     assert engine.optimizer is not None and engine.sharded is not None
-    engine.optimizer._stepping._join()
+    engine.optimizer._scheduler._join()
     ahead: list[bool] = []
     for unit in engine.sharded.units[1:]:
         def arrives(module: nn.Module, args: object, unit: Unit = unit) -> None:
-            ahead.append(not unit.is_owed and not unit.is_released)
+            ahead.append(not unit.awaits_step and not unit.is_released)
 
         engine.module.get_submodule(unit.name).register_forward_pre_hook(arrives, prepend=True)
     train(engine, range(2, 3))
@@ -72,7 +72,7 @@ def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
     engine = shoal.initialize(model=model, config=settings)[0]
     assert engine.optimizer is not None and engine.sharded is not None
     train(engine, range(2))
-    stepping = engine.optimizer._stepping
+    stepping = engine.optimizer._scheduler
     with nullcontext() if engine.global_rank == 0 else stepping._lock:  # without which the thread takes no step
         train(engine, range(2, 3))
         if engine.global_rank == 0:

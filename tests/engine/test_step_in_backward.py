@@ -219,7 +219,7 @@ def test_stepping_in_backward_saves_the_gradient_round_trip_to_disk(tmp_path: Pa
 def crowded(folder: str, waiting: int) -> list[Tensor]:
     engine = engine_of(folder, ALL)
     assert engine.optimizer is not None
-    engine.optimizer._stepping._waiting = waiting
+    engine.optimizer._scheduler._max_waiting_bytes = waiting
     for number in range(3):
         engine.backward(loss_of(engine, number))
         engine.step()

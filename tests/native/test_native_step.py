@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shoal.native import build
 from shoal.native.step import _VERSION, DTYPES, Rule, available, step  # pyright: ignore[reportPrivateUsage]
 from shoal.optim.lion import Lion
-from shoal.optim.step_pass import _PLANS, is_plain, options_of  # pyright: ignore[reportPrivateUsage]
+from shoal.optim.step_pass import _PLANS, has_native_options, snapshot_options  # pyright: ignore[reportPrivateUsage]
 
 SIZE = 100_003
 pytestmark = pytest.mark.skipif(not available(), reason="native code needs a C++ compiler")
@@ -122,7 +122,7 @@ def test_16_bit_values_are_converted_as_torch_converts_them(dtype: torch.dtype) 
 
 
 def plain(optimizer: torch.optim.Optimizer) -> bool:
-    return is_plain(optimizer, options_of(optimizer))
+    return has_native_options(optimizer, snapshot_options(optimizer))
 
 
 def test_options_hooks_and_patches_disable_the_native_step() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.native import step as native
 from shoal.optim import Lamb, make_optimizer
-from shoal.optim.lamb import Constants, constants, squares
+from shoal.optim.lamb import Constants, constants, sum_of_squares
 from shoal.optim.onebit_lamb import OneBitLamb
 
 
@@ -108,7 +108,7 @@ def test_a_value_that_cannot_be_is_refused(options: dict[str, Any], said: str) -
 
 def test_sums_of_squares_are_those_of_fp64() -> None:
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
-    assert squares(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-12)
+    assert sum_of_squares(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-12)
 
 
 # Native
@@ -119,7 +119,7 @@ ENDS = [1, 8, 1031, 50_000, SIZE]
 
 def terms(time: int, *, signed: bool) -> Constants:
     plain = constants(Lamb([torch.zeros(1)], weight_decay=0.1).param_groups[0], time)
-    return replace(plain, again=0.1, floor=0.5) if signed else plain
+    return replace(plain, look_ahead=0.1, variance_floor=0.5) if signed else plain
 
 
 def swept(dtype: torch.dtype, *, signed: bool) -> list[Tensor]:
@@ -151,10 +151,10 @@ def test_native_passes_match_torch_bit_for_bit_on_any_number_of_threads(dtype: t
     for values in gradients:
         rounded = values.to(dtype).float()
         gradient, addend = 0.5 * rounded, 0.5 * rounded.flip(0)
-        optimizer.advance(expected, gradient, group, addend if signed else None, 4)
-        found = torch.stack([optimizer.sums(expected, group, part) for part in parts])
+        optimizer.update_moments(expected, gradient, group, addend if signed else None, 4)
+        found = torch.stack([optimizer.norm_squares(expected, group, part) for part in parts])
         for index, part in enumerate(parts):
-            expected[part] -= 0.01 * (1 + index) * optimizer.direction(expected, group, part, gradient)
+            expected[part] -= 0.01 * (1 + index) * optimizer.compute_update(expected, group, part, gradient)
     for one, other in ((master, expected), (first, optimizer.state[expected]["exp_avg"]),
                        (second, optimizer.state[expected]["exp_avg_sq"]), (sums, found)):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

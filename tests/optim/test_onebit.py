@@ -14,7 +14,7 @@ import shoal
 from shoal import onebit
 from shoal.errors import ConfigError, NotSupportedYet, ShoalError, UsageError
 from shoal.native import step as native
-from shoal.optim.onebit import OneBitAdam, ZeroOneAdam, bounded
+from shoal.optim.onebit import OneBitAdam, ZeroOneAdam, floored_variance
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
@@ -65,7 +65,7 @@ def test_0_1_adam_sends_full_gradients_at_and_before_variance_updates() -> None:
     span = [size // 2 for size in run_ranks(2, sizes)[0]]
     whole, packed = 4 * sum(span), sum(onebit.packed_bytes(each) for each in span)
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], var_update_scaler=FREEZE, var_freeze_step=30)
-    measured = [step for step in range(1, 51) if optimizer.measures(optimizer.param_groups[0], step)]
+    measured = [step for step in range(1, 51) if optimizer.updates_variance(optimizer.param_groups[0], step)]
     assert measured == [1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 21, 25, 29]
     for _, _, sent in run_ranks(2, trained, 1, 24, "ZeroOneAdam"):
         for step, bytes in enumerate(sent, 1):
@@ -120,7 +120,8 @@ def against_formula() -> None:
         variance = 0.999 * variance + 0.001 * (ranks * own**2 + (1 - 1 / ranks) * momentum**2)
         time, ahead = step + 1, momentum + (total - momentum) / 9
         held = len(everywhere[0][1])
-        least = torch.cat([torch.cat([bounded(part[:held], 0.01), part[held:]]) for part in variance.view(ranks, span)])
+        least = torch.cat([torch.cat([floored_variance(part[:held], 0.01), part[held:]])
+                           for part in variance.view(ranks, span)])
         full = full * (1 - 1e-3) - 1e-2 / (1 - 0.9**time) * ahead / ((least / (1 - 0.999**time)).sqrt() + 1e-8)
         for ahead, behind in zip(full.view(ranks, span), published.view(ranks, span), strict=True):
             packed = torch.zeros(onebit.packed_bytes(span), dtype=torch.uint8)
@@ -257,7 +258,7 @@ def test_a_variance_counts_as_a_fraction_of_its_blocks_mean_at_least() -> None:
     variance = torch.cat([torch.tensor([0.0, 1e-9, 1.0, 3.0]), torch.zeros(1020), torch.tensor([5.0, 0.0])])
     least = 0.1 * 4 / 1024
     expected = torch.cat([torch.tensor([least, least, 1.0, 3.0]), torch.full((1020,), least), torch.tensor([5.0, 0.25])])
-    torch.testing.assert_close(bounded(variance, 0.1), expected)
+    torch.testing.assert_close(floored_variance(variance, 0.1), expected)
 
 
 def test_a_rank_alone_steps_as_the_class_does_and_natively_as_by_torch() -> None:
@@ -275,7 +276,7 @@ def test_a_rank_alone_steps_as_the_class_does_and_natively_as_by_torch() -> None
                             addend=addend)
             else:
                 optimizer = found_optimizer(weight, moments, time)
-                optimizer.take(weight, gradient, optimizer.param_groups[0], addend=addend, addends=2)
+                optimizer.step_tensor(weight, gradient, optimizer.param_groups[0], addend=addend, addends=2)
         found.append(weight)
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 

@@ -23,27 +23,28 @@ ALONE, TWO, THREE = [1], [0, 2], [0, 0, 3]
 def test_local_steps_double_up_to_the_clipper_as_the_learning_rate_falls(rate: float, due: list[int]) -> None:
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], lr=1.0, **STILL)
     (group,), found = optimizer.param_groups, list[int]()
-    optimizer.exchanging = True
+    optimizer.communicates = True
     for _ in range(18):
-        found.append(optimizer.due(group))
+        found.append(optimizer.steps_in_gradient(group))
         optimizer.count_step()
         group["lr"] = rate
     assert found == due
-    optimizer.exchanging = False
-    assert optimizer.due(group) == 1, "one rank alone synchronises in every step"
+    optimizer.communicates = False
+    assert optimizer.steps_in_gradient(group) == 1, "one rank alone synchronises in every step"
     group["waiting_steps"] = 2
-    assert optimizer.due(group) == 3, "but takes what others left"
+    assert optimizer.steps_in_gradient(group) == 3, "but takes what others left"
 
 
 def still(rates: list[tuple[float, float]]) -> list[tuple[int, int]]:
     """Return what is due at each step and how many steps are taken at once at most, of two groups at so many times RATE."""
     optimizer = ZeroOneAdam([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=1.0, **STILL)
-    optimizer.exchanging = True
+    optimizer.communicates = True
     found: list[tuple[int, int]] = []
     for rate in rates:
         for group, factor in zip(optimizer.param_groups, rate, strict=True):
             group["lr"] = factor
-        found.append((optimizer.due(optimizer.param_groups[1]), min(map(optimizer.reach, optimizer.param_groups))))
+        found.append((optimizer.steps_in_gradient(optimizer.param_groups[1]),
+                      min(map(optimizer.max_joint_steps, optimizer.param_groups))))
         optimizer.count_step()
     return found
 

@@ -81,7 +81,7 @@ def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
 def on_disk(engine: shoal.Engine) -> None:
     """Wait until all that was stepped is on the disk: else who needs it finds what the step has left."""
     assert engine.sharded is not None and engine.optimizer is not None
-    engine.optimizer._stepping._join()
+    engine.optimizer._scheduler._join()
     swap = engine.sharded.storage.swaps[0]
     with swap.lock:
         assert swap.write_ended.wait_for(lambda: not swap.writing_bytes, timeout=20), "a write hangs"

@@ -32,7 +32,7 @@ from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageEr
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
-from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, moments_of
+from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, count_moments
 from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -200,7 +200,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     dtypes = _precision(settings, model, traits, engine.communicator)
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_sparse_embedding_error(model)
-    trained = groups.of if optimizer is not None or named else {}
+    trained = groups.group_of if optimizer is not None or named else {}
     storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
     sharded = engine.shard(trained, _sharding_plan(settings, traits), dtypes, storage)
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
@@ -304,7 +304,7 @@ class OptimizerTraits:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerTraits:
-        return cls(name=type(optimizer).__name__, moments=moments_of(type(optimizer), optimizer.defaults),
+        return cls(name=type(optimizer).__name__, moments=count_moments(type(optimizer), optimizer.defaults),
                    compressing=isinstance(optimizer, CompressedOptimizer), layerwise=type(optimizer) in LAYERWISE)
 
 
@@ -375,8 +375,8 @@ def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, na
     native = named and prefers_native(settings.optimizer.type, settings.optimizer.params)
     return StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
                      or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-                     unused=zero.ignore_unused_parameters, at_once=zero.sub_group_size, native=native, ahead=ahead,
-                     behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
+                     allow_unused=zero.ignore_unused_parameters, piece_elements=zero.sub_group_size, native=native,
+                     fetches_ahead=ahead, commits_behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
                      in_backward=bool(offload.step_in_backward))
 
 

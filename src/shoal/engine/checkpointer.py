@@ -270,7 +270,7 @@ class Checkpointer:
         if training.dataloader is not None and shared["data"] is not None:
             training.dataloader.load_state_dict(shared["data"])
         if training.optimizer is not None:
-            training.optimizer.route()
+            training.optimizer.set_compression()
         if private is not None:
             rng.restore(cast("dict[str, object]", private["random"]))
         else:

@@ -65,7 +65,7 @@ def check_warm_up(optimizer: CompressedOptimizer, total: object) -> None:
     """Raise unless the warm-up ends before a training of `total` steps does, where that is a number."""
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        if isinstance(total, int | float) and optimizer.warm_up(group) >= total:
+        if isinstance(total, int | float) and optimizer.warmup_steps(group) >= total:
             key = next(key for key in _WARM_UP if key in group)
             raise ConfigError(f"{name}: {key}: got {group[key]}, and the schedule has {total:g} steps: training would "
                               f"end before anything is compressed; give {max(1, int(total) // 5)}, a fifth of it")

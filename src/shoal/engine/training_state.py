@@ -84,7 +84,7 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
         return tuple((kind, snapshot.tensor(f"{kind}/{slot}").item() if kind.startswith((SCALAR, NUMBER)) else None)
                      for kind in kinds if f"{kind}/{slot}" in names)
 
-    optimizer.views.regroup(saved, optimizer.optimizer)
+    optimizer.views.split(saved, optimizer.optimizer)
     for view in optimizer.views.views:
         state: dict[str, Tensor | float] = {}
         for kind, scalar in saved(view, view.parts[0]):

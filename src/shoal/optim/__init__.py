@@ -1,4 +1,4 @@
-"""Optimizers: by name, by class, and which of them can step on slices of parameters."""
+"""Optimizers, their registry, and their steps over sharded and offloaded state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Steps that begin within backward: a unit is stepped while backward computes the gradients of other units.
+"""Steps in backward: a unit is stepped as soon as its gradient is reduced, while backward computes other gradients.
 
-Nothing undoes such a step. It is taken only where no decision depends on all gradients together: no clipping, no overflow
-check, no refusal of unused parameters (`offload_optimizer.step_in_backward`; the configuration refuses the others).
+Such a step cannot be undone. `offload_optimizer.step_in_backward` therefore excludes every decision that depends on all
+gradients: clipping, overflow checks and the refusal of unused parameters. (docs/decisions/0013-steps-within-backward.md)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from shoal.interrupts import uninterrupted
-from shoal.optim.step_pass import Options, StepPass, Stepping, is_native, natively, options_of
+from shoal.optim.step_pass import Options, StepFunction, StepPass, can_step_natively, native_step_fn, snapshot_options
 from shoal.optim.step_scheduler import StepScheduler, began_in_backward
 from shoal.optim.views import MasterView, Views
 from shoal.zero.gradient import Gradient, OnReduced
@@ -23,21 +23,21 @@ __all__ = ["BackwardStepper"]
 
 
 class BackwardStepper:
-    """Steps by `step` the units whose gradients the backward pass of a `context` has reduced."""
+    """Steps a unit by `step_fn` when the backward pass within `context` has reduced its gradient."""
 
-    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, scheduler: StepScheduler, step: Stepping, *,
-                 native: bool):
+    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, scheduler: StepScheduler,
+                 step_fn: StepFunction, *, native: bool):
         self._model = model
         self._views = views
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._step = step
-        self._natively = natively(optimizer) if native else None
+        self._step_fn = step_fn
+        self._native_step_fn = native_step_fn(optimizer) if native else None
         self._factor = 1.0
         self._options: Options | None = None
         self._units: dict[Gradient, tuple[TrainableUnit, list[MasterView]]] = {}
-        self._offering = False
-        self._taken: list[Gradient] = []  # in the order of the last backward that stepped
+        self._active = False
+        self._stepped: list[Gradient] = []  # in the order of the last backward pass that stepped units
 
     @property
     def begun(self) -> bool:
@@ -46,15 +46,15 @@ class BackwardStepper:
 
     @property
     def options(self) -> Options | None:
-        """The options of the step that backward has begun, as they were when that backward began."""
+        """The optimizer options when the backward pass began; None if no step is under way."""
         return self._options
 
     @contextmanager
     def context(self, factor: float) -> Generator[None]:
-        """Let the backward pass of the context step units by their gradient times `factor`.
+        """Step units by their gradient times `factor` during the backward pass within the context.
 
-        The pass ends an accumulation, reduces, and is the only one before `step`. After an exception within it a step that
-        had begun is one that was taken in part: the weights are of no use.
+        The pass ends an accumulation, reduces gradients, and is the only one before `step`. If it raises after the first
+        unit has stepped, the step is incomplete and the weights are invalid.
         """
         with uninterrupted():
             self._begin(factor)
@@ -65,45 +65,46 @@ class BackwardStepper:
                     self._scheduler.fail(error)
                 raise
             finally:
-                self._offering = False
-                self._scheduler.expect(())
+                self._active = False
+                self._scheduler.prefetch(())
 
     def _begin(self, factor: float) -> None:
-        self._options, self._factor = options_of(self._optimizer), factor
+        self._options, self._factor = snapshot_options(self._optimizer), factor
         self._units = {unit.gradient: (unit, []) for unit in self._model.trainable}
         for view in self._views.views:
             self._units[view.unit.gradient][1].append(view)
-        self._scheduler.expect(view for gradient in self._taken if gradient in self._units
+        self._scheduler.prefetch(view for gradient in self._stepped if gradient in self._units
                                for view in self._units[gradient][1])
-        self._taken = []
-        self._offering = True
+        self._stepped = []
+        self._active = True
 
     @property
     def on_reduced(self) -> OnReduced | None:
-        """The consumer of the sums of a backward pass within `context`; None outside."""
-        return self._take if self._offering else None
+        """The consumer of reduced gradients within `context`; None outside."""
+        return self._step_unit if self._active else None
 
     def finish(self) -> None:
-        """Forget the options of the step that `step()` has ended."""
+        """Clear the options: `step()` has completed the step."""
         self._options = None
 
-    def _take(self, gradient: Gradient) -> bool:
-        """Step the unit of `gradient`, the sum over the ranks, if nothing in this backward can need its weights any more.
+    def _step_unit(self, gradient: Gradient) -> bool:
+        """Step the unit of the reduced `gradient` unless this backward pass may still read its weights; return whether.
 
-        Its own nodes have run, as all of them lead to the gradients that are there. That the sum is there says as much of
-        the other ranks. `step` takes the units of which autograd cannot know that: those that recompute reads in passes of
-        its own, that others keep gathered, or whose gradient another rank may complete with zeros.
+        All slots have a gradient, so every autograd node that reads the weights has run on this rank. The gradient is
+        reduced, so the same holds on the other ranks. `step()` takes the remaining units: those that re-entrant recompute
+        reads in passes of its own, that stay gathered, or whose slots lack a gradient on this rank.
         """
         unit, views = self._units[gradient]
         whole = gradient.accumulator.slots_with_grad == (1 << len(unit.members)) - 1
-        replicated = unit.replica_group.replicas is not None  # the sum over the other replicas is missing
+        replicated = unit.replica_group.replicas is not None  # not yet reduced over the replicas
         in_use = (unit.reshards and not unit.is_released) or unit.is_exposed
         if not whole or gradient.late_recompute or replicated or in_use:
             unit.residency.unpin()
             return False
         assert self._options is not None
-        beside = self._natively is not None and is_native(self._optimizer, views, self._options)
-        step = self._natively if beside and self._natively is not None else self._step
-        self._taken.append(gradient)
-        self._scheduler.take(unit, views, StepPass(step=step, factor=self._factor, options=self._options), beside=beside)
+        native = self._native_step_fn is not None and can_step_natively(self._optimizer, views, self._options)
+        step = self._native_step_fn if native and self._native_step_fn is not None else self._step_fn
+        self._stepped.append(gradient)
+        step_pass = StepPass(step=step, factor=self._factor, options=self._options)
+        self._scheduler.step_in_backward(unit, views, step_pass, deferred=native)
         return True

@@ -1,12 +1,14 @@
-"""Optimizers that let gradients and weights travel as signs, and say when.
+"""Optimizers with 1-bit communication: the optimizer decides at each step how gradients and weights are sent.
 
-A *measured* step's gradient travels as it is, all of it and nothing else, for a variance to take. What signs have left
-before is sent with the next exact gradient, and would count as part of it: so the step before a measured one is exact too.
+At a *variance step* gradients are sent uncompressed, because the variance takes their squares. An uncompressed step also
+flushes the compression error of earlier steps. The flushed error would bias the variance, so the step before a variance step
+is uncompressed too.
 
-A *still* step sends nothing. Its gradient is what is left of it, all of it, and the next step that sends makes up for both.
+A step that *skips communication* sends nothing. Its whole gradient remains as compression error, and the next step that
+communicates sends both.
 
-Every rank counts the steps that were applied, so that all ranks change the way of travel at the same step. The count is an
-option of every group, and so a part of every checkpoint.
+Every rank counts the applied steps, so all ranks change the wire format at the same step. The count is an option of every
+parameter group and therefore part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -19,88 +21,89 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["EXACT", "CompressedOptimizer", "WireFormat", "next_time", "time_of"]
+__all__ = ["EXACT", "CompressedOptimizer", "WireFormat", "next_step_number", "step_number"]
 
 _COUNT = "applied_steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """Whether the gradient of a step and the weights after it travel as signs."""
+    """Whether the gradient of a step and the weights after it are sent as signs."""
 
     gradient: bool
     weights: bool
-    still: bool = False
-    """Nothing travels, and nothing is stepped: the gradient waits for a later step, as what signs did not say does."""
+    skip_sync: bool = False
+    """Nothing is sent and nothing is stepped: the gradient accumulates in the compression error for a later step."""
 
 
 EXACT = WireFormat(gradient=False, weights=False)
 
 
 class CompressedOptimizer(Optimizer):
-    """An optimizer whose slices may be stepped by gradients that came as signs."""
+    """An optimizer that can step slices of parameters by 1-bit compressed gradients."""
 
-    exchanging = False
-    """Whether the optimizer steps for several ranks, so that gradients travel at all."""
+    communicates = False
+    """Whether gradients are sent between ranks."""
 
-    def set_exchanging(self, exchanging: bool) -> None:
-        """Say whether the optimizer steps for several ranks."""
-        self.exchanging = exchanging
+    def set_communicates(self, communicates: bool) -> None:
+        """Set whether gradients are sent between ranks: several ranks shard the state."""
+        self.communicates = communicates
+
 
     @property
-    def applied(self) -> int:
-        """The steps that were applied."""
+    def applied_steps(self) -> int:
+        """The number of applied steps."""
         return self.param_groups[0].get(_COUNT, 0)
 
     def count_step(self) -> None:
         """Count a step that was applied."""
-        applied = self.applied + 1
+        applied = self.applied_steps + 1
         for group in self.param_groups:
             group[_COUNT] = applied
 
     @abstractmethod
-    def warm_up(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps are all measured before the first that is not."""
+    def warmup_steps(self, group: Mapping[str, Any]) -> int:
+        """Return the length of the warm-up, whose steps are all variance steps."""
 
-    def measures(self, group: Mapping[str, Any], time: int) -> bool:
-        """Whether the variance takes the gradient of step number `time`, counted from 1."""
-        return time <= self.warm_up(group)
+    def updates_variance(self, group: Mapping[str, Any], time: int) -> bool:
+        """Whether step number `time`, counted from 1, is a variance step."""
+        return time <= self.warmup_steps(group)
 
-    def joined(self, group: Mapping[str, Any]) -> int:
-        """Return of how many steps the gradient is that travels at the next step; 0 where none does, a still step."""
+    def steps_to_send(self, group: Mapping[str, Any]) -> int:
+        """Return how many steps' gradients the next step sends; 0 if it skips communication."""
         return 1
 
-    def waiting(self, group: Mapping[str, Any]) -> int:
-        """Return how many gradients wait to travel."""
+    def unsent_steps(self, group: Mapping[str, Any]) -> int:
+        """Return how many steps' gradients have not been sent yet."""
         return 0
 
-    def drop(self) -> None:
-        """Take note that the gradients that waited are dropped, those of a step that is skipped."""
+    def drop_unsent(self) -> None:
+        """Note that an overflow has discarded the unsent gradients."""
 
-    def due(self, group: Mapping[str, Any]) -> int:
-        """Return of how many steps the gradient is that the next step takes; 0 where that is still."""
-        return self.joined(group) if self.exchanging else self.waiting(group) + 1
+    def steps_in_gradient(self, group: Mapping[str, Any]) -> int:
+        """Return how many steps' gradients the next step consumes; 0 if it skips communication."""
+        return self.steps_to_send(group) if self.communicates else self.unsent_steps(group) + 1
 
-    def reach(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps may be taken at once, at most."""
+    def max_joint_steps(self, group: Mapping[str, Any]) -> int:
+        """Return the largest number of steps that one joint step may stand for."""
         return sys.maxsize
 
-    def wire(self) -> WireFormat:
-        """Return how the next step travels: by signs once every group is past its warm-up, but near measured steps."""
-        time = self.applied + 1
-        if not all(map(self.due, self.param_groups)):
-            return WireFormat(gradient=True, weights=True, still=True)
-        if any(time <= self.warm_up(group) for group in self.param_groups):
+    def wire_format(self) -> WireFormat:
+        """Return the next step's wire format: 1-bit once every group is past its warm-up, except near variance steps."""
+        time = self.applied_steps + 1
+        if not all(map(self.steps_in_gradient, self.param_groups)):
+            return WireFormat(gradient=True, weights=True, skip_sync=True)
+        if any(time <= self.warmup_steps(group) for group in self.param_groups):
             return EXACT
-        exact = any(self.measures(group, step) for group in self.param_groups for step in (time, time + 1))
+        exact = any(self.updates_variance(group, step) for group in self.param_groups for step in (time, time + 1))
         return WireFormat(gradient=not exact, weights=True)
 
 
-def time_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Return the number of the step that `state` counts by now: the engine's, where a parameter was stepped less often."""
-    return max(int(state["step"].item()), next_time(group))
+def step_number(group: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+    """Return the number of the present step: the engine's count, or that of a tensor's `state` if it is larger."""
+    return max(int(state["step"].item()), next_step_number(group))
 
 
-def next_time(group: Mapping[str, Any]) -> int:
-    """Return the number of an engine's next step."""
+def next_step_number(group: Mapping[str, Any]) -> int:
+    """Return the number of the engine's next step, counted from 1."""
     return group.get(_COUNT, 0) + 1

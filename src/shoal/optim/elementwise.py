@@ -1,7 +1,7 @@
-"""A rank steps flat slices of parameters; that is the same training only if each element steps by itself.
+"""Checks that an optimizer is elementwise: a rank steps flat slices of parameters, which must give the same training.
 
-Torch's own classes are known by exact class. Any other class is asked: three steps on one random matrix, and on the
-same numbers cut into two flat pieces, must give bitwise equal weights. LAMB is neither, and has a way of its own.
+Torch's own classes are known by exact class. Any other class is probed: three steps on a random matrix, and on the same
+numbers cut into two flat pieces, must give bitwise equal weights. LAMB is not elementwise and has a two-pass step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 
-__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "check_elementwise", "moments_of"]
+__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "check_elementwise", "count_moments"]
 
 ADAM_MOMENTS = 2
 
@@ -30,7 +30,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     ZeroOneAdam,
 })  # fmt: skip
 LAYERWISE: frozenset[type[Optimizer]] = frozenset({Lamb, OneBitLamb})
-"""Classes whose update is elementwise but for one factor of the whole parameter (layerwise.py)."""
+"""Classes whose update is elementwise except for one factor per parameter (layerwise.py)."""
 WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
     torch.optim.Adafactor: "keeps row and column means of whole matrices, and the norm of whole tensors",
     torch.optim.LBFGS: "takes inner products over all parameters at once, and evaluates the model many times a step",
@@ -39,8 +39,7 @@ WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
 }
 _USE_INSTEAD = "use an elementwise one instead: AdamW, Adam, SGD, Adagrad, Lion, RMSprop, RAdam, NAdam or Adamax; or Lamb"
 
-# The matrix of a probe and where its flat pieces are cut: whole vectors on either side, since a kernel may round the
-# elements of a last, partial vector differently without mixing any.
+# Shape of the probe and where it is cut. Both pieces are whole vectors: a kernel may round a partial vector differently.
 _SHAPE, _CUT, _STEPS = (16, 12), 64, 3
 
 
@@ -48,7 +47,7 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
     """Raise `OptimizerError` unless `optimizer_class` steps every element by itself, or is one of `LAYERWISE`.
 
     `defaults` are an instance's (they become the keywords of a probe). `trusted` (`zero_allow_untested_optimizer`)
-    lets a class through that cannot be probed; one that was seen to mix elements is refused all the same.
+    accepts a class that cannot be probed, but not one whose probe mixed elements.
     """
     name = optimizer_class.__name__
     if optimizer_class in ELEMENTWISE or optimizer_class in LAYERWISE:
@@ -74,8 +73,8 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
                              f"steps flat slices of parameters; {_USE_INSTEAD}")
 
 
-def moments_of(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> int:
-    """Return how many tensors of a weight's shape the optimizer keeps for it; Adam's two if that cannot be tried."""
+def count_moments(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> int:
+    """Return how many tensors of a weight's shape the optimizer keeps for it; Adam's two if the class cannot be probed."""
     weight = torch.zeros(_SHAPE, requires_grad=True)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -1,7 +1,7 @@
-"""One decision for all ranks before any unit steps: the global norm, overflow, and who received a gradient.
+"""Gradient statistics of all ranks before any unit steps: the global norm, overflow, and which slots have a gradient.
 
-Every rank sums the squares of the spans that it owns, and the sums are added in rank order: an element counts once, and
-the norm has the same bits at every stage. An overflow anywhere makes the norm infinite or NaN everywhere.
+Every rank sums the squares of the spans that it owns, and the sums are added in rank order. Each element counts once, and
+the norm has the same bits at every stage. An overflow on any rank makes the norm infinite or NaN on all ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _WORD_BITS = 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradStats:
-    """What all ranks know of the gradients before a step."""
+    """Statistics of the reduced gradients, equal on all ranks."""
 
     norm: float | None
-    """Of the gradients as they are (still scaled by the loss scale); None when it was not asked for."""
-    touched: dict[TrainableUnit, int]
-    """For each unit a bit for each slot that received a gradient on some rank."""
+    """Global L2 norm of the gradients, still multiplied by the loss scale; None if it was not requested."""
+    slots_with_grad: dict[TrainableUnit, int]
+    """Per unit a bit mask: bit i is set if slot i received a gradient on any rank."""
 
     @property
     def overflow(self) -> bool:
@@ -36,14 +36,14 @@ class GradStats:
 
 def reduce_grad_stats(units: list[TrainableUnit], parameter_groups: ParameterGroups, *, norm: bool,
                       device: torch.device) -> GradStats:
-    """Agree over all ranks on the norm of the reduced gradients (if asked for), and within the replica group of each unit on
-    which of its parameters received one. Words travel from `device`, where the weights of ranks that have any are.
+    """Reduce the `norm` of the gradients (if requested) over all ranks, and each unit's mask of slots with a gradient over
+    its replica group. The messages are tensors on `device`, the device of the weights.
     """
     total = 0.0
-    touched: dict[TrainableUnit, int] = {}
+    slots_with_grad: dict[TrainableUnit, int] = {}
     for communicator in parameter_groups.communicators:
         held = [unit for unit in units if communicator in (unit.communicator, unit.replica_group.replicas)]
-        masks = [touched.get(unit, unit.gradient.accumulator.slots_with_grad) for unit in held]
+        masks = [slots_with_grad.get(unit, unit.gradient.accumulator.slots_with_grad) for unit in held]
         words = [word for unit, mask in zip(held, masks, strict=True) for word in _to_words(mask, len(unit.members))]
         if communicator is parameter_groups.world:
             words.append(_to_word(_squares(units) if norm else 0.0))
@@ -52,13 +52,13 @@ def reduce_grad_stats(units: list[TrainableUnit], parameter_groups: ParameterGro
         rows: list[list[int]] = communicator.gather_words(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
         if communicator is parameter_groups.world:
             total = sum(_from_word(row.pop()) for row in rows)
-        touched |= _masks(held, rows)
+        slots_with_grad |= _masks(held, rows)
     return GradStats(norm=(sqrt(total) if isfinite(total) else total) if norm else None,
-                   touched={unit: touched[unit] for unit in units})
+                   slots_with_grad={unit: slots_with_grad[unit] for unit in units})
 
 
 def _masks(units: list[TrainableUnit], rows: list[list[int]]) -> dict[TrainableUnit, int]:
-    """Return for each unit the bits that any rank has set in its words."""
+    """Return per unit the bitwise or of all ranks' masks, whose words are the columns of `rows`."""
     merged = [reduce(or_, column) for column in zip(*rows, strict=True)]
     masks: dict[TrainableUnit, int] = {}
     for unit in units:
@@ -69,7 +69,7 @@ def _masks(units: list[TrainableUnit], rows: list[list[int]]) -> dict[TrainableU
 
 
 def _squares(units: list[TrainableUnit]) -> float:
-    """Return the sum of squares of the gradients that this rank owns, in the first copy of them."""
+    """Return the sum of squares of the gradients that this rank owns; a replicated unit counts on its first copy only."""
     norms = [unit.gradient.norm() for unit in units if unit.replica_group.is_first_copy]
     return sum(value * value for value in torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam's update, made as long as a bounded multiple of the weight it changes (You et al. 2020, Algorithm 2).
+"""LAMB: Adam's update scaled to a bounded multiple of the weight's norm (You et al. 2020, Algorithm 2).
 
     m = beta1 m + (1 - beta1) g          m' = m / (1 - beta1^t)
     v = beta2 v + (1 - beta2) g^2        v' = v / (1 - beta2^t)
@@ -6,9 +6,9 @@
     c = |w| / |u| within [min_coeff, max_coeff], and 1 where either is 0
     w = w - lr c u
 
-Adam with decoupled decay is LAMB with c = 1. Every line but one is elementwise: c, the trust ratio, is one number per
-parameter, of norms over the whole of it. So a step can sweep twice over the elements, wherever they rest: `advance` changes
-the moments, `direction` is u, which is computed again in the second sweep rather than kept. (layerwise.py)
+AdamW is LAMB with c = 1. Every line but one is elementwise: the trust ratio c is one number per parameter, computed from
+norms over the whole parameter. A sharded step therefore makes two passes: the first calls `update_moments`; the second
+computes u again by `compute_update` instead of storing it. (layerwise.py)
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 
-__all__ = ["AT_ONCE", "Constants", "Lamb", "constants", "squares"]
+__all__ = ["CHUNK_ELEMENTS", "Constants", "Lamb", "constants", "sum_of_squares"]
 
-AT_ONCE = 1 << 16
-"""Elements that torch works on at a time on the host, so that what it makes of them stays in the cache."""
+CHUNK_ELEMENTS = 1 << 16
+"""Elements that torch processes at a time on the host, so that temporaries stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is the same for all elements of a group in one step."""
+    """The constants of one step, equal for all elements of a tensor. Native code takes them in this order."""
 
-    into_first: float
-    keep_second: float
-    into_second: float
-    first: float
-    """m' / m"""
-    second: float
-    """v' / v"""
-    inside: float
-    """Added to v' under the root."""
-    outside: float
-    """Added to the root."""
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    momentum_correction: float
+    """m' / m."""
+    variance_correction: float
+    """v' / v."""
+    eps_inside_sqrt: float
+    """Added to v' before the square root."""
+    eps_outside_sqrt: float
+    """Added to the square root."""
     decay: float
-    again: float = 0.0
-    """How far the momentum takes the gradient once more."""
-    floor: float = 0.0
-    """What fraction of its block's mean a variance counts as at least."""
+    look_ahead: float = 0.0
+    """Weight of the gradient in m + look_ahead (g - m), which replaces m in the update (onebit.py)."""
+    variance_floor: float = 0.0
+    """Lower bound of v as a fraction of the mean of its block (onebit.py)."""
 
 
 class Lamb(Optimizer):
-    """Step whole parameters by LAMB; an engine steps slices of them alike.
+    """Step whole parameters by LAMB; an engine steps slices with the same result.
 
     `bias_correction` false leaves m and v as they are; `eps_inside_sqrt` adds eps to v' instead of its root. Raises
     `ConfigError` for values out of range, and for the published options `amsgrad` and `max_grad_norm`.
@@ -98,76 +98,80 @@ class Lamb(Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    gradient = self.taken(weight, group)
-                    self.advance(weight, gradient, group)
-                    found = self.coefficient(group, self.state[weight], *self.sums(weight, group).tolist())
-                    weight.add_(self.direction(weight, group, ..., gradient), alpha=-float(group["lr"]) * found)
-                    self.lamb_coeffs.append(found)
+                    gradient = self.effective_gradient(weight, group)
+                    self.update_moments(weight, gradient, group)
+                    ratio = self.trust_ratio(group, self.state[weight], *self.norm_squares(weight, group).tolist())
+                    weight.add_(self.compute_update(weight, group, ..., gradient), alpha=-float(group["lr"]) * ratio)
+                    self.lamb_coeffs.append(ratio)
         return loss
 
-    def taken(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return what a step takes of the gradient of a whole parameter, which has one."""
+    def effective_gradient(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the gradient that a step of a whole parameter uses."""
         assert weight.grad is not None
         return weight.grad
 
-    def advance(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], addend: Tensor | None = None,
-                addends: int = 1) -> None:
-        """Let the moments of `weight`, a parameter or a slice, take its `gradient`; the weight stays as it is.
+    def update_moments(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], addend: Tensor | None = None,
+                       addends: int = 1) -> None:
+        """Update the moments of `weight`, a parameter or a slice, by its `gradient`; the weight is unchanged.
 
-        LAMB itself does not ask for one of the `addends` of the gradient.
+        LAMB itself ignores `addend` and `addends`, which 1-bit LAMB needs.
         """
         state = self.state[weight]
-        self.begin(group, state, lambda moment: torch.zeros_like(weight, memory_format=torch.preserve_format))
+        self.begin_step(group, state, lambda moment: torch.zeros_like(weight, memory_format=torch.preserve_format))
         c = self.constants(group, state)
-        state["exp_avg"].lerp_(gradient, c.into_first)
-        state["exp_avg_sq"].mul_(c.keep_second).addcmul_(gradient, gradient, value=c.into_second)
+        state["exp_avg"].lerp_(gradient, c.one_minus_beta1)
+        state["exp_avg_sq"].mul_(c.beta2).addcmul_(gradient, gradient, value=c.one_minus_beta2)
 
-    def begin(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
-        """Count a step of one tensor's `state`; before the first, `moment` gives zeros of its shape by name."""
+    def begin_step(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
+        """Count a step in one tensor's `state`; before the first, `moment` allocates zeros of its shape by name."""
         if not state:
             state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
     def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
-        """Return the constants of the step that `state` counts by now."""
+        """Return the constants of the present step of `state`."""
         return constants(group, state["step"].item())
 
-    def sums(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
-        """Return what of `weight`, or of a part of it, adds up to what `coefficient` asks for: two numbers in fp64."""
-        return torch.stack([squares(weight[part]), squares(self.direction(weight, group, part))])
+    def norm_squares(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...) -> Tensor:
+        """Return the sums of squares of `weight` (or of a part of it) and of its update, shape (2,), fp64."""
+        return torch.stack([sum_of_squares(weight[part]), sum_of_squares(self.compute_update(weight, group, part))])
 
-    def direction(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...,
-                  gradient: Tensor | None = None) -> Tensor:
-        """Return u of `weight`, or of a part of it, by moments that have taken the gradient."""
+    def compute_update(self, weight: Tensor, group: Mapping[str, Any], part: slice | EllipsisType = ...,
+                       gradient: Tensor | None = None) -> Tensor:
+        """Return u of `weight`, or of a part of it, from the updated moments. Only 1-bit LAMB uses `gradient`."""
         state = self.state[weight]
         c = self.constants(group, state)
-        below = (state["exp_avg_sq"][part] * c.second).add_(c.inside).sqrt_().add_(c.outside)
-        update = (state["exp_avg"][part] * c.first).div_(below)
+        denominator = (state["exp_avg_sq"][part] * c.variance_correction).add_(c.eps_inside_sqrt).sqrt_()
+        denominator.add_(c.eps_outside_sqrt)
+        update = (state["exp_avg"][part] * c.momentum_correction).div_(denominator)
         return update.add_(weight[part], alpha=c.decay) if c.decay else update
 
-    def coefficient(self, group: Mapping[str, Any], state: dict[str, Any], weight: float, update: float) -> float:
-        """Return c of a parameter, by the sums of squares of `weight` and of `update`; NaN where one of them is."""
+    def trust_ratio(self, group: Mapping[str, Any], state: dict[str, Any], weight: float, update: float) -> float:
+        """Return c from the sums of squares of `weight` and `update`; NaN if one of them is NaN."""
         if weight == 0 or update == 0:
             return 1.0
         ratio = sqrt(weight / update)
         return min(max(ratio, group["min_coeff"]), group["max_coeff"])
 
+
 def constants(group: Mapping[str, Any], time: float) -> Constants:
     """Return the constants of a group's step number `time`, counted from 1."""
-    (beta1, beta2), eps, inside = group["betas"], group["eps"], group["eps_inside_sqrt"]
+    (beta1, beta2), eps, inside_sqrt = group["betas"], group["eps"], group["eps_inside_sqrt"]
     corrected = group["bias_correction"]
     return Constants(
-        into_first=1 - beta1, keep_second=beta2, into_second=1 - beta2,
-        first=1 / (1 - beta1**time) if corrected else 1.0, second=1 / (1 - beta2**time) if corrected else 1.0,
-        inside=eps if inside else 0.0, outside=0.0 if inside else eps, decay=group["weight_decay"])
+        one_minus_beta1=1 - beta1, beta2=beta2, one_minus_beta2=1 - beta2,
+        momentum_correction=1 / (1 - beta1**time) if corrected else 1.0,
+        variance_correction=1 / (1 - beta2**time) if corrected else 1.0,
+        eps_inside_sqrt=eps if inside_sqrt else 0.0, eps_outside_sqrt=0.0 if inside_sqrt else eps,
+        decay=group["weight_decay"])
 
 
-def squares(tensor: Tensor) -> Tensor:
-    """Return the sum of squares of `tensor` in fp64, a tensor without dims: over millions fp32 errs in the fourth digit."""
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares of `tensor` as a scalar tensor in fp64: fp32 over millions is wrong in the fourth digit."""
     if tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)
-    for piece in tensor.reshape(-1).split(AT_ONCE):
+    for piece in tensor.reshape(-1).split(CHUNK_ELEMENTS):
         wide = piece.double()
         total += wide.dot(wide)
     return total

@@ -1,6 +1,6 @@
-"""An optimizer has a name in the configuration; the names are open to others.
+"""Optimizers by name, for `optimizer.type` of the configuration; users can register their own.
 
-Registered names are found in any case; every elementwise class of `torch.optim` is there under its exact name.
+Registered names match in any case. Every elementwise class of `torch.optim` is available under its exact name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make_optimizer(type: str, params: Mapping[str, object] | None,
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: the engine clips, not the optimizer; set gradient_clipping "
                           "at the top of the configuration")
-    if type.lower() in _PUBLISHED or type in _TORCH:  # somebody else's may mean anything by these words
+    if type.lower() in _PUBLISHED or type in _TORCH:  # a registered class may use these keywords for something else
         _check_values(params)
     return _optimizers.make(type, params, list(groups))
 
@@ -77,8 +77,8 @@ def adam(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
          fused: bool | None = None) -> Optimizer:
     """Build torch's AdamW, or Adam with decay in the gradient when `adam_w_mode` is false.
 
-    `weight_decay` is 0 unless given; with `torch_adam` it is the default of torch's class. `fused` (one pass over
-    memory) is chosen wherever torch has it. On CPU, torch's fused kernels round the last, partial vector of a tensor
+    `weight_decay` defaults to 0, or with `torch_adam` to the default of torch's class. `fused` (one pass over memory) is
+    used where torch has it. On CPU, torch's fused kernels round the last, partial vector of a tensor
     differently (seen in torch 2.13): a slice steps bitwise as the whole does if it starts and ends at multiples of 16
     elements, else an element in some thousands differs by one rounding.
     """
@@ -97,7 +97,7 @@ def adam(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
 @register_optimizer("AdamW")
 @functools.wraps(adam, assigned=())
 def adamw(groups: Groups, **keywords: Any) -> Optimizer:
-    """Build `adam` with decoupled weight decay, whatever `adam_w_mode` says."""
+    """Build `adam` with decoupled weight decay; `adam_w_mode` has no effect."""
     keywords["adam_w_mode"] = True
     return adam(groups, **keywords)
 
@@ -119,8 +119,8 @@ def one_bit_adam(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, b
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
                  weight_decay: float = 0.0, *, variance_floor: float = 0.01, look_ahead: float = 1.0,
                  amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl") -> Optimizer:
-    """Build 1-bit Adam with the published defaults. `cuda_aware` and `comm_backend_name` chose a transport, of which there
-    is one here for every backend; `amsgrad` is not defined for a variance that stands still.
+    """Build 1-bit Adam with the published defaults. `cuda_aware` and `comm_backend_name` have no effect, since one
+    transport serves every backend; `amsgrad` is not defined for it.
     """
     _transport(amsgrad, cuda_aware, comm_backend_name)
     return OneBitAdam(groups, lr, freeze_step, bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay,
@@ -157,16 +157,17 @@ def one_bit_lamb(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, b
 def _transport(amsgrad: bool, cuda_aware: bool, comm_backend_name: str) -> None:
     _always_false("amsgrad", amsgrad)
     if cuda_aware or comm_backend_name != "nccl":
-        warn_once("optimizer.params.cuda_aware and comm_backend_name have no effect: signs travel by the job's own groups")
+        warn_once("optimizer.params.cuda_aware and comm_backend_name have no effect: signs are sent over the job's own "
+                  "process groups")
 
 
-# As torch builds them: fused only when asked, so that they step bitwise as a plain torch script does.
+# As torch builds them, fused only on request: they step bitwise like a plain torch script.
 register_optimizer("SGD")(torch.optim.SGD)
 register_optimizer("Adagrad")(torch.optim.Adagrad)
 
 
 def _check_values(params: Mapping[str, object]) -> None:
-    """Refuse what arithmetic would stumble over, by the key where it stands."""
+    """Raise `ConfigError`, naming the key, for values that are no numbers."""
     for name in ("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha", "max_coeff", "min_coeff"):
         value = params.get(name, 0.0)
         if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int | float | Tensor)):
@@ -180,8 +181,9 @@ def _check_values(params: Mapping[str, object]) -> None:
 
 
 def prefers_native(type: str | None, params: Mapping[str, object]) -> bool:
-    """Whether the optimizer called `type` steps by native code where it can: the published ones, unless `params` name a
-    kernel of torch (`torch_adam`, `fused`, `foreach`)."""
+    """Whether the optimizer called `type` uses native code where supported: the published names, unless `params` select a
+    kernel of torch (`torch_adam`, `fused`, `foreach`).
+    """
     kernels = ("torch_adam", "fused", "foreach")
     return (type or "").lower() in _PUBLISHED and not any(params.get(name) for name in kernels)
 

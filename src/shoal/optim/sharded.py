@@ -1,7 +1,6 @@
-"""A step: reduce, decide for all ranks, scale, let the optimizer step its slices, publish.
+"""A step: reduce the gradients, compute their statistics over all ranks, scale, step the local slices, publish the weights.
 
-The optimizer is torch's own, or any that works element by element, or LAMB; it sees views of the masters that rest on
-this rank.
+The inner optimizer is an elementwise one (torch's own, or the user's), or LAMB. It steps views of this rank's masters.
 """
 
 from __future__ import annotations
@@ -24,69 +23,69 @@ from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.grad_stats import GradStats, reduce_grad_stats
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
-from shoal.optim.masks import leave_out
+from shoal.optim.masks import apply_masks
 from shoal.optim.onebit import CompressedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.step_pass import (
     Options,
     StepPass,
-    by_native,
-    by_optimizer,
-    by_signs,
-    is_native,
-    natively,
-    options_of,
-    settle,
+    can_step_natively,
+    compressed_step_fn,
+    move_moments_to_store,
+    native_or_optimizer_step_fn,
+    native_step_fn,
+    optimizer_step_fn,
+    snapshot_options,
 )
 from shoal.optim.step_scheduler import StepScheduler
 from shoal.optim.views import OffloadedStateView, Views
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
 from shoal.zero.gradient import OnReduced
-from shoal.zero.optimizer_state import Use
+from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["MasterWriteCheck", "ShardedOptimizer", "StepRules"]
 
 CLIP_EPSILON = 1e-6
-"""Keeps the clip coefficient finite; the value that torch.nn.utils.clip_grad_norm_ uses."""
+"""Keeps the clip coefficient finite; the value of torch.nn.utils.clip_grad_norm_."""
 
 SHOWN = 5
-"""Parameters that an error names before it counts the rest."""
+"""Parameters that an error message names before it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """What decides whether and how far a step goes."""
+    """Whether a step is taken, how it is scaled, and in which pieces."""
 
     clipping: float
-    """Largest global L2 norm; 0 leaves gradients alone."""
+    """Largest global L2 norm of the gradients; 0 disables clipping."""
     check_overflow: bool
-    """Skip a step whose gradients hold an infinity or NaN."""
-    unused: bool = True
-    """Whether a parameter may be without gradient."""
-    at_once: int = sys.maxsize
-    """Elements that one call of the inner optimizer steps, or one view."""
+    """Skip a step whose gradients contain an infinity or NaN."""
+    allow_unused: bool = True
+    """Accept parameters without a gradient on any rank."""
+    piece_elements: int = sys.maxsize
+    """Elements that one call of the inner optimizer steps, unless a single view has more."""
     native: bool = False
-    """Step in one pass over memory where native code can."""
-    ahead: int = 1
-    """Pieces of state that are fetched while one is stepped."""
-    behind: int = 2
-    """Pieces that may still be on their way back meanwhile."""
+    """Step in native code where it supports the optimizer and the view."""
+    fetches_ahead: int = 1
+    """Pieces of offloaded state that are fetched while one is stepped."""
+    commits_behind: int = 2
+    """Pieces whose commits may still run meanwhile."""
     in_backward: bool = False
-    """Step a unit while backward goes on with others, as soon as its gradient is there."""
-    waiting: int = WRITE_AHEAD
-    """Bytes of such units that may be in memory at once."""
+    """Step a unit during backward, as soon as its gradient is reduced."""
+    max_waiting_bytes: int = WRITE_AHEAD
+    """Bytes of gradients and weights that units may hold in memory while they wait for their step in backward."""
 
     @property
-    def measures(self) -> bool:
-        """Whether a step needs the norm of all gradients."""
+    def needs_norm(self) -> bool:
+        """Whether a step needs the global gradient norm."""
         return self.clipping > 0 or self.check_overflow
 
 
 class ShardedOptimizer:
-    """The optimizer of one engine."""
+    """The optimizer of one engine: steps the sharded masters by an inner optimizer."""
 
     def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, loss_scale: LossScale, rules: StepRules):
         self.optimizer = optimizer
@@ -99,30 +98,31 @@ class ShardedOptimizer:
         self.norm: float | None = None
         """The global norm at the last step, before clipping and without the loss scale."""
         self._model = model
-        self._written = MasterWriteCheck(model.trainable)
+        self._write_check = MasterWriteCheck(model.trainable)
         if isinstance(optimizer, CompressedAdam):
-            self._step = by_signs(optimizer, native=rules.native)
+            self._step_fn = compressed_step_fn(optimizer, native=rules.native)
         else:
-            step = by_optimizer(optimizer, views)
-            self._step = by_native(optimizer, step) if rules.native else step
-        self._natively = natively(optimizer)
-        if isinstance(optimizer, OneBitLamb):  # which keeps two numbers of each parameter
-            views.regroup(lambda view, part: part.slot, optimizer)
-        self._layers = (Layerwise(optimizer, model.parameter_groups, native=rules.native) if isinstance(optimizer, Lamb)
-                        else None)
-        self._stepping = StepScheduler(model.trainable, at_once=rules.at_once, ahead=rules.ahead, behind=rules.behind,
-                                  waiting=rules.waiting, lanes=model.storage.lanes)
-        self._backward_stepper = BackwardStepper(model, views, optimizer, self._stepping, self._step,
+            step = optimizer_step_fn(optimizer, views)
+            self._step_fn = native_or_optimizer_step_fn(optimizer, step) if rules.native else step
+        self._native_step_fn = native_step_fn(optimizer)
+        if isinstance(optimizer, OneBitLamb):  # it keeps two scalars per parameter
+            views.split(lambda view, part: part.slot, optimizer)
+        self._layerwise = (Layerwise(optimizer, model.parameter_groups, native=rules.native)
+                           if isinstance(optimizer, Lamb) else None)
+        self._scheduler = StepScheduler(model.trainable, piece_elements=rules.piece_elements,
+                                        fetches_ahead=rules.fetches_ahead, commits_behind=rules.commits_behind,
+                                        max_waiting_bytes=rules.max_waiting_bytes, lanes=model.storage.lanes)
+        self._backward_stepper = BackwardStepper(model, views, optimizer, self._scheduler, self._step_fn,
                                                  native=rules.native) if rules.in_backward else None
         if isinstance(optimizer, CompressedOptimizer):
-            optimizer.set_exchanging(model.parameter_groups.state_shards > 1)
-        self.route()
+            optimizer.set_communicates(model.parameter_groups.state_shards > 1)
+        self.set_compression()
         for view in views.views:
-            view.unit.gradient.measure(rules.measures)
-            if optimizer.state.get(view.parameter):  # made when it was built
-                moments = Use(gradient=False, weights=False)
+            view.unit.gradient.measure(rules.needs_norm)
+            if optimizer.state.get(view.parameter):  # Adagrad allocates it when it is built
+                moments = StateAccess(reads_gradient=False, writes_weights=False)
                 view.unit.state.fetch(view.part, moments).wait()
-                settle(view, optimizer)
+                move_moments_to_store(view, optimizer)
                 view.unit.state.commit(view.part, moments).wait()
 
     @property
@@ -131,8 +131,8 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """The inner optimizer's state; moments that rest on disk are read as they are looked at."""
-        return OffloadedStateView(self.views, self.optimizer, self._show)
+        """The inner optimizer's state, for reading; access reads a copy of moments that are on disk."""
+        return OffloadedStateView(self.views, self.optimizer, self._finish_before_read)
 
     @property
     def loss_scale(self) -> float:
@@ -146,8 +146,8 @@ class ShardedOptimizer:
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass ran since the last step."""
-        return self.begun or any(unit.gradient.pending and not unit.is_owed
+        """Whether there are gradients since the last step."""
+        return self.begun or any(unit.gradient.pending and not unit.awaits_step
                                  for unit in self._model.trainable)
 
     @property
@@ -157,39 +157,39 @@ class ShardedOptimizer:
 
     @property
     def failed(self) -> bool:
-        """Whether a step was taken in part, so that the weights are of no use."""
-        return self._stepping.failed
+        """Whether a step failed halfway, so that the weights are invalid."""
+        return self._scheduler.failed
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Apply the accumulated gradients; return whether the weights changed. Every rank decides alike."""
+        """Apply the accumulated gradients; return False if an overflow skipped the step. All ranks return the same."""
         units = self._model.trainable
-        self._stepping.check()
+        self._scheduler.check()
         parameter_groups = self._model.parameter_groups
         if units and not self.pending:
             raise UsageError(f"rank {self._model.parameter_groups.world.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
-        if not self._joined:
-            return self._stand_still()
-        options = (self._backward_stepper and self._backward_stepper.options) or options_of(self.optimizer)
-        verdict = self._judge(units)
-        self.overflow = self.rules.check_overflow and verdict.overflow
+        if not self._steps_in_gradient:
+            return self._skip_sync()
+        options = (self._backward_stepper and self._backward_stepper.options) or snapshot_options(self.optimizer)
+        stats = self._reduce_grad_stats(units)
+        self.overflow = self.rules.check_overflow and stats.overflow
         loss_scale = self.scaler.value
-        scale = loss_scale * self._joined
-        self.norm = None if verdict.norm is None else verdict.norm / scale
+        scale = loss_scale * self._steps_in_gradient
+        self.norm = None if stats.norm is None else stats.norm / scale
         factor = self._factor(self.norm, scale)
         try:
-            if not self.rules.unused:
-                _refuse_unused(verdict, parameter_groups)
+            if not self.rules.allow_unused:
+                _refuse_unused(stats, parameter_groups)
             self.scaler.update(self.overflow)
             if not self.overflow:
-                self._change(verdict.touched, factor, options)
-                self._count()
+                self._apply(stats.slots_with_grad, factor, options)
+                self._count_step()
             elif isinstance(self.optimizer, CompressedOptimizer):
-                self.optimizer.drop()
+                self.optimizer.drop_unsent()
         except BaseException as error:
-            if self.begun:  # backward has stepped some units, and the others are not stepped
-                self._stepping.fail(error)
+            if self.begun:  # backward has stepped some units, and the others stay unstepped
+                self._scheduler.fail(error)
             raise
         finally:
             if self._backward_stepper is not None:
@@ -197,128 +197,126 @@ class ShardedOptimizer:
             if not self.failed:
                 self.zero_grad()
                 self.rescale(self.scaler.value / loss_scale)
-        self.route()
+        self.set_compression()
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
 
-    def _judge(self, units: list[TrainableUnit]) -> GradStats:
-        """Return what all ranks know of the gradients of `units`."""
-        self._model.settle()  # what no forward has used since the last step travels still, out of the masters
-        self._written.check()
+    def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
+        """Reduce the outstanding gradients of `units`, and return their statistics over all ranks."""
+        self._model.settle()  # units that no forward has used since the last step may still be publishing their masters
+        self._write_check.check()
         self._model.flush()
         if isinstance(self.optimizer, CompressedOptimizer):
-            leave_out(self.optimizer, units, self.views.views, self._model.cuts)
-        return reduce_grad_stats(units, self._model.parameter_groups, norm=self.rules.measures,
+            apply_masks(self.optimizer, units, self.views.views, self._model.cuts)
+        return reduce_grad_stats(units, self._model.parameter_groups, norm=self.rules.needs_norm,
                                  device=self._model.storage.device)
 
-    def _show(self) -> None:
-        """Have the state be that of the last step, for somebody to look at."""
+    def _finish_before_read(self) -> None:
+        """Complete the last step, so that a reader sees its state."""
         self.check_not_begun("optimizer.state")
         self.settle()
 
-    def _stand_still(self) -> bool:
-        """Let the gradients wait for a later step; count this one."""
+    def _skip_sync(self) -> bool:
+        """Carry the gradients over to a later step, and count this one: it skips communication."""
         for unit in self._model.trainable:
             unit.gradient.carry_over()
         self.overflow = False
-        self._count()
-        self.route()
+        self._count_step()
+        self.set_compression()
         return True
 
-    def _count(self) -> None:
-        """Note that a step was applied."""
-        vars(self.optimizer)["_opt_called"] = True  # torch's schedulers ask whether the optimizer has stepped
+    def _count_step(self) -> None:
+        """Count an applied step."""
+        vars(self.optimizer)["_opt_called"] = True  # torch's schedules warn if the optimizer has not stepped
         if isinstance(self.optimizer, CompressedOptimizer):
             self.optimizer.count_step()
 
     @property
-    def _joined(self) -> int:
-        """Of how many steps the gradient is."""
+    def _steps_in_gradient(self) -> int:
+        """How many steps' gradients this step consumes; 0 if it skips communication."""
         if not isinstance(self.optimizer, CompressedOptimizer):
             return 1
-        return max(map(self.optimizer.due, self.optimizer.param_groups))
+        return max(map(self.optimizer.steps_in_gradient, self.optimizer.param_groups))
 
-    def _change(self, touched: dict[TrainableUnit, int], factor: float, options: Options) -> None:
-        """Step what received gradients, times `factor`, and publish it."""
-        views = self.views.touched(touched, self.optimizer)
-        native = self.rules.native and is_native(self.optimizer, views, options)
-        sweep = StepPass(step=(native and self._natively) or self._step, factor=factor, options=options)
-        if (layers := self._layers) is not None:
-            self._stepping.measure(touched, views, layers.measure(factor, options),
-                                   lambda: layers.agree(touched, views, options))
-            sweep = layers.apply(factor, options)
-        for unit, mask in touched.items():
+    def _apply(self, slots_with_grad: dict[TrainableUnit, int], factor: float, options: Options) -> None:
+        """Step the slots that received gradients by these times `factor`, and publish their units."""
+        views = self.views.with_grad(slots_with_grad, self.optimizer)
+        native = self.rules.native and can_step_natively(self.optimizer, views, options)
+        step_pass = StepPass(step=(native and self._native_step_fn) or self._step_fn, factor=factor, options=options)
+        if (layers := self._layerwise) is not None:
+            self._scheduler.measure(slots_with_grad, views, layers.measure(factor, options),
+                                    lambda: layers.reduce_sums(slots_with_grad, views, options))
+            step_pass = layers.apply(factor, options)
+        for unit, mask in slots_with_grad.items():
             unit.versions.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
-        self._stepping.run(touched, views, sweep, wait=native)
+        self._scheduler.run(slots_with_grad, views, step_pass, defer=native)
 
     def within_backward(self) -> AbstractContextManager[None]:
-        """Return the context of a backward pass that steps units whose gradient it has finished (backward_step.py)."""
+        """Return the context of a backward pass that steps units as their gradients are reduced (backward_step.py)."""
         assert self._backward_stepper is not None
         return self._backward_stepper.context(self._factor(None, self.scaler.value))
 
     @property
     def on_reduced(self) -> OnReduced | None:
-        """The consumer of the sums of the present backward pass, where it steps units; None elsewhere."""
+        """The consumer of reduced gradients during a backward pass that steps units; else None."""
         return None if self._backward_stepper is None else self._backward_stepper.on_reduced
 
     def check_not_begun(self, call: str) -> None:
-        """Raise `UsageError` for `call`, which comes before the next step, if backward has begun that; `TierError` if the
-        last step was taken in part.
-        """
-        self._stepping.check()
+        """Raise `UsageError`, naming `call`, if backward has begun the next step; `TierError` if a step failed halfway."""
+        self._scheduler.check()
         if self.begun:
             raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
                              f"engine.step() first, once after each backward that ends an accumulation")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that were accumulated, but for those of a step that is owed."""
+        """Discard the accumulated gradients, except those that a deferred step still needs."""
         self.check_not_begun("zero_grad")
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would bring weights
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would gather weights
             for unit in self._model.trainable:
-                if not (unit.is_owed or unit.gradient.is_reset):
+                if not (unit.awaits_step or unit.gradient.is_reset):
                     unit.gradient.reset()
-                for member in unit.members:  # of a pass that was interrupted
+                for member in unit.members:  # left by an interrupted pass
                     member.parameter.grad = None
 
-    def route(self) -> None:
-        """Let the next step travel as the optimizer says."""
+    def set_compression(self) -> None:
+        """Set the wire format of the next step as the optimizer asks."""
         if isinstance(self.optimizer, CompressedOptimizer):
-            wire = self.optimizer.wire()
-            self._model.set_compression(gradient=wire.gradient, weights=wire.weights, skip_sync=wire.still)
+            wire = self.optimizer.wire_format()
+            self._model.set_compression(gradient=wire.gradient, weights=wire.weights, skip_sync=wire.skip_sync)
 
     def rescale(self, factor: float) -> None:
-        """Let what was not sent of the gradients follow the loss scale, which has changed by `factor`."""
+        """Multiply the compression errors by `factor`, by which the loss scale has changed."""
         for unit in self._model.trainable:
             unit.gradient.accumulator.rescale(factor)
 
     def settle(self) -> None:
-        """Take what the last step owes, and let it rest: units on disk are stepped when their weights are asked for."""
-        self._stepping.settle()
+        """Wait for the deferred steps of the last step, and let their units rest. Steps of units on disk are deferred."""
+        self._scheduler.settle()
         for unit in self._model.trainable:
             unit.residency.unpin_stepped()
 
     def close(self) -> None:
-        """Take what is owed; no thread steps anything afterwards."""
+        """Wait for the deferred steps, and end the scheduler's thread."""
         try:
-            self._stepping.settle()
+            self._scheduler.settle()
         finally:
-            self._stepping.close()
+            self._scheduler.close()
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """LAMB's trust ratios at the last step, by the names of the parameters of this rank that it changed."""
-        if self._layers is None:
+        """LAMB's trust ratios at the last step, by the names of this rank's stepped parameters."""
+        if self._layerwise is None:
             raise UsageError(f"coefficients: the optimizer is {type(self.optimizer).__name__}, which has no trust ratios; "
                              f"Lamb has")
-        return self._layers.coefficients
+        return self._layerwise.coefficients
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the values of `coefficients`."""
         return list(self.coefficients.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise `UsageError`: this rank's slices alone say nothing; the engine saves and loads all of them."""
+        """Raise `UsageError`: the state is sharded, and the engine saves and loads it."""
         raise UsageError("optimizer.state_dict: the optimizer's state is sharded over the ranks; call "
                          "engine.save_checkpoint, which any number of ranks can load")
 
@@ -328,7 +326,7 @@ class ShardedOptimizer:
                          "engine.load_checkpoint")
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise `UsageError`: where each parameter rests is decided once."""
+        """Raise `UsageError`: the parameters are laid out over the ranks once."""
         raise UsageError("optimizer.add_param_group: the parameters were laid out over the ranks by initialize; give it all "
                          "groups, and freeze what is for later by requires_grad_(False) after it")
 
@@ -342,10 +340,10 @@ class ShardedOptimizer:
         return coefficient / loss_scale
 
 
-def _refuse_unused(verdict: GradStats, parameter_groups: ParameterGroups) -> None:
+def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:
     """Raise on every rank unless every parameter received a gradient on some rank."""
-    unused = [member.name for unit, touched in verdict.touched.items()
-              for index, member in enumerate(unit.members) if not touched >> index & 1 and member.parameter.requires_grad]
+    unused = [member.name for unit, mask in stats.slots_with_grad.items()
+              for index, member in enumerate(unit.members) if not mask >> index & 1 and member.parameter.requires_grad]
     unused = [name for stage in parameter_groups.communicator("pipeline").gather_objects(unused) for name in stage]
     if unused:
         more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
@@ -355,26 +353,29 @@ def _refuse_unused(verdict: GradStats, parameter_groups: ParameterGroups) -> Non
 
 
 class MasterWriteCheck:
-    """The units whose weights rest beside their masters, and the writes into them that autograd has counted."""
+    """Warns of writes into weights that are copies of their masters: the next step overwrites them.
+
+    It compares autograd's version counters of the weights at each step.
+    """
 
     def __init__(self, units: Iterable[TrainableUnit]):
         self._versions = {unit: unit.versions.count() for unit in units
                           if unit.state.weights is not None and not unit.reshards}
 
     def check(self) -> None:
-        """Warn of a unit that was written into since the last time, unless its masters have learned of it."""
+        """Warn of units that were written into since the last check and differ from their masters."""
         for unit, before in self._versions.items():
             if (now := unit.versions.count()) != before:
                 self._versions[unit] = now
-                if not _agrees(unit):
+                if not _matches_master(unit):
                     warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "
                               f"which are stepped, do not know of it: it is lost. Load weights before initialize, or write "
                               f"within shoal.gathered(model, modifier_rank=0)")
 
 
-def _agrees(unit: TrainableUnit) -> bool:
-    """Whether this rank's weights are its masters', rounded."""
-    if unit.state.granule is not None:  # masters that are not here
+def _matches_master(unit: TrainableUnit) -> bool:
+    """Whether this rank's weights equal its masters, cast."""
+    if unit.state.granule is not None:  # the masters are offloaded
         return False
     span, master = unit.master_span, unit.state.master.tensor
     weights = unit.full[span.start:span.stop]

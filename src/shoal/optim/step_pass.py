@@ -1,7 +1,7 @@
-"""How the masters take their step: in one native pass over memory, or by the optimizer's own `step` on lent gradients.
+"""Step functions over master views: one native pass over memory, or the optimizer's own `step` on attached gradients.
 
-Both leave the same state behind, under torch's names, so that a checkpoint does not know which it was. Moments
-lie in the spans of their unit's state where that rests away, so that they rest with it.
+Both keep the same state under torch's names, so a checkpoint of one resumes with the other. The moments of an offloaded unit
+are stored in the spans of its `OptimizerState`, so they are fetched and committed with the master.
 """
 
 from __future__ import annotations
@@ -26,162 +26,165 @@ from shoal.optim.masks import MASK
 from shoal.optim.onebit import CompressedAdam, OneBitAdam, ZeroOneAdam
 from shoal.optim.views import MasterView, Views
 from shoal.tier.streams import staging_buffers
-from shoal.zero.optimizer_state import WHOLE_STEP, Use
+from shoal.zero.optimizer_state import WHOLE_STEP, StateAccess
 
 __all__ = [
     "Options",
+    "StepFunction",
     "StepPass",
-    "Stepping",
-    "by_native",
-    "by_optimizer",
-    "by_signs",
-    "fits",
-    "is_native",
-    "is_plain",
+    "can_step_natively",
+    "compressed_step_fn",
+    "has_native_options",
     "is_unhooked",
-    "moments_of",
-    "natively",
-    "options_of",
-    "rounding",
-    "settle",
+    "moment_allocator",
+    "move_moments_to_store",
+    "native_or_optimizer_step_fn",
+    "native_step_fn",
+    "optimizer_step_fn",
+    "snapshot_options",
+    "supports_native",
+    "weight_output",
 ]
 
 Options = list[dict[str, Any]]
-"""The options of each group when the step was decided on: a schedule may have changed them since."""
-Stepping = Callable[[Sequence[MasterView], float, Options], None]
-"""Steps views that are in memory by their reduced gradients times a factor, and rounds them to where the weights rest."""
+"""The options of each parameter group when the step was decided; a schedule may change the live ones before it runs."""
+StepFunction = Callable[[Sequence[MasterView], float, Options], None]
+"""Steps fetched views by their reduced gradients times a factor, and casts the masters to the resting weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPass:
-    """One pass over views: what is done to each, and what of its state that needs."""
+    """One pass over views: the function that steps them, and the state that it accesses."""
 
-    step: Stepping
+    step: StepFunction
     factor: float
     options: Options
-    use: Use = WHOLE_STEP
+    access: StateAccess = WHOLE_STEP
 
 
 _State = dict[str, Any]
 _Plan = tuple[Rule, list[Tensor], list[float]]
-"""The rule of a view's step, the moments, and the constants."""
+"""The native rule of a view's step, its moments, and the rule's constants."""
 _Moment = Callable[[str], Tensor]
-"""Gives the moments of a view by name, zeros at first."""
+"""Allocates moments of a view, zeros, by name."""
 _Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 
-def by_optimizer(optimizer: Optimizer, views: Views) -> Stepping:
-    """Return the way by the optimizer itself."""
-    def stepping(some: Sequence[MasterView], factor: float, options: Options) -> None:
-        views.lend(some, factor)
-        with _set(optimizer, options):
+def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
+    """Return the step function that attaches gradients and calls `optimizer.step`."""
+    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+        views.attach_grads(batch, factor)
+        with _use_options(optimizer, options):
             optimizer.step()
-        views.take_back(some)
-        for view in some:
-            settle(view, optimizer)
-            round_off(view)
+        views.detach_grads(batch)
+        for view in batch:
+            move_moments_to_store(view, optimizer)
+            cast_master_to_weights(view)
 
-    return stepping
+    return step_views
 
 
 @contextmanager
-def _set(optimizer: Optimizer, options: Options) -> Generator[None]:
-    """Have the groups hold `options`, those of when the step was decided on, where somebody has changed them since."""
-    since = [{name: group[name] for name, value in then.items() if not _same(group[name], value)}
+def _use_options(optimizer: Optimizer, options: Options) -> Generator[None]:
+    """Replace group options that changed since the step was decided by `options`; restore them at the end."""
+    changed = [{name: group[name] for name, value in then.items() if not _equal(group[name], value)}
              for group, then in zip(optimizer.param_groups, options, strict=False)]
-    for group, now, then in zip(optimizer.param_groups, since, options, strict=False):
+    for group, now, then in zip(optimizer.param_groups, changed, options, strict=False):
         group.update({name: then[name] for name in now})
     try:
         yield
     finally:
-        for group, now in zip(optimizer.param_groups, since, strict=False):
+        for group, now in zip(optimizer.param_groups, changed, strict=False):
             group.update(now)
 
 
-def _same(one: object, other: object) -> bool:
+def _equal(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or torch.equal(one, other)
     return type(one) is type(other) and one == other
 
 
-def natively(optimizer: Optimizer) -> Stepping | None:
-    """Return the native way for views of which `is_native` was true when their step was decided; None if there is none."""
+def native_step_fn(optimizer: Optimizer) -> StepFunction | None:
+    """Return the native step function of the optimizer's class, None if there is none.
+
+    Its views must have passed `can_step_natively` when their step was decided.
+    """
     plan = _PLANS.get(type(optimizer))
     if plan is None or not available():
         return None
 
-    def stepping(some: Sequence[MasterView], factor: float, options: Options) -> None:
-        for view in some:
-            _step(view, plan(options[view.group], optimizer.state[view.parameter], moments_of(view)), factor)
-    return stepping
+    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+        for view in batch:
+            _native_step(view, plan(options[view.group], optimizer.state[view.parameter], moment_allocator(view)), factor)
+    return step_views
 
 
-def by_native(optimizer: Optimizer, otherwise: Stepping) -> Stepping:
-    """Return the native way where it can step a view as `optimizer` would, else the other.
+def native_or_optimizer_step_fn(optimizer: Optimizer, fallback: StepFunction) -> StepFunction:
+    """Return a function that steps each view natively if native code gives the result of `optimizer`, else by `fallback`.
 
-    Whether it can depends on the options of the step, and on the optimizer's hooks, which may change: it is asked each time.
+    It checks at each call, because the options of the step and the optimizer's hooks may change.
     """
-    way = natively(optimizer)
-    if way is None:
-        return otherwise
+    native_fn = native_step_fn(optimizer)
+    if native_fn is None:
+        return fallback
 
-    def stepping(some: Sequence[MasterView], factor: float, options: Options) -> None:
-        native = [view for view in some if fits(view)] if is_plain(optimizer, options) else []
-        way(native, factor, options)
-        if others := [view for view in some if view not in native]:
-            otherwise(others, factor, options)
-    return stepping
+    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+        native = [view for view in batch if supports_native(view)] if has_native_options(optimizer, options) else []
+        native_fn(native, factor, options)
+        if others := [view for view in batch if view not in native]:
+            fallback(others, factor, options)
+    return step_views
 
 
-def by_signs(optimizer: CompressedAdam, *, native: bool) -> Stepping:
-    """Return the way of gradients of which one addend may be exact: in `native` code where it can, else by torch."""
-    def stepping(some: Sequence[MasterView], factor: float, options: Options) -> None:
+def compressed_step_fn(optimizer: CompressedAdam, *, native: bool) -> StepFunction:
+    """Return the step function for 1-bit gradients, whose own-rank addend is uncompressed; `native` where supported."""
+    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
         if not is_unhooked(optimizer):
-            raise OptimizerError(f"optimizer: {type(optimizer).__name__} has a step hook, or another step in place of its "
-                                 f"own, which nobody calls: slices are stepped by what came as signs of them; remove them")
-        for view in some:
+            raise OptimizerError(f"optimizer: {type(optimizer).__name__} has a step hook, or its step() was replaced; "
+                                 f"neither is called when slices are stepped by compressed gradients: remove them")
+        for view in batch:
             group, exact = options[view.group], view.unit.transport.exact_addend(view.part)
-            steps = min(optimizer.due(group), optimizer.reach(group))
+            steps = min(optimizer.steps_in_gradient(group), optimizer.max_joint_steps(group))
             if not view.unit.transport.is_compressible:  # the gradient is its only addend
                 exact = view.unit.gradient.at_rest(view.part), 1
             addend, addends = (None, 1) if exact is None else exact
-            if native and available() and fits(view) and not group["eps_inside_sqrt"]:
-                _step_signed(optimizer, view, group, factor, addend, addends, steps)
+            if native and available() and supports_native(view) and not group["eps_inside_sqrt"]:
+                _native_compressed_step(optimizer, view, group, factor, addend, addends, steps)
                 continue
             gradient = view.gradient(factor)
             if addend is not None:
                 addend = gradient if addends == 1 else addend.to(gradient.dtype) * factor
-            optimizer.take(view.parameter, gradient, group, addend=addend, addends=addends, steps=steps)
-            settle(view, optimizer)
-            round_off(view)
+            optimizer.step_tensor(view.parameter, gradient, group, addend=addend, addends=addends, steps=steps)
+            move_moments_to_store(view, optimizer)
+            cast_master_to_weights(view)
 
-    return stepping
+    return step_views
 
 
-def _step_signed(optimizer: CompressedAdam, view: MasterView, group: dict[str, Any], factor: float, addend: Tensor | None,
-                 addends: int, steps: int) -> None:
+def _native_compressed_step(optimizer: CompressedAdam, view: MasterView, group: dict[str, Any], factor: float,
+                            addend: Tensor | None, addends: int, steps: int) -> None:
     state, lr = optimizer.state[view.parameter], steps * float(group["lr"])
-    terms = optimizer.begin(group, state, moments_of(view), exact=addend is None, steps=steps)
-    constants = [1 - terms.beta1, terms.beta2, terms.into, lr / terms.first, 1 / sqrt(terms.second), group["eps"],
-                 lr * group["weight_decay"]]
-    more = [terms.again, addends, terms.floor, terms.fresh]
-    plain = addends == 1 and not (terms.again or terms.floor or terms.fresh)
-    with rounding(view) as weight:
+    terms = optimizer.begin_step(group, state, moment_allocator(view), exact=addend is None, steps=steps)
+    constants = [1 - terms.beta1, terms.beta2, terms.square_weight, lr / terms.momentum_correction,
+                 1 / sqrt(terms.variance_correction), group["eps"], lr * group["weight_decay"]]
+    more = [terms.look_ahead, addends, terms.variance_floor, terms.initial_square_weight]
+    plain = addends == 1 and not (terms.look_ahead or terms.variance_floor or terms.initial_square_weight)
+    with weight_output(view) as weight:
         step(Rule.ADAMW if plain else Rule.ONE_BIT_ADAM, view.parameter.detach(), [state["exp_avg"], state["exp_avg_sq"]],
              view.unit.gradient.at_rest(view.part), [*constants, *more], factor=factor, weight=weight,
              addend=None if addends == 1 else addend)
 
 
-def is_native(optimizer: Optimizer, views: Sequence[MasterView], options: Options) -> bool:
-    """Whether native code steps all `views` by itself with these `options`, which any thread may do."""
-    known = type(optimizer) in _PLANS or type(optimizer) in SIGNED
-    suits = is_unhooked(optimizer) if type(optimizer) in LAYERWISE else known and is_plain(optimizer, options)
-    return suits and available() and all(fits(view) for view in views)
+def can_step_natively(optimizer: Optimizer, views: Sequence[MasterView], options: Options) -> bool:
+    """Whether native code alone steps all `views` with these `options`. Such a step may run in any thread."""
+    known = type(optimizer) in _PLANS or type(optimizer) in COMPRESSED
+    suits = is_unhooked(optimizer) if type(optimizer) in LAYERWISE else known and has_native_options(optimizer, options)
+    return suits and available() and all(supports_native(view) for view in views)
 
 
-def settle(view: MasterView, optimizer: Optimizer) -> None:
-    """Move moments that the optimizer made by itself into the spans of the unit's state."""
-    if view.unit.state.store.granule is None:  # they are always there, wherever they lie
+def move_moments_to_store(view: MasterView, optimizer: Optimizer) -> None:
+    """Move moments that the optimizer allocated itself into the spans of the unit's offloaded state."""
+    if view.unit.state.store.granule is None:  # not offloaded: they may stay in the optimizer's own tensors
         return
     state = optimizer.state.get(view.parameter, {})
     for kind, value in state.items():
@@ -191,15 +194,15 @@ def settle(view: MasterView, optimizer: Optimizer) -> None:
                 state[kind] = there.copy_(value)
 
 
-def round_off(view: MasterView) -> None:
-    """Bring the master of a view, rounded, to where the weights rest."""
+def cast_master_to_weights(view: MasterView) -> None:
+    """Cast the master of a view to the resting weights in the compute dtype, if these are separate."""
     if view.unit.state.rounded is not None:
         view.unit.state.rounded.tensor[view.start:view.stop].copy_(view.parameter)
 
 
 @contextmanager
-def rounding(view: MasterView) -> Generator[Tensor | None]:
-    """Give where native code is to write the rounded weights of a view, and bring them to where they rest."""
+def weight_output(view: MasterView) -> Generator[Tensor | None]:
+    """Yield the host tensor that native code casts a view's weights to; copy it to the device if they rest there."""
     rounded = None if view.unit.state.rounded is None else view.unit.state.rounded.tensor[view.start:view.stop]
     if rounded is None or rounded.device.type == "cpu":
         yield rounded
@@ -210,46 +213,46 @@ def rounding(view: MasterView) -> Generator[Tensor | None]:
     staging.send(weight, rounded)
 
 
-def options_of(optimizer: Optimizer) -> Options:
-    """Return the options of each group as they are now."""
-    return [{name: value if name == MASK else _as_it_is(value) for name, value in group.items() if name != "params"}
+def snapshot_options(optimizer: Optimizer) -> Options:
+    """Return a copy of the present options of each group."""
+    return [{name: value if name == MASK else _snapshot(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups]
 
 
-def _as_it_is(value: object) -> object:
-    """Return `value`, or a copy of one that may change in place."""
+def _snapshot(value: object) -> object:
+    """Return `value`, or a copy if it is mutable."""
     if isinstance(value, Tensor):
         return value.clone()
     return deepcopy(value) if isinstance(value, list | dict) else value
 
 
-def moments_of(view: MasterView) -> Callable[[str], Tensor]:
-    """Return what gives the moments of a view by name, zeros at first."""
+def moment_allocator(view: MasterView) -> Callable[[str], Tensor]:
+    """Return the allocator of a view's moments, which are slices of its unit's state."""
     return lambda kind: view.unit.state.moment(kind, torch.float32)[view.start:view.stop].zero_()
 
 
-def _step(view: MasterView, plan: _Plan, factor: float) -> None:
+def _native_step(view: MasterView, plan: _Plan, factor: float) -> None:
     rule, moments, constants = plan
     gradient = view.unit.gradient.at_rest(view.part)
-    with rounding(view) as weight:
+    with weight_output(view) as weight:
         step(rule, view.parameter.detach(), moments, gradient, constants, factor=factor, weight=weight)
 
 
-def fits(view: MasterView) -> bool:
-    """Whether native code can step a view, whatever the rule."""
+def supports_native(view: MasterView) -> bool:
+    """Whether native code supports the devices and dtypes of a view."""
     master, gradient = view.parameter, view.unit.gradient
     return (master.dtype == torch.float32 and master.device.type == "cpu" and view.unit.full.dtype in DTYPES
             and gradient.rest.tensor.device.type == "cpu" and gradient.rest.tensor.dtype in DTYPES)
 
 
-def is_plain(optimizer: Optimizer, options: Options) -> bool:
-    """Whether nothing asks for more than the rule: no option, no hook, no step that somebody put in its place."""
-    more = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
-    return is_unhooked(optimizer) and not any(group.get(option) for group in options for option in more)
+def has_native_options(optimizer: Optimizer, options: Options) -> bool:
+    """Whether the native rule gives the optimizer's result: no unsupported option, no hook, no replaced `step`."""
+    unsupported = ("amsgrad", "maximize", "differentiable", "capturable", "eps_inside_sqrt")
+    return is_unhooked(optimizer) and not any(group.get(option) for group in options for option in unsupported)
 
 
 def is_unhooked(optimizer: Optimizer) -> bool:
-    """Whether nothing is called around its step, and nothing instead of it."""
+    """Whether the optimizer has no step hooks and its own `step`, which a schedule may have wrapped."""
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     patched = vars(optimizer).get("step")
     return (not any(vars(optimizer).get(hook) for hook in hooks)
@@ -280,22 +283,22 @@ def _sgd(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
 
 
 def _adagrad(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
-    """Adagrad (Duchi et al. 2011), its state made by torch when the optimizer is built."""
+    """Adagrad (Duchi et al. 2011). Torch allocates its state when the optimizer is built."""
     state["step"] += 1
     lr = float(group["lr"]) / (1 + (state["step"].item() - 1) * group["lr_decay"])
     return Rule.ADAGRAD, [state["sum"]], [lr, group["eps"], group["weight_decay"]]
 
 
 def _lion(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
-    """Lion (lion.py)."""
+    """Lion (Chen et al. 2023, Algorithm 2)."""
     if not state:
         state["exp_avg"] = moment("exp_avg")
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     return Rule.LION, [state["exp_avg"]], [lr, 1 - beta1, 1 - beta2, lr * group["weight_decay"]]
 
 
-SIGNED = (OneBitAdam, ZeroOneAdam)
-"""Classes whose gradients may have one exact addend."""
+COMPRESSED = (OneBitAdam, ZeroOneAdam)
+"""Classes stepped by 1-bit gradients, of which one addend is uncompressed."""
 _PLANS: dict[type[Optimizer], _Planner] = {
     Adam: _adam, AdamW: partial(_adam, decoupled=True), SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
 }

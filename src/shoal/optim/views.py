@@ -1,8 +1,8 @@
-"""What the optimizer sees: one contiguous view of the master per (unit, optimizer group).
+"""The inner optimizer's parameters: one contiguous view of the master per unit and optimizer group.
 
-Few, large tensors suit any elementwise optimizer; its moments have the view's shape, and are sharded like it. Plain
-PyTorch skips a parameter that received no gradient: so that skipping stays exact, a view whose slots differ in whether
-they received one is split where they differ, for good, and each part keeps its own state and step count.
+Few large tensors suit any elementwise optimizer, and its moments are sharded like the views. Plain PyTorch skips a parameter
+without a gradient. To do exactly the same, a view is split permanently between slots with and without a gradient, and each
+part keeps its own state and step count. (docs/decisions/0004-views-split-where-gradients-are-missing.md)
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterView:
-    """Elements [start, stop) of the master that rests on this rank, as the optimizer's parameter.
+    """Elements [start, stop) of this rank's master, as one parameter of the optimizer.
 
-    With the padding behind its last slot: a view is whole vectors, so that no kernel takes the last elements one by one, and
-    rounds them another way where a master is cut in other places.
+    A view includes the padding after its last slot, so it is a whole number of vectors. A kernel would round the elements of
+    a partial vector differently, and so differently for another number of ranks.
     """
 
     unit: TrainableUnit
@@ -41,57 +41,57 @@ class MasterView:
     start: int
     stop: int
     parts: tuple[Part, ...]
-    """The parts of slots in it; offsets count from the beginning of the rank's master."""
+    """Its parts of slots; offsets count from the start of the rank's master."""
     parameter: nn.Parameter
 
     @property
     def part(self) -> range:
         return range(self.start, self.stop)
 
-    def gradient(self, factor: float, *, again: bool = False) -> Tensor:
+    def gradient(self, factor: float, *, preserve: bool = False) -> Tensor:
         """Return the reduced gradient of its elements times `factor`, in the master's dtype.
 
-        Where it rests in that dtype, it is multiplied where it rests, unless somebody reads it `again`.
+        A gradient that is stored in that dtype is multiplied in place, unless `preserve` keeps it for another read.
         """
         gradient = self.unit.gradient.at_rest(self.part)
         wide = gradient.to(self.parameter.dtype)
         if factor == 1:
             return wide
-        return wide * factor if again and wide is gradient else wide.mul_(factor)
+        return wide * factor if preserve and wide is gradient else wide.mul_(factor)
 
 
 class Views:
-    """The masters of all units, cut for the optimizer."""
+    """The master views of all units."""
 
     def __init__(self, units: list[TrainableUnit], groups: int):
         self.groups = groups
-        self.views = [view for unit in units for view in _cut(unit)]
+        self.views = [view for unit in units for view in _views_of(unit)]
 
     def of_group(self, group: int) -> list[nn.Parameter]:
         """Return the parameters of one optimizer group."""
         return [view.parameter for view in self.views if view.group == group]
 
-    def lend(self, views: Sequence[MasterView], factor: float) -> None:
-        """Give `views` their reduced gradients times `factor`, for the optimizer to step."""
+    def attach_grads(self, views: Sequence[MasterView], factor: float) -> None:
+        """Set `grad` of the parameters of `views` to their reduced gradients times `factor`."""
         for view in views:
             view.parameter.grad = view.gradient(factor)
 
-    def take_back(self, views: Sequence[MasterView]) -> None:
-        """Take the gradients of `views` back."""
+    def detach_grads(self, views: Sequence[MasterView]) -> None:
+        """Set `grad` of the parameters of `views` to None."""
         for view in views:
             view.parameter.grad = None
 
-    def touched(self, touched: dict[TrainableUnit, int], optimizer: Optimizer) -> list[MasterView]:
-        """Return the views of the slots that received a gradient, after splitting those where slots differ in that."""
-        self.regroup(lambda view, part: touched[view.unit] >> part.slot & 1, optimizer)
-        return [view for view in self.views if touched[view.unit] >> view.parts[0].slot & 1]
+    def with_grad(self, slots_with_grad: dict[TrainableUnit, int], optimizer: Optimizer) -> list[MasterView]:
+        """Split views between slots with and without a gradient; return those with one."""
+        self.split(lambda view, part: slots_with_grad[view.unit] >> part.slot & 1, optimizer)
+        return [view for view in self.views if slots_with_grad[view.unit] >> view.parts[0].slot & 1]
 
-    def regroup(self, key: Callable[[MasterView, Part], Hashable], optimizer: Optimizer) -> None:
+    def split(self, key: Callable[[MasterView, Part], Hashable], optimizer: Optimizer) -> None:
         """Split every view where `key` changes from one slot to the next."""
         views: list[MasterView] = []
         for view in self.views:
             keys = [key(view, part) for part in view.parts]
-            views += _divide(view, keys, optimizer) if len(set(keys)) > 1 else [view]
+            views += _split_view(view, keys, optimizer) if len(set(keys)) > 1 else [view]
         if len(views) == len(self.views):
             return
         self.views = views
@@ -110,8 +110,8 @@ class Views:
                         f"{tuple(view.parameter.shape)}: only elementwise state can be sharded")
 
 
-def _cut(unit: TrainableUnit) -> Iterator[MasterView]:
-    """Cut a unit at the borders of optimizer groups, and where its state is brought piece by piece, between the pieces."""
+def _views_of(unit: TrainableUnit) -> Iterator[MasterView]:
+    """Cut a unit at the borders of optimizer groups, and offloaded state also at multiples of its granule."""
     parts = list(unit.layout.parts(unit.master_span))
     if (granule := unit.state.granule) is not None:
         parts = [piece for part in parts for piece in _pieces(part, granule)]
@@ -119,12 +119,12 @@ def _cut(unit: TrainableUnit) -> Iterator[MasterView]:
     def border(part: Part) -> tuple[int, int]:
         return unit.layout.slots[part.slot].group, part.offset // granule if granule else 0
 
-    for (group, _), found in groupby(parts, border):
-        yield _view(unit, group, tuple(found))
+    for (group, _), adjacent in groupby(parts, border):
+        yield _view(unit, group, tuple(adjacent))
 
 
 def _pieces(part: Part, granule: int) -> Iterator[Part]:
-    """Cut a part at multiples of `granule` from the beginning of the rank's master."""
+    """Cut a part at multiples of `granule` from the start of the rank's master."""
     start = part.start
     while start < part.stop:
         offset = part.offset + start - part.start
@@ -137,22 +137,22 @@ def _view(unit: TrainableUnit, group: int, parts: tuple[Part, ...]) -> MasterVie
     start, stop = parts[0].offset, parts[-1].offset + parts[-1].stop - parts[-1].start
     stop += -stop % ALIGNMENT
     return MasterView(unit=unit, group=group, start=start, stop=stop, parts=parts,
-                parameter=nn.Parameter(unit.master[start:stop]))
+                      parameter=nn.Parameter(unit.master[start:stop]))
 
 
-def _divide(view: MasterView, keys: list[Hashable], optimizer: Optimizer) -> Iterator[MasterView]:
-    """Split a view where the key of its parts changes; the state is divided with it."""
+def _split_view(view: MasterView, keys: list[Hashable], optimizer: Optimizer) -> Iterator[MasterView]:
+    """Split a view, and its state, where the key of its parts changes."""
     state = optimizer.state.pop(view.parameter, {})
-    for _, found in groupby(zip(view.parts, keys, strict=True), lambda pair: pair[1]):
-        part = _view(view.unit, view.group, tuple(part for part, _ in found))
+    for _, adjacent in groupby(zip(view.parts, keys, strict=True), lambda pair: pair[1]):
+        part = _view(view.unit, view.group, tuple(part for part, _ in adjacent))
         if state:
             cut = slice(part.start - view.start, part.stop - view.start)
             optimizer.state[part.parameter] = {
-                name: _cut_state(value, view.parameter.shape, cut) for name, value in state.items()}
+                name: _slice_state(value, view.parameter.shape, cut) for name, value in state.items()}
         yield part
 
 
-def _cut_state(value: object, shape: torch.Size, cut: slice) -> object:
+def _slice_state(value: object, shape: torch.Size, cut: slice) -> object:
     if not isinstance(value, Tensor):
         return value
     return value[cut] if value.shape == shape else value.clone()
@@ -160,10 +160,14 @@ def _cut_state(value: object, shape: torch.Size, cut: slice) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerGroups:
-    """The options of each group, and the group of each parameter."""
+    """The options of each optimizer group, and the group of each parameter.
+
+    The user passes parameters as an optimizer instance, as groups, or as plain tensors. Groups keep their order and options;
+    their parameters are replaced by views of this rank's masters.
+    """
 
     options: tuple[dict[str, Any], ...]
-    of: dict[nn.Parameter, int]
+    group_of: dict[nn.Parameter, int]
 
     @classmethod
     def collect(cls, model: nn.Module, parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> OptimizerGroups:
@@ -187,7 +191,7 @@ class OptimizerGroups:
                                      f"(first in group {groups[parameter]}); each parameter belongs to one group")
                 groups[parameter] = index
             options.append({key: value for key, value in group.items() if key != "params"})
-        return cls(options=tuple(options), of={p: group for p, group in groups.items() if p.requires_grad})
+        return cls(options=tuple(options), group_of={p: group for p, group in groups.items() if p.requires_grad})
 
     def build(self, factory: OptimizerFactory, views: Views) -> Optimizer:
         """Build the optimizer over the views of the masters."""
@@ -201,11 +205,11 @@ class OptimizerGroups:
                              f"parameters; pass it before its first step, or resume from a checkpoint")
 
     def rebind(self, optimizer: Optimizer, views: Views) -> Optimizer:
-        """Have an optimizer of the user's step the views in place of the model's parameters."""
+        """Replace the parameters of the user's optimizer by the views."""
         self.check_new(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = views.of_group(index)
-        if optimizer.state:  # made before the first step, as Adagrad makes it: made again, for the views
+        if optimizer.state:  # allocated at construction, as by Adagrad: allocate it for the views
             fresh = type(optimizer)(optimizer.param_groups, **{name: value for name, value in optimizer.defaults.items()
                                                                if name in signature(type(optimizer)).parameters})
             optimizer.state.clear()
@@ -214,33 +218,36 @@ class OptimizerGroups:
 
 
 class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):
-    """The state of each of the optimizer's parameters; what is written into a moment that rests on disk is lost."""
+    """The optimizer's state as a read-only mapping: access returns copies of moments that are on disk.
 
-    def __init__(self, views: Views, optimizer: Optimizer, settle: Callable[[], None]):
+    Writes to such a copy have no effect.
+    """
+
+    def __init__(self, views: Views, optimizer: Optimizer, finish_step: Callable[[], None]):
         self._views = views
         self._state = optimizer.state
-        self._settle = settle
+        self._finish_step = finish_step
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        self._settle()
+        self._finish_step()
         if parameter not in self._state:
             raise KeyError(parameter)
         state: dict[str, Any] = self._state[parameter]
         view = next((view for view in self._views.views if view.parameter is parameter), None)
         if view is None or view.unit.state.store.granule is None:
             return state
-        return {kind: _brought(view, kind, value) for kind, value in state.items()}
+        return {kind: _read_copy(view, kind, value) for kind, value in state.items()}
 
     def __iter__(self) -> Iterator[Tensor]:
-        self._settle()
+        self._finish_step()
         return iter(self._state)
 
     def __len__(self) -> int:
-        self._settle()
+        self._finish_step()
         return len(self._state)
 
 
-def _brought(view: MasterView, kind: str, value: Any) -> Any:
+def _read_copy(view: MasterView, kind: str, value: Any) -> Any:
     span = view.unit.state.moments.get(kind)
     if span is None or isinstance(span, ResidentSpan):
         return value

@@ -1,12 +1,12 @@
-"""The state that the step of one unit reads and writes.
+"""The optimizer state of one unit: master and moments, which are stored together, and what else a step accesses.
 
     master     the fp32 copy of the weights, or the resting weights themselves
-    moments    by the name that the optimizer gives them, made as zeros when they are first asked for
+    moments    by the optimizer's names, allocated as zeros on first use
     gradient   reduced; read by the step
-    rounded    the resting weights in the compute dtype; written by the step, where the master is a copy and they do not
-               follow it by signs (compressed.py)
+    rounded    the resting weights in the compute dtype; written by the step if the master is a copy and compressed
+               publications do not update them (compressed.py)
 
-All are spans over the elements whose master rests on this rank, so that a piece of the step is one range of all of them.
+All are spans over the elements whose master rests on this rank, so a piece of the step is one range of all of them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from shoal.zero.gradient import Gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """The access of a pass over the state, which always reads the master and the moments."""
+class StateAccess:
+    """Which tensors a pass over the state reads and writes. Every pass reads the master and the moments."""
 
-    gradient: bool = True
-    """Reads the gradient."""
-    moments: bool = True
-    """Writes the moments."""
-    weights: bool = True
-    """Writes the master and the rounded weights."""
+    reads_gradient: bool = True
+    writes_moments: bool = True
+    writes_weights: bool = True
+    """The master and the rounded weights."""
 
 
-WHOLE_STEP = Use()
+WHOLE_STEP = StateAccess()
 
 
 class OptimizerState:
@@ -50,8 +48,8 @@ class OptimizerState:
         self.weights = rounded
         """The resting weights where they are not the master; None where they are."""
         self._gradient = gradient
-        self._held: list[range] = []
-        self._expected: dict[range, list[Span]] = {}
+        self._fetched: list[range] = []
+        self._prefetched: dict[range, list[Span]] = {}
 
     @property
     def rounded(self) -> Span | None:
@@ -65,45 +63,45 @@ class OptimizerState:
 
     @property
     def granule(self) -> int | None:
-        """Elements that are brought at once; None where everything is always there."""
+        """Elements that are fetched at once; None if nothing is offloaded."""
         spans = [self.master, self._gradient.rest, *([] if self.rounded is None else [self.rounded])]
         if self.store.granule is None and all(isinstance(span, ResidentSpan) for span in spans):
             return None
         return self.store.granule or CHUNK
 
     def moment(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """Return the moments called `kind` of the whole unit, made as zeros if there are none."""
+        """Return the moments called `kind` of the whole unit; allocate zeros if there are none."""
         if kind not in self.moments:
             span = self.store.place(self._size, dtype, f"'{kind}' of unit '{self.unit}'", names=self._names)
-            for part in self._held:
+            for part in self._fetched:
                 span.fetch(part.start, part.stop).wait()
             self.moments[kind] = span
         return self.moments[kind].tensor
 
-    def expect(self, part: range) -> None:
-        """Prefetch the moments of `part`: its step is near."""
-        self._expected[part] = list(self.moments.values())
-        for span in self._expected[part]:
+    def prefetch(self, part: range) -> None:
+        """Start fetching the moments of `part`, whose step comes soon. (Backward still uses its weights and gradient.)"""
+        self._prefetched[part] = list(self.moments.values())
+        for span in self._prefetched[part]:
             span.fetch(part.start, part.stop)
 
-    def expect_no_more(self, part: range) -> None:
-        """End the prefetch of `part`: the step has fetched it, or does not come."""
-        for span in self._expected.pop(part):
+    def end_prefetch(self, part: range) -> None:
+        """End a `prefetch`: the step has fetched the part, or is not expected any more."""
+        for span in self._prefetched.pop(part):
             span.commit(part.start, part.stop, changed=False)
 
-    def fetch(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
-        """Fetch the state for the step of `part`, or for one pass of it."""
-        self._held.append(part)
-        arriving = [span.fetch(part.start, part.stop) for span in (self.master, *self.moments.values())]
-        if self.rounded is not None and use.weights:
-            arriving.append(self.rounded.fetch(part.start, part.stop, fresh=True))
-        return JoinedTransfers([*arriving, *([self._gradient.fetch(part)] if use.gradient else [])])
+    def fetch(self, part: range, access: StateAccess = WHOLE_STEP) -> Transfer:
+        """Start fetching the state that a pass over `part` accesses."""
+        self._fetched.append(part)
+        transfers = [span.fetch(part.start, part.stop) for span in (self.master, *self.moments.values())]
+        if self.rounded is not None and access.writes_weights:
+            transfers.append(self.rounded.fetch(part.start, part.stop, fresh=True))
+        return JoinedTransfers([*transfers, *([self._gradient.fetch(part)] if access.reads_gradient else [])])
 
-    def commit(self, part: range, use: Use = WHOLE_STEP) -> Transfer:
-        """Commit the state of `part`; `use` is the access that it was fetched for."""
-        self._held.remove(part)
-        leaving = [self.master.commit(part.start, part.stop, changed=use.weights)]
-        leaving += [span.commit(part.start, part.stop, changed=use.moments) for span in self.moments.values()]
-        if self.rounded is not None and use.weights:
-            leaving.append(self.rounded.commit(part.start, part.stop))
-        return JoinedTransfers([*leaving, *([self._gradient.commit(part)] if use.gradient else [])])
+    def commit(self, part: range, access: StateAccess = WHOLE_STEP) -> Transfer:
+        """Start committing the state of `part` after a pass; `access` is that of its `fetch`."""
+        self._fetched.remove(part)
+        transfers = [self.master.commit(part.start, part.stop, changed=access.writes_weights)]
+        transfers += [span.commit(part.start, part.stop, changed=access.writes_moments) for span in self.moments.values()]
+        if self.rounded is not None and access.writes_weights:
+            transfers.append(self.rounded.commit(part.start, part.stop))
+        return JoinedTransfers([*transfers, *([self._gradient.commit(part)] if access.reads_gradient else [])])

@@ -155,7 +155,7 @@ class ShardedModel:
             each.backward.interrupt()
 
     def settle(self) -> None:
-        """Wait for everything under way, and take the steps that are owed, but for those of a step that has only begun."""
+        """Wait for everything under way, and for deferred steps, except those of a step that backward has only begun."""
         for unit in self.units:
             if unit.pending is not None and not unit.pending.in_backward:
                 unit.pending.finish()

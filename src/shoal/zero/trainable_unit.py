@@ -91,7 +91,7 @@ class TrainableUnit(Unit):
 
     @torch.no_grad()
     def gather_rows(self, rows: Tensor) -> None:
-        if self._phase is Phase.RELEASED and not self.is_owed:
+        if self._phase is Phase.RELEASED and not self.awaits_step:
             assert self._memory is not None and isinstance(self.transport, RowsTransport)
             self.fetch()
             self._loading.wait()

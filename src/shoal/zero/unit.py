@@ -145,7 +145,7 @@ class Unit:
         return self.stage.weight is SHARD and self.communicator.ranks > 1
 
     @property
-    def is_owed(self) -> bool:
+    def awaits_step(self) -> bool:
         """Whether a pending step has yet to be taken."""
         return self.pending is not None and not self.pending.is_taken
 
@@ -176,7 +176,7 @@ class Unit:
         """Start bringing the resting weights, if the unit is released. A pending step brings them instead."""
         if self.pending is not None:
             self.pending.request()
-        if self._phase is Phase.RELEASED and not self.is_owed:
+        if self._phase is Phase.RELEASED and not self.awaits_step:
             assert self._memory is not None
             with torch.no_grad():
                 self._loading = self._memory.grow()
@@ -226,7 +226,7 @@ class Unit:
         if self._memory is None or self._phase is Phase.RELEASED or self._holds:
             return
         with torch.no_grad():
-            # Other ranks may not have begun to load what loads here, as they still owe its step: they would not gather it
+            # Other ranks may not have begun to load what loads here, as its step is deferred there: they would not gather it
             self._loading.wait() if self._phase is Phase.LOADING else self.gather()
             if self._dirty or (self.stage.weight is not SHARD and any(self.versions.since)):
                 self._memory.save_shard()

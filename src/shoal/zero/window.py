@@ -88,7 +88,7 @@ class Window:
     def _unpin_others(self, name: str) -> None:
         """Give up resident weights that the pass `name` does not begin with."""
         for unit in self._every:
-            if unit.residency and not unit.is_owed and not self.begins_with(name, unit):
+            if unit.residency and not unit.awaits_step and not self.begins_with(name, unit):
                 unit.residency.unpin()
 
     def _run_ahead(self, position: int) -> None:
