@@ -49,7 +49,6 @@ class CompressedOptimizer(Optimizer):
         """Set whether gradients are sent between ranks: several ranks shard the state."""
         self.communicates = communicates
 
-
     @property
     def applied_steps(self) -> int:
         """The number of applied steps."""
