@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[ShoalError], str]]
     "ahead": ({}, {"look_ahead": -1}, ConfigError, "look_ahead=-1"),
     "scaler": ({"kind": "ZeroOneAdam"}, {"var_update_scaler": 0.5}, ConfigError, "var_update_scaler: got 0.5; give a whole"),
     "clipper": ({"kind": "ZeroOneAdam"}, {"local_step_clipper": 100}, ConfigError,
-                "local_step_clipper: got 100; a momentum of beta1 0.9 is forgotten in so many steps: give 65 at most"),
+                "local_step_clipper: got 100; with beta1 0.9 no momentum is left after so many steps: give 65 at most"),
     "lamb": ({"kind": "OneBitLamb"}, {"freeze_step": 0}, ConfigError, "OneBitLamb: freeze_step: got 0"),
     "factor": ({"kind": "OneBitLamb"}, {"factor_min": 2}, ConfigError, "factor_min=2, factor_max=4.0.*either side of 1"),
     "lamb's stage": ({"kind": "OneBitLamb", "zero_optimization": {"stage": 3}}, {}, ConfigError, "got 3 with OneBitLamb"),
