@@ -15,12 +15,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 128.0
 """The static loss scale of fp16."""
 SMALL = 1e-6
-"""What clipping adds to the norm, as torch.nn.utils.clip_grad_norm_ does."""
+"""Clipping adds it to the norm, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """What the training on one topology gave."""
+    """The results of the training on one topology."""
 
     losses: list[float]
     """The mean over all microbatches of each step."""

@@ -31,7 +31,7 @@ TIMEOUT = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """What may lie between the engine and plain PyTorch."""
+    """The tolerances between the engine and plain PyTorch."""
 
     loss: float
     """Relative."""
@@ -42,7 +42,7 @@ class Tolerance:
 
 
 ROUNDING = 2**-20
-"""What each element of a weight may be apart in any case: weights are of order 1, and every step rounds them."""
+"""The least tolerance of each element of a weight: weights are of order 1, and every step rounds them."""
 TOLERANCES = {"fp32": Tolerance(loss=1e-5, norm=1e-4, weight=1e-3), "bf16": Tolerance(loss=1e-2, norm=5e-2, weight=0.15),
               "fp16": Tolerance(loss=5e-3, norm=2e-2, weight=0.05)}
 """By dtype. In fp32 sums are taken in another order; in 16 bits a rounding of a weight, an activation or a gradient may

@@ -102,6 +102,8 @@ class DenseTransport:
 
     ends_pass = False
     """Whether the reduction waits for the end of the backward pass."""
+    compares_published = False
+    """Whether a publication compares the weights with those of the last, so that it must know of writes by scripts."""
     is_compressible = False
     """Whether gradients and weights may be compressed."""
     skips_sync = False
@@ -205,6 +207,7 @@ class RowsTransport(DenseTransport):
     """
 
     ends_pass = True
+    compares_published = True
 
     def __init__(self, wire: UnitWire, *, columns: int):
         super().__init__(wire)

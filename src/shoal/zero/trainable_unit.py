@@ -120,7 +120,8 @@ class TrainableUnit(Unit):
             self._enter(Phase.IN_FLIGHT)
 
     def _publication(self) -> Handle:
-        return self.transport.publish(self.master, self.full, foreign_writes=any(self.versions.since))
+        written = self.transport.compares_published and any(self.versions.since)  # which takes time for each parameter
+        return self.transport.publish(self.master, self.full, foreign_writes=written)
 
     @torch.no_grad()
     def cast_master_to_weights(self) -> None:
