@@ -342,6 +342,21 @@ def test_a_backward_that_fails_or_reads_stepped_weights_ends_the_engine(kind: An
     assert all("a step was taken in part" in text for text in after)
 
 
+def reduced_after_failure(folder: str, stage: int) -> None:
+    engine = engine_of(folder, MEMORY, stage, model=model_of(Failing))
+    with pytest.raises(RuntimeError, match="the middle of backward"):  # two units are being reduced, and none was stepped
+        engine.backward(loss_of(engine))
+    engine.allreduce_gradients()
+    assert not any(stepped(engine))
+    engine.zero_grad()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reducing_after_a_failed_backward_steps_no_unit(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, reduced_after_failure, str(tmp_path), stage)
+
+
 def harmed(folder: str) -> tuple[str, str]:
     engine = engine_of(folder, ALL)
     engine.backward(loss_of(engine))

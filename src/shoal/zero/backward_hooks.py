@@ -81,11 +81,6 @@ class BackwardHooks:
             self._handles.pop().remove()
         self._begin_pass = _detached
 
-    @property
-    def running(self) -> bool:
-        """Whether a pass is under way."""
-        return self._pass is not None
-
     def as_pass(self, run: Callable[[], None]) -> None:
         """Call `run` as one backward pass, even if nothing runs in it: what the others reduce, this rank does too."""
         passes = self._passes
@@ -98,6 +93,7 @@ class BackwardHooks:
         """Note that an exception has ended the present pass, whose end autograd will not announce."""
         self._pass = None
         self._scope.close()
+        self.reducer.interrupt()
 
     def abandon(self) -> bool:
         """Forget a pass that an exception ended; return whether there was one."""

@@ -95,6 +95,10 @@ class Reducer:
         self._drain()
         self._due, self._is_due = [], set()
 
+    def interrupt(self) -> None:
+        """Note that an exception has ended the present pass: its sums are offered to no step any more."""
+        self._on_reduced = None
+
     def flush(self) -> None:
         """Reduce what earlier passes left unreduced: a step needs it."""
         for gradient in self._order:
