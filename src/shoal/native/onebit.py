@@ -24,19 +24,19 @@ def available() -> bool:
 def pack(values: Tensor, packed: Tensor) -> None:
     """Write signs and scales of `values` (n,) to `packed`, and replace `values` by the residual."""
     _library().shoal_onebit_pack(ctypes.c_int64(values.numel()), _pointer(values), DTYPES[values.dtype], _pointer(packed),
-                                torch.get_num_threads())
+                                 torch.get_num_threads())
 
 
 def difference(master: Tensor, weight: Tensor, packed: Tensor) -> None:
     """Write signs and scales of `master - weight` (n,) to `packed`; `master` is fp32."""
     _library().shoal_onebit_difference(ctypes.c_int64(master.numel()), _pointer(master), _pointer(weight),
-                                      DTYPES[weight.dtype], _pointer(packed), torch.get_num_threads())
+                                       DTYPES[weight.dtype], _pointer(packed), torch.get_num_threads())
 
 
 def unpack(packed: Tensor, target: Tensor, *, factor: float, accumulate: bool) -> None:
     """Write `factor` times the decoded vector to `target` (n,), or add it."""
     _library().shoal_onebit_unpack(ctypes.c_int64(target.numel()), _pointer(packed), _pointer(target), DTYPES[target.dtype],
-                                  ctypes.c_float(factor), int(accumulate), torch.get_num_threads())
+                                   ctypes.c_float(factor), int(accumulate), torch.get_num_threads())
 
 
 def _library() -> ctypes.CDLL:

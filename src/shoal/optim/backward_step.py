@@ -74,7 +74,7 @@ class BackwardStepper:
         for view in self._views.views:
             self._units[view.unit.gradient][1].append(view)
         self._scheduler.prefetch(view for gradient in self._stepped if gradient in self._units
-                               for view in self._units[gradient][1])
+                                 for view in self._units[gradient][1])
         self._stepped = []
         self._active = True
 

@@ -155,7 +155,7 @@ class Axis:
         return _recorded(lambda: [ring.get(peer, number, rows[peer], start, flat) for peer in self._peers()], call)
 
     def _gather_spans(self, part: Tensor, whole: Tensor, spans: Sequence[int], size: int, *,
-                 kind: str = "all-reduce") -> _Finish:
+                      kind: str = "all-reduce") -> _Finish:
         """Send `part` to every rank, and receive all spans, of at most `size` bytes each, into `whole`."""
         sent = part.numel() * part.element_size() * (self.ranks - 1)
         call = self._count(kind, sent, "all_gather", whole)

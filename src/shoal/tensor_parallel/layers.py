@@ -77,8 +77,8 @@ class SlicedLinear(nn.Module):
     def draw(self, *, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Draw this rank's slices of what `nn.Linear` draws, both uniform within 1 / sqrt(in_features)."""
         self.weight = nn.Parameter(draw_slice((self.out_features, self.in_features), self._weight_slice, self._extent,
-                                         lambda block: nn.init.kaiming_uniform_(block, a=math.sqrt(5)), device=device,
-                                         dtype=dtype))
+                                              lambda block: nn.init.kaiming_uniform_(block, a=math.sqrt(5)), device=device,
+                                              dtype=dtype))
         if not bias:
             self.register_parameter("bias", None)
             return
@@ -87,8 +87,8 @@ class SlicedLinear(nn.Module):
         if bias_slice is None:
             bias_slice, extent = TensorSlice.even(0, (self.out_features,), 0, 1), self.out_features
         self.bias = nn.Parameter(draw_slice((self.out_features,), bias_slice, extent,
-                                       lambda block: nn.init.uniform_(block, -bound, bound), device=device,
-                                       dtype=dtype))
+                                            lambda block: nn.init.uniform_(block, -bound, bound), device=device,
+                                            dtype=dtype))
 
     def load_slices(self, module: nn.Module, slices: ParameterSlices | None, *, input_first: bool = False) -> Self:
         """Take this rank's slices of the weight of `module`, (outputs, inputs) or `input_first`, and of its bias."""

@@ -79,7 +79,7 @@ class ModelInventory:
 
     def __add__(self, other: ModelInventory) -> ModelInventory:
         return ModelInventory(patterns={*self.patterns, *other.patterns},
-                         numbered=Counter(self.numbered) + Counter(other.numbered))
+                              numbered=Counter(self.numbered) + Counter(other.numbered))
 
 
 def inventory_of(model: nn.Module, plan: Plan) -> ModelInventory:
@@ -88,7 +88,7 @@ def inventory_of(model: nn.Module, plan: Plan) -> ModelInventory:
     numbered = Counter((path, type(child).__name__) for path, module in model.named_modules(remove_duplicate=False)
                        for name, child in module.named_children() if name.isdigit())
     return ModelInventory(patterns={pattern for pattern in plan.kinds if any(matches(pattern, path) for path in paths)},
-                     numbered=numbered)
+                          numbered=numbered)
 
 
 def match_modules(plan: Plan, model: nn.Module, whole: ModelInventory) -> list[Match]:

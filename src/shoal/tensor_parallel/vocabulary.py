@@ -66,7 +66,7 @@ class VocabularyEmbedding(nn.Module):
         local = None if self.padding_idx is None else self.padding_idx - self._rows.start
         self._local_padding = local if local is not None and 0 <= local < len(self._rows) else None
         self.weight = nn.Parameter(draw_slice((num_embeddings, embedding_dim), self._slice, self._extent, nn.init.normal_,
-                                         device=device, dtype=dtype))
+                                              device=device, dtype=dtype))
         if self._local_padding is not None:
             with torch.no_grad():
                 self.weight[self._local_padding] = 0

@@ -110,7 +110,7 @@ class Job:
             first = index * self.block_bytes
             offset = self.extent.offset + first
             view = self.extent.pages.view(self.extent.start + first,
-                                           min(self.extent.start + first + self.block_bytes, self.extent.stop))
+                                          min(self.extent.start + first + self.block_bytes, self.extent.stop))
             try:
                 self._read(index, view, offset, file) if self.lane == "read" else self._write(index, view, offset, file)
             except TierError as error:

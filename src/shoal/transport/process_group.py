@@ -121,7 +121,7 @@ def gather_objects(value: T, what: str) -> list[T]:
             raise RanksDisagree(f"{what}: rank {rank} failed, and the others wait for it: {cause}")
     if len({site for site, _ in gathered}) > 1:
         raise RanksDisagree("ranks do different things: " + ", ".join(f"rank {rank} is at {site}"
-                                                                       for rank, (site, _) in enumerate(gathered)))
+                                                                      for rank, (site, _) in enumerate(gathered)))
     return [theirs for _, theirs in gathered]
 
 

@@ -63,11 +63,6 @@ class GradAccumulator:
         return bool(self._filled)
 
     @property
-    def has_residual(self) -> bool:
-        """Whether the resting buffer holds a compression error."""
-        return False
-
-    @property
     def residual(self) -> Tensor | None:
         """The compression error of the whole unit, an addend of the mean; None where there is none."""
         return None
@@ -197,10 +192,6 @@ class ResidualAccumulator(GradAccumulator):
         self._has_residual = False
         self._residual_slots = 0
         self._collected = False  # a gradient has come since the last step
-
-    @property
-    def has_residual(self) -> bool:
-        return self._has_residual
 
     @property
     def residual(self) -> Tensor | None:

@@ -127,11 +127,6 @@ class DenseTransport:
                     resident=resident)
 
     @property
-    def compresses_gradient(self) -> bool:
-        """Whether the next reduction sends one bit an element."""
-        return False
-
-    @property
     def compresses_weights(self) -> bool:
         """Whether the next publication sends one bit an element, so that the step leaves the resting weights alone."""
         return False
@@ -212,7 +207,7 @@ class RowsTransport(DenseTransport):
     def __init__(self, wire: UnitWire, *, columns: int):
         super().__init__(wire)
         self.rows = RowExchange(self._communicator, wire.layout.size, columns, wire.dtypes.accumulate, wire.dtypes.wire,
-                         wire.pool.device, unit=wire.name, index=wire.index)
+                                wire.pool.device, unit=wire.name, index=wire.index)
 
     def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
         return RowsAccumulator(self._layout, self._dtypes.accumulate, self._pool, factor=self._before, resting=resting,
@@ -263,10 +258,6 @@ class OneBitTransport(DenseTransport):
         One rank sends nothing. Where several pipeline stages use the weights, one addend does not tell the variance.
         """
         return group.communicator.ranks > 1 and not group.spans_stages and dtype in COMPRESSIBLE
-
-    @property
-    def compresses_gradient(self) -> bool:
-        return self._gradient
 
     @property
     def compresses_weights(self) -> bool:

@@ -107,7 +107,7 @@ class SavedTensorTracker:
         if (tensor.dtype, tensor.is_conj(), tensor.is_neg()) != (base.dtype, base.is_conj(), base.is_neg()):
             base = tensor  # its elements are read another way
         return SavedWeight(tensor=base, version=base._version, unit=found[1], module=found[0],
-                      view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+                           view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         if not isinstance(saved, SavedWeight):

@@ -91,7 +91,7 @@ class ShardedModel:
         row = STAGES[1 if plan.compressed else plan.stage]
         persistent_below = plan.persistent_below if row.weight is SHARD else 0
         specs = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
-                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
+                          persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
         for communicator in self.parameter_groups.communicators:
             check_agreement(communicator, [spec for spec in specs if communicator in (
                 spec.replica_group.communicator, spec.replica_group.replicas)])

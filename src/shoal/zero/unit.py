@@ -161,7 +161,9 @@ class Unit:
 
     def poison(self, step: PendingStep) -> None:
         """Release the weights for good: a later access asks `step`, which raises the error."""
-        self.pending, self._phase = step, Phase.RELEASED
+        self.pending = step
+        if self._phase is not Phase.RELEASED:
+            self._enter(Phase.RELEASED)
         for parameter in self._parameters:
             guard(parameter)
 

@@ -71,7 +71,7 @@ def working(units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtyp
         leaving = min(max(write_ahead, each) + each, _own(row, sum(units), ranks) * (accumulate.itemsize + master))
     return WorkingMemory(weights=in_use * compute.itemsize, gradients=leaving,
                          pool=(lent + travelling) * accumulate.itemsize,
-                   step=step, together=in_backward)
+                         step=step, together=in_backward)
 
 
 def _own(row: Stage, elements: int, ranks: int) -> int:
