@@ -32,7 +32,6 @@ from shoal.optim.views import MasterView
 from shoal.tier import JoinedTransfers, Lanes, Transfer
 from shoal.tier.span import DONE
 from shoal.zero.optimizer_state import OptimizerState
-from shoal.zero.placement import SHARD
 from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["DeferredStep", "MomentPrefetcher", "StepScheduler", "began_in_backward"]
@@ -405,7 +404,7 @@ def _can_defer(unit: TrainableUnit) -> bool:
     """Whether the step of `unit` may be deferred: every read of its weights or state goes through the unit, and publishing
     needs no collective.
     """
-    local = unit.stage.weight is SHARD or unit.stage.master is not SHARD or unit.communicator.ranks == 1
+    local = not unit.stage.publishes or unit.communicator.ranks == 1
     return local and unit.is_released and not unit.is_exposed and unit.offloaded and _is_offloaded(unit)
 
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from torch import nn
 
 from shoal.zero.guard import owner_of
-from shoal.zero.placement import REPLICATE, SHARD
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold
 
@@ -43,11 +42,11 @@ def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
     unit.expose()
     unit.hold(Hold.CONTEXT)
     try:
-        with _writes_dropped(unit) if modifier_rank is None and unit.stage.weight is SHARD else nullcontext():
+        with _writes_dropped(unit) if modifier_rank is None and unit.is_sharded else nullcontext():
             yield
         if modifier_rank is not None:
             unit.broadcast_edit(modifier_rank)
-        elif unit.stage.weight is REPLICATE:
+        elif not unit.is_sharded:
             unit.mark_dirty()
     finally:
         unit.drop(Hold.CONTEXT | Hold.REUSE)

@@ -42,6 +42,16 @@ class Stage:
     master: Placement = REPLICATE
     """The fp32 copy of the weights and the optimizer's moments, which always rest together."""
 
+    @property
+    def publishes(self) -> bool:
+        """Whether a step ends with an all-gather of the weights: each rank has stepped a slice of what rests whole."""
+        return self.weight is not SHARD and self.master is SHARD
+
+    @property
+    def persistent(self) -> Stage:
+        """The row of parameters whose weights stay whole although those of others are sharded."""
+        return replace(self, weight=REPLICATE) if self.weight is SHARD else self
+
 
 STAGES = (
     Stage(),
@@ -50,6 +60,9 @@ STAGES = (
     Stage(master=SHARD, gradient=SHARD, weight=SHARD),
 )
 """ZeRO stages 0 to 3: each shards one thing more."""
+COMPRESSED = STAGES[1]
+"""The row of training with compressed communication, whichever of stages 0 to 2 is asked for: the compression error rests in
+the PARTIAL gradient."""
 
 
 def over(row: Stage, ranks: int) -> Stage:

@@ -24,7 +24,7 @@ from shoal.zero.gradient_transport import GradientDtypes
 from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import UnitSpec, partition, tied_names
-from shoal.zero.placement import SHARD, STAGES, Stage, StateBytes, over
+from shoal.zero.placement import COMPRESSED, SHARD, STAGES, Stage, StateBytes, over
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
@@ -88,7 +88,7 @@ class ShardedModel:
 
         `begin_pass` is called at the begin of each backward pass of a root.
         """
-        row = STAGES[1 if plan.compressed else plan.stage]
+        row = COMPRESSED if plan.compressed else STAGES[plan.stage]
         persistent_below = plan.persistent_below if row.weight is SHARD else 0
         specs = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
@@ -96,7 +96,7 @@ class ShardedModel:
             check_agreement(communicator, [spec for spec in specs if communicator in (
                 spec.replica_group.communicator, spec.replica_group.replicas)])
         for spec in specs:
-            stage = STAGES[2] if spec.persistent and row.weight is SHARD else row
+            stage = row.persistent if spec.persistent else row
             unit = self._unit(spec, over(stage, spec.replica_group.communicator.ranks), policy, plan)
             self.units.append(unit)
             self.by_module.setdefault(spec.module, []).append(unit)

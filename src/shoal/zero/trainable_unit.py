@@ -106,7 +106,7 @@ class TrainableUnit(Unit):
     def publish(self) -> None:
         """Bring the stepped masters of all ranks to where the weights rest. The next use waits for what travels."""
         self.refresh_full()
-        if self.stage.weight is SHARD or self.stage.master is not SHARD:
+        if not self.stage.publishes:
             return
         if self._memory is not None:
             self.gather()

@@ -83,7 +83,12 @@ class Unit:
     @property
     def resting(self) -> range:
         """The elements of the buffer whose weights rest on this rank."""
-        return self.span if self.stage.weight is SHARD else range(self.layout.size)
+        return self.span if self.is_sharded else range(self.layout.size)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a slice of the weights at rest."""
+        return self.stage.weight is SHARD
 
     @property
     def reshards(self) -> bool:
@@ -142,7 +147,7 @@ class Unit:
     @property
     def _gathers_over_ranks(self) -> bool:
         """Whether gathering takes the other ranks; otherwise the whole rests here."""
-        return self.stage.weight is SHARD and self.communicator.ranks > 1
+        return self.is_sharded and self.communicator.ranks > 1
 
     @property
     def awaits_step(self) -> bool:
@@ -230,7 +235,7 @@ class Unit:
         with torch.no_grad():
             # Other ranks may not have begun to load what loads here, as its step is deferred there: they would not gather it
             self._loading.wait() if self._phase is Phase.LOADING else self.gather()
-            if self._dirty or (self.stage.weight is not SHARD and any(self.versions.since)):
+            if self._dirty or (not self.is_sharded and any(self.versions.since)):
                 self._memory.save_shard()
                 self._dirty = False
             self._shrink()
@@ -271,7 +276,7 @@ class Unit:
         self.check()
         if self._phase is Phase.IN_FLIGHT:
             self.gather()
-        elif self._scope.is_open or self.stage.weight is not SHARD:
+        elif self._scope.is_open or not self.is_sharded:
             self.hold(Hold.FOREIGN_READ)
             self.gather()
             self.expose()
@@ -318,7 +323,7 @@ class Unit:
         if self._memory is not None and self._phase is not Phase.RELEASED:
             self.gather()
             self._memory.load_shard()
-            if self.stage.weight is SHARD:
+            if self.is_sharded:
                 self.communicator.all_gather(self.full, self._publish_label).wait()
             self._update_restored()
 
