@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.pipeline.receiver import Receiver
-from shoal.pipeline.sender import Sender
+from shoal.pipeline.channel import Receiver, Sender
 from shoal.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; here is none")]

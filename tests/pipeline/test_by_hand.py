@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.layer import LayerSpec, Unpacked
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.receiver import Receiver
-from shoal.pipeline.sender import Sender
 from shoal.pipeline.value_tree import flatten_tree
 from shoal.testing import run_ranks
 

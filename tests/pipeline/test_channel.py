@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CollectiveTimeout, StageFailed, UsageError
+from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.message import AHEAD, HEADER_BYTES, KNOWN_FORMS, SMALL_BYTES
-from shoal.pipeline.receiver import Receiver
-from shoal.pipeline.sender import Sender
 from shoal.pipeline.value_tree import flatten_tree
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
@@ -355,8 +354,7 @@ def test_a_value_that_cannot_be_sent_is_named_and_is_harmless() -> None:
 SCRIPT = """
     import os, sys, torch, torch.distributed as dist
     import shoal
-    from shoal.pipeline.receiver import Receiver
-    from shoal.pipeline.sender import Sender
+    from shoal.pipeline.channel import Receiver, Sender
     shoal.init_distributed("gloo")
     rank, ending = dist.get_rank(), sys.argv[1]
     near, far = (Sender, Receiver) if rank == 0 else (Receiver, Sender)

@@ -25,9 +25,8 @@ import torch.distributed as dist
 
 from shoal.errors import CollectiveFailed
 from shoal.mesh.mesh import Mesh
+from shoal.pipeline.channel import Receiver, Sender
 from shoal.pipeline.instruction import Instruction, Op
-from shoal.pipeline.receiver import Receiver
-from shoal.pipeline.sender import Sender
 from shoal.pipeline.value_tree import detached
 from shoal.transport import process_group
 from shoal.transport.failure_board import abort_waits
