@@ -12,6 +12,7 @@ the dense collective: rows, if those of the busiest rank, weighted by `ROW_COST`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -247,42 +248,11 @@ def _to_others(tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
     return [tensor[:0] if other == rank else tensor for other, tensor in enumerate(tensors)]
 
 
-class _RowReduction:
-    """The handle of a reduction by rows; `wait` sums the received rows in rank order, in fp32 or wider."""
+class _RowsInFlight(ABC):
+    """The handle of row numbers and values that arrive from all ranks: the first `wait` stores them, a later one is free."""
 
-    def __init__(self, exchange: RowExchange, arriving: list[Handle], numbers: list[Tensor], addends: list[Tensor],
-                 own: Tensor, scale: float, accumulate: bool):
-        self._exchange = exchange
+    def __init__(self, arriving: list[Handle], numbers: list[Tensor], values: list[Tensor]):
         self._arriving: list[Handle] | None = arriving
-        self._numbers, self._addends = numbers, addends
-        self._own, self._scale, self._accumulate = own, scale, accumulate
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        if self._arriving is None:
-            return
-        for handle in self._arriving:
-            handle.wait()
-        self._arriving = None
-        rows, position = torch.unique(torch.cat(self._numbers).long(), return_inverse=True)
-        wide = torch.promote_types(self._addends[0].dtype, torch.float32)
-        total = self._own.new_zeros((len(rows), self._own.shape[1]), dtype=wide)
-        for addend, where in zip(self._addends, position.split([len(addend) for addend in self._addends]), strict=True):
-            total.index_add_(0, where, addend.to(wide))
-        if self._accumulate:
-            total = self._own[rows].add_(total, alpha=self._scale)
-        elif self._scale != 1:
-            total.mul_(self._scale)
-        self._own.index_copy_(0, rows, total.to(self._own.dtype))
-        self._exchange.reduced, self._numbers, self._addends = rows, [], []
-
-
-class _ArrivingRows:
-    """The handle of an all-gather of rows; `wait` copies them into the whole table."""
-
-    def __init__(self, arriving: list[Handle], table: Tensor, span: int, numbers: list[Tensor], values: list[Tensor]):
-        self._arriving: list[Handle] | None = arriving
-        self._table, self._span = table, span
         self._numbers, self._values = numbers, values
 
     @torch.no_grad()
@@ -292,9 +262,47 @@ class _ArrivingRows:
         for handle in self._arriving:
             handle.wait()
         self._arriving = None
+        self._store()
+        self._numbers, self._values = [], []
+
+    @abstractmethod
+    def _store(self) -> None:
+        """Put the rows that have arrived, by rank, where they belong."""
+
+
+class _RowReduction(_RowsInFlight):
+    """A reduction by rows, which sums the received rows in rank order, in fp32 or wider."""
+
+    def __init__(self, exchange: RowExchange, arriving: list[Handle], numbers: list[Tensor], addends: list[Tensor],
+                 own: Tensor, scale: float, accumulate: bool):
+        super().__init__(arriving, numbers, addends)
+        self._exchange = exchange
+        self._own, self._scale, self._accumulate = own, scale, accumulate
+
+    def _store(self) -> None:
+        rows, position = torch.unique(torch.cat(self._numbers).long(), return_inverse=True)
+        wide = torch.promote_types(self._values[0].dtype, torch.float32)
+        total = self._own.new_zeros((len(rows), self._own.shape[1]), dtype=wide)
+        for addend, where in zip(self._values, position.split([len(addend) for addend in self._values]), strict=True):
+            total.index_add_(0, where, addend.to(wide))
+        if self._accumulate:
+            total = self._own[rows].add_(total, alpha=self._scale)
+        elif self._scale != 1:
+            total.mul_(self._scale)
+        self._own.index_copy_(0, rows, total.to(self._own.dtype))
+        self._exchange.reduced = rows
+
+
+class _ArrivingRows(_RowsInFlight):
+    """An all-gather of rows, which copies them into the whole table."""
+
+    def __init__(self, arriving: list[Handle], table: Tensor, span: int, numbers: list[Tensor], values: list[Tensor]):
+        super().__init__(arriving, numbers, values)
+        self._table, self._span = table, span
+
+    def _store(self) -> None:
         for rank, (numbers, values) in enumerate(zip(self._numbers, self._values, strict=True)):
             self._table.index_copy_(0, numbers.long() + rank * self._span, values)
-        self._numbers, self._values = [], []
 
 
 def coalesced(gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -83,8 +84,8 @@ class Column(Kind):
             _, outputs, _ = sizes_of(module, input_first=self.input_first)
             for size in self.parts or (outputs,):
                 if size % self.heads:
-                    raise UsageError(f"Column: {size} outputs are not {self.heads} heads of one size, and would be cut in "
-                                     f"the middle of one; give heads a number that divides {size}")
+                    raise UsageError(f"Column: {size} outputs are not {self.heads} heads of one size, and would be sliced "
+                                     f"in the middle of one; give heads a number that divides {size}")
         return ColumnLinear.from_linear(module, context.group, parts=self.parts, gather_output=self.gather_output,
                                         sequence_dim=context.sequence_dim, entered=context.entered,
                                         input_first=self.input_first, slices=context.slices)
@@ -230,13 +231,13 @@ class Sequence(Kind):
 
 def _enter_argument(module: nn.Module, argument: str, axis: Axis, dim: int | None) -> None:
     """Enter `argument` once for several column layers at each call of the module."""
-    hook = _ArgumentHook(_position(module, argument), argument, _EnterHook(axis, dim))
+    hook = _ArgumentHook(_position(module, argument), argument, partial(enter, axis=axis, dim=dim))
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _split_argument(module: nn.Module, argument: str, axis: Axis, dim: int) -> None:
     """Split `argument` along `dim` at each call of the module."""
-    hook = _ArgumentHook(_position(module, argument), argument, _SplitHook(axis, dim))
+    hook = _ArgumentHook(_position(module, argument), argument, partial(split, axis=axis, dim=dim))
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -258,24 +259,6 @@ class _ArgumentHook:
             changed = self.change(args[self.position])
             return (*args[:self.position], changed, *args[self.position + 1:]), kwargs
         return args, {**kwargs, self.name: self.change(kwargs[self.name])}
-
-
-@dataclass(frozen=True, slots=True)
-class _EnterHook:
-    axis: Axis
-    dim: int | None
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return enter(tensor, self.axis, self.dim)
-
-
-@dataclass(frozen=True, slots=True)
-class _SplitHook:
-    axis: Axis
-    dim: int
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return split(tensor, self.axis, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
