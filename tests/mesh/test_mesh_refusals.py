@@ -82,12 +82,12 @@ def two_tensor_ranks() -> list[str]:
 def test_two_tensor_ranks_get_errors_that_name_the_mismatch() -> None:
     for said in run_ranks(2, two_tensor_ranks):
         for text, words in zip(said, (
-            "'weight' is marked as cut over the tensor ranks along partition_dim -1, and its part here is (4, 8); give it "
-            "the dim that is cut, 0 to 1",
+            "'weight' is marked as sliced over the tensor ranks along partition_dim -1, and its part here is (4, 8); give "
+            "it the dim that is sliced, 0 to 1",
             "along partition_dim 5,", "along partition_dim 'x',",
             "mpu: rank 0 says {'pipeline': (0, 1), 'shard': (0, 1), 'tensor': (0, 2)}, rank 1 says {'pipeline': (0, 1), "
             "'shard': (0, 2), 'tensor': (1, 2)}; all ranks must see the same sizes",
-            "no layer of the PipelineModule is cut over them: before initialize call shoal.tensor_parallel.parallelize("
+            "no layer of the PipelineModule is sliced over them: before initialize call shoal.tensor_parallel.parallelize("
             "model, mesh.group('tensor'), plan, stages=mesh.group('pipeline'))",
             "forward: rank 0 of the tensor axis got a batch of (2, 8) float32, and rank 1 another batch of the same shape; "
             "give all tensor ranks the same samples",

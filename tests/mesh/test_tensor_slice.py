@@ -63,7 +63,7 @@ def test_a_fused_projection_is_sliced_within_each_of_its_tensors() -> None:
 
 def test_parts_of_different_tensors_are_refused() -> None:
     cut = TensorSlice.even(0, (4,), 0, 2)
-    with pytest.raises(UsageError, match=r"do not make one tensor: their rows along the cut dim are \[\(0, 2\), \(0, 2\)\]"):
+    with pytest.raises(UsageError, match=r"not make one tensor: their rows along the sliced dim are \[\(0, 2\), \(0, 2\)\]"):
         whole([torch.zeros(2, 3)] * 2, [cut, cut])
     with pytest.raises(UsageError, match="do not make one tensor"):
         whole([torch.zeros(2, 3), torch.zeros(2, 4)], [cut, TensorSlice.even(0, (4,), 1, 2)])
@@ -103,5 +103,5 @@ def test_tied_parameters_have_their_slice_under_every_name() -> None:
 
 
 def test_tied_parameters_with_different_slices_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"second.weight and first.weight are one parameter, and are cut differently"):
+    with pytest.raises(UsageError, match=r"second.weight and first.weight are one parameter, and are sliced differently"):
         cuts_of(Holder(TensorSlice.even(0, (4,), 1, 2), TensorSlice.padded(0, 3, 1, 2)))

@@ -164,7 +164,7 @@ def test_whole_outputs_and_whole_inputs_need_no_other_layer(ranks: int) -> None:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, plain or cut, with the heads within the layer."""
+    """Grouped-query attention, plain or sliced, with the heads within the layer."""
 
     def __init__(self, qkv: nn.Module, out: nn.Module, split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A plan of a few lines cuts one's own model; one that does not fit is refused on every rank, with names and the fix."""
+"""A plan of a few lines slices one's own model; one that does not fit is refused on every rank, with names and the fix."""
 
 from __future__ import annotations
 
@@ -194,10 +194,10 @@ def test_a_module_that_is_matched_twice_is_named_with_both_patterns() -> None:
 def test_unmatched_weights_in_blocks_are_named_with_the_nearest_pattern() -> None:
     said = refusal(without("mlp.gate|up", "attention.out", **{"mlp.gate": Column()})).splitlines()
     assert said[1:] == [
-        "  no pattern matches blocks.*.attention.out (Linear), 3 of them; the nearest is 'attention.qkv': say how to cut "
+        "  no pattern matches blocks.*.attention.out (Linear), 3 of them; the nearest is 'attention.qkv': say how to slice "
         "it, or that it is Whole()",
-        "  no pattern matches blocks.*.mlp.up (Linear), 3 of them; the nearest is 'mlp.down': say how to cut it, or that it "
-        "is Whole()"]
+        "  no pattern matches blocks.*.mlp.up (Linear), 3 of them; the nearest is 'mlp.down': say how to slice it, or that "
+        "it is Whole()"]
 
 
 def whole_mlp() -> None:
@@ -231,12 +231,12 @@ def test_a_kind_that_does_not_fit_its_module_is_refused() -> None:
     assert said.startswith("blocks.0.drop: Dropout is no linear layer")
 
 
-def test_a_tied_weight_of_which_one_layer_is_not_cut_is_refused() -> None:
+def test_a_tied_weight_of_which_one_layer_is_not_sliced_is_refused() -> None:
     assert refusal(without("head")) == (
-        "head.weight is tied to a parameter that is cut, and Linear is not: cut it alike, untie it, or if it only holds it: "
-        "Whole(follows=('weight',))")
+        "head.weight is tied to a parameter that is sliced, and Linear is not: slice it likewise, untie it, or if it only "
+        "holds it: Whole(follows=('weight',))")
     said = refusal(without(head=Row()))
-    assert said.startswith("head: a parameter of shape (30, 16) is tied, and cut in two ways")
+    assert said.startswith("head: a parameter of shape (30, 16) is tied, and sliced in two ways")
 
 
 def shared() -> Model:
@@ -265,7 +265,7 @@ def twice() -> str:
 
 
 def test_a_model_is_cut_once() -> None:
-    assert run_ranks(2, twice) == ["embed: VocabularyEmbedding is cut already; parallelize a model once"] * 2
+    assert run_ranks(2, twice) == ["embed: VocabularyEmbedding is sliced already; parallelize a model once"] * 2
 
 
 def different(what: str) -> str:

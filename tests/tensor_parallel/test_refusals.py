@@ -125,10 +125,10 @@ def test_the_stages_of_a_pipeline_are_one_model_to_a_plan(case: str, words: str)
         assert words in found
 
 
-def test_heads_are_never_cut_in_the_middle() -> None:
+def test_heads_are_never_sliced_in_the_middle() -> None:
     assert run_ranks(1, said, without("up", up=Column(heads=3)))[0] == (
-        "blocks.0.up: Column: 16 outputs are not 3 heads of one size, and would be cut in the middle of one; give heads a "
-        "number that divides 16")
+        "blocks.0.up: Column: 16 outputs are not 3 heads of one size, and would be sliced in the middle of one; give heads "
+        "a number that divides 16")
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def left_alone() -> None:
     torch.manual_seed(0)
     model = Model()
     plain, before = copy.deepcopy(model), state_of(model)
-    kinds = without("down", **{"blocks.0.down": Row(), "blocks.1.down": Column(heads=3)})  # the last module to be cut
+    kinds = without("down", **{"blocks.0.down": Row(), "blocks.1.down": Column(heads=3)})  # the last module to be sliced
     with pytest.raises(UsageError, match=r"blocks.1.down: Column: 8 outputs are not 3 heads of one size"):
         parallelize(model, world(), Plan(kinds, sequence_dim=1))
     assert state_of(model) == before

@@ -180,7 +180,8 @@ def refusals() -> list[str]:
 
 def test_ids_out_of_the_vocabulary_are_refused_on_every_rank() -> None:
     starts = ("VocabularyEmbedding: got ids from 3 to 10; the vocabulary has 10 words, 0 to 9",
-              "VocabularyEmbedding: got ids from -1 to 3", "an embedding with max_norm=1.0 cannot be cut over ranks; leave",
+              "VocabularyEmbedding: got ids from -1 to 3",
+              "an embedding with max_norm=1.0 cannot be sliced over ranks; leave",
               "vocabulary_cross_entropy: got scores (2, 5) and targets (2,); of 13 words this rank has",
               "vocabulary_cross_entropy: got target 10; targets are 0 to 9, or ignore_index (-100)",
               "vocabulary_cross_entropy: reduction: got 'average'; choose mean, sum, none",

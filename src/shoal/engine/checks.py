@@ -52,8 +52,8 @@ def check_compression(settings: Config, mesh: Mesh, model: nn.Module, name: str)
             raise NotSupportedYet(f"zero_optimization.{key}.device: got '{getattr(zero, key).device}' with {name}, whose "
                                   f"masters are compared with the weights at every step; leave it out, or take AdamW")
     if settings.sparse_gradients:
-        raise ConfigError(f"sparse_gradients: got true with {name}, whose gradients travel whole, as signs: leave it out, "
-                          f"and those of embeddings with sparse=True are made dense; or take AdamW or Adagrad with it")
+        raise ConfigError(f"sparse_gradients: got true with {name}, which compresses whole gradients to one bit an "
+                          f"element: leave it out, and sparse gradients are made dense; or take AdamW or Adagrad with it")
     for path, module in model.named_modules():
         if isinstance(module, Embeddings) and module.max_norm is not None:
             raise ConfigError(f"embedding '{path}' has max_norm={module.max_norm:g} with {name}: it rewrites the rows that "

@@ -138,10 +138,10 @@ def parameter_groups_of(mesh: Mesh, model: nn.Module, stage: int,
         model.settle()
         for tied in (tied for tied in model.tied.values() if len(tied.stages) > 1):
             stages[tied.name] = [model.owner[stage] for stage in tied.stages]
-    if mesh.size("tensor") > 1 and not _on_any_rank(mesh, bool(_marked_cuts(model, mesh) or cuts_of(model))):
-        _cut_layers(mesh, model)
+    if mesh.size("tensor") > 1 and not _on_any_rank(mesh, bool(_marked_slices(model, mesh) or cuts_of(model))):
+        _slice_layers(mesh, model)
     aliases = aliases_of(model)
-    cuts = {aliases.get(name, name): cut for name, cut in (_marked_cuts(model, mesh) | cuts_of(model)).items()}
+    cuts = {aliases.get(name, name): cut for name, cut in (_marked_slices(model, mesh) | cuts_of(model)).items()}
     return ParameterGroups(mesh, communicator_of, tensor_slices=cuts, stages=stages, hybrid=stage > 0)
 
 
@@ -150,28 +150,28 @@ def aliases_of(model: nn.Module) -> Mapping[str, str]:
     return {here: tied.name for here, tied in model.tied.items()} if isinstance(model, PipelineModule) else {}
 
 
-def _cut_layers(mesh: Mesh, model: nn.Module) -> None:
-    """Cut a whole model by the plan that is known for its class."""
+def _slice_layers(mesh: Mesh, model: nn.Module) -> None:
+    """Slice a whole model by the plan that is known for its class."""
     if isinstance(model, PipelineModule):
         raise UsageError(f"initialize: the mesh has {mesh.size('tensor')} tensor ranks, and no layer of the PipelineModule "
-                         f"is cut over them: before initialize call shoal.tensor_parallel.parallelize(model, "
+                         f"is sliced over them: before initialize call shoal.tensor_parallel.parallelize(model, "
                          f"mesh.group('tensor'), plan, stages=mesh.group('pipeline')) with mesh = shoal.Mesh(...), and pass "
                          f"mpu=mesh; or build it of layers of shoal.tensor_parallel")
     try:
         parallelize(model, mesh.group("tensor"), stages=mesh.group("pipeline"))
     except UsageError as error:
-        raise UsageError(f"initialize: the mesh has {mesh.size('tensor')} tensor ranks, and no layer of the model is cut "
-                         f"over them. {error}. Or build it of layers of shoal.tensor_parallel, or mark the parameters of "
-                         f"layers of your own by tensor_model_parallel=True and partition_dim") from error
+        raise UsageError(f"initialize: the mesh has {mesh.size('tensor')} tensor ranks, and no layer of the model is "
+                         f"sliced over them. {error}. Or build it of layers of shoal.tensor_parallel, or mark the "
+                         f"parameters of layers of your own by tensor_model_parallel=True and partition_dim") from error
 
 
 def _on_any_rank(mesh: Mesh, here: bool) -> bool:
     """Return whether `here` is true on any rank of the job."""
-    return any(process_group.gather_objects(here, "initialize: cuts")) if mesh.size("pipeline") > 1 else here
+    return any(process_group.gather_objects(here, "initialize: slices")) if mesh.size("pipeline") > 1 else here
 
 
-def _marked_cuts(model: nn.Module, mesh: Mesh) -> dict[str, TensorSlice]:
-    """Return the cuts of parameters that Megatron-style layers have marked: cut evenly along `partition_dim`."""
+def _marked_slices(model: nn.Module, mesh: Mesh) -> dict[str, TensorSlice]:
+    """Return the slices of parameters that Megatron-style layers have marked: sliced evenly along `partition_dim`."""
     rank, ranks = mesh.rank("tensor"), mesh.size("tensor")
     cuts: dict[str, TensorSlice] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -179,9 +179,9 @@ def _marked_cuts(model: nn.Module, mesh: Mesh) -> dict[str, TensorSlice]:
         if ranks > 1 and (marks.get("tensor_model_parallel") or marks.get("model_parallel")):
             dim = marks.get("partition_dim", 0)
             if not (isinstance(dim, int) and 0 <= dim < parameter.ndim):
-                raise UsageError(f"initialize: '{name}' is marked as cut over the tensor ranks along partition_dim {dim!r}, "
-                                 f"and its part here is {tuple(parameter.shape)}; give it the dim that is cut, 0 to "
-                                 f"{parameter.ndim - 1}, or set tensor_model_parallel to False if it is not")
+                raise UsageError(f"initialize: '{name}' is marked as sliced over the tensor ranks along partition_dim "
+                                 f"{dim!r}, and its part here is {tuple(parameter.shape)}; give it the dim that is sliced, "
+                                 f"0 to {parameter.ndim - 1}, or set tensor_model_parallel to False if it is not")
             cuts[name] = TensorSlice.even(dim, [parameter.shape[dim] * ranks], rank, ranks)
     return cuts
 

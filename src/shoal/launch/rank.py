@@ -128,7 +128,7 @@ def record(path: str, error: BaseException, text: str, summary: str = "") -> Non
     now = time.time()
     summary = summary or (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     content = {"message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
-            "time": now, "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]}
+               "time": now, "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]}
     with open(f"{path}.part", "w") as file:
         json.dump(content, file)
     os.replace(f"{path}.part", path)

@@ -91,8 +91,8 @@ def cuts_of(model: nn.Module) -> dict[str, TensorSlice]:
     for name, parameter, own in _slices(model):
         first_name, first = slices.setdefault(parameter, (name, own))
         if first != own:
-            raise UsageError(f"{name} and {first_name} are one parameter, and are cut differently: {own} and {first}; tie "
-                             f"only layers that are cut alike")
+            raise UsageError(f"{name} and {first_name} are one parameter, and are sliced differently: {own} and {first}; "
+                             f"tie only layers that are sliced alike")
     return {name: slices[parameter][1] for name, parameter in model.named_parameters(remove_duplicate=False)
             if parameter in slices}
 
@@ -117,8 +117,8 @@ def whole(parts: Sequence[Tensor], slices: Sequence[TensorSlice]) -> Tensor:
     if not contiguous or sum(length for _, length in rows) != first.size or any(
             (each.dim, each.shape(part.shape)) != (first.dim, shape) for part, each in zip(parts, slices, strict=True)):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise UsageError(f"{len(parts)} parts of shapes {shapes} do not make one tensor: their rows along the cut dim are "
-                         f"{rows} of {first.size}")
+        raise UsageError(f"{len(parts)} parts of shapes {shapes} do not make one tensor: their rows along the sliced dim "
+                         f"are {rows} of {first.size}")
     result = parts[0].new_empty(shape)
     for part, own in zip(parts, slices, strict=True):
         for segment in own.segments:

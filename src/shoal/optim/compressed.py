@@ -28,7 +28,7 @@ _COUNT = "applied_steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """Whether the gradient of a step and the weights after it are sent as signs."""
+    """Whether the gradient of a step and the weights after it are sent compressed to one bit an element."""
 
     gradient: bool
     weights: bool

@@ -54,7 +54,7 @@ def reduce_grad_stats(units: list[TrainableUnit], parameter_groups: ParameterGro
             total = sum(_from_word(row.pop()) for row in rows)
         slots_with_grad |= _masks(held, rows)
     return GradStats(norm=(sqrt(total) if isfinite(total) else total) if norm else None,
-                   slots_with_grad={unit: slots_with_grad[unit] for unit in units})
+                     slots_with_grad={unit: slots_with_grad[unit] for unit in units})
 
 
 def _masks(units: list[TrainableUnit], rows: list[list[int]]) -> dict[TrainableUnit, int]:

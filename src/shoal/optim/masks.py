@@ -46,8 +46,8 @@ def warn_of_masks(groups: _Groups, name: str) -> None:
     """Warn once that masks have no effect because the optimizer `name` does not compress."""
     masked = [str(index) for index, group in enumerate(groups) if group.get(MASK) is not None]
     if masked:
-        warn_once(f"optimizer group {', '.join(masked)}: {MASK} has no effect with {name or 'this optimizer'}, of which "
-                  f"nothing travels as signs; name OneBitAdam, ZeroOneAdam or OneBitLamb, or remove it")
+        warn_once(f"optimizer group {', '.join(masked)}: {MASK} has no effect with {name or 'this optimizer'}, which does "
+                  f"not compress; name OneBitAdam, ZeroOneAdam or OneBitLamb, or remove it")
 
 
 def apply_masks(optimizer: CompressedOptimizer, units: Sequence[TrainableUnit], views: Iterable[MasterView],

@@ -157,8 +157,8 @@ def one_bit_lamb(groups: Groups, lr: float = 1e-3, freeze_step: int = 100_000, b
 def _transport(amsgrad: bool, cuda_aware: bool, comm_backend_name: str) -> None:
     _always_false("amsgrad", amsgrad)
     if cuda_aware or comm_backend_name != "nccl":
-        warn_once("optimizer.params.cuda_aware and comm_backend_name have no effect: signs are sent over the job's own "
-                  "process groups")
+        warn_once("optimizer.params.cuda_aware and comm_backend_name have no effect: compressed tensors are sent "
+                  "over the job's own process groups")
 
 
 # As torch builds them, fused only on request: they step bitwise like a plain torch script.

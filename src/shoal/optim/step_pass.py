@@ -88,7 +88,7 @@ def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
 def _use_options(optimizer: Optimizer, options: Options) -> Generator[None]:
     """Replace group options that changed since the step was decided by `options`; restore them at the end."""
     changed = [{name: group[name] for name, value in then.items() if not _equal(group[name], value)}
-             for group, then in zip(optimizer.param_groups, options, strict=False)]
+               for group, then in zip(optimizer.param_groups, options, strict=False)]
     for group, now, then in zip(optimizer.param_groups, changed, options, strict=False):
         group.update({name: then[name] for name in now})
     try:

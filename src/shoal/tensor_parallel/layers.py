@@ -195,7 +195,7 @@ class RowLinear(SlicedLinear):
         x = x if self._input_is_parallel else split(x, self._axis, -1)
         if x.shape[-1] != self._extent:
             raise UsageError(f"RowLinear: got an input of {x.shape[-1]} features, and this rank's part is {self._extent} of "
-                             f"{self.in_features}; let a column layer come before it, whose outputs are cut likewise")
+                             f"{self.in_features}; let a column layer come before it, whose outputs are sliced likewise")
         return row(x, self.matrix, self.bias, self._axis, self._sequence_dim)
 
 

@@ -104,7 +104,7 @@ def _raise_on_all_stages(failure: UsageError | None, stages: Communicator | None
 def _rollback_on_failure(model: nn.Module) -> Generator[None]:
     """Restore the attributes and hooks of all modules if the body raises."""
     saved = [(module, {name: dict(value) if type(value) in (dict, OrderedDict) else value
-                      for name, value in vars(module).items()}) for module in model.modules()]
+                       for name, value in vars(module).items()}) for module in model.modules()]
     try:
         yield
     except BaseException:
@@ -187,7 +187,7 @@ def _convert(model: nn.Module, matches: list[Match], group: dist.ProcessGroup, s
 
 def _converted(match: Match, context: ConversionContext) -> nn.Module:
     if isinstance(match.module, SlicedModule):
-        raise UsageError(f"{match.path}: {type(match.module).__name__} is cut already; parallelize a model once")
+        raise UsageError(f"{match.path}: {type(match.module).__name__} is sliced already; parallelize a model once")
     try:
         return match.kind.convert(match.module, context)
     except UsageError as error:
@@ -202,6 +202,6 @@ def _retie(model: nn.Module, matches: list[Match], slices: ParameterSlices) -> N
             if parameter not in slices.taken:
                 continue
             if name not in follows.get(module, ()):
-                raise UsageError(f"{path}.{name} is tied to a parameter that is cut, and {type(module).__name__} is not: "
-                                 f"cut it alike, untie it, or if it only holds it: Whole(follows=({name!r},))")
+                raise UsageError(f"{path}.{name} is tied to a parameter that is sliced, and {type(module).__name__} is not: "
+                                 f"slice it likewise, untie it, or if it only holds it: Whole(follows=({name!r},))")
             setattr(module, name, slices.taken[parameter][1])

@@ -73,8 +73,8 @@ class ParameterSlices:
         if whole in self.taken:
             known, part = self.taken[whole]
             if known != own:
-                raise UsageError(f"a parameter of shape {tuple(whole.shape)} is tied, and cut in two ways: along dim "
-                                 f"{known.dim} of {known.size} rows and along dim {own.dim} of {own.size}; cut the layers "
+                raise UsageError(f"a parameter of shape {tuple(whole.shape)} is tied, and sliced in two ways: along dim "
+                                 f"{known.dim} of {known.size} rows and along dim {own.dim} of {own.size}; slice the layers "
                                  f"that share it alike, or untie them")
             return part
         if whole.shape[own.dim] != own.size:

@@ -138,9 +138,9 @@ def _unmatched_parameters(blocks: Mapping[str, nn.Module], plan: Plan, matched: 
     """Return error lines for unmatched parameters within blocks, each with the names of the modules that it is about."""
     known = {match.path for match in matched}
     whole = tuple(f"{match.path}." for match in matched if isinstance(match.kind, Whole))
-    least, fix = (2, "say how to cut it, or that it is Whole()") if plan.sequence_dim is None else (
+    least, fix = (2, "say how to slice it, or that it is Whole()") if plan.sequence_dim is None else (
         0, "each rank would compute on its part of the sequence, and get its part of the gradient: say Norm() where it runs "
-           "between regions, how to cut it, or Whole() where sequences are not split")
+           "between regions, how to slice it, or Whole() where sequences are not split")
     found: dict[str, list[str]] = defaultdict(list)
     for path, module in blocks.items():
         held = any(parameter.ndim >= least for parameter in module.parameters(recurse=False))
@@ -157,11 +157,11 @@ def _unpaired(plan: Plan) -> list[str]:
                if isinstance(kind, Heads) or (isinstance(kind, Column) and not kind.gather_output)]
     rows = [pattern for pattern, kind in plan.kinds.items() if isinstance(kind, Row)]
     if columns and not rows:
-        return [f"outputs are cut by {', '.join(map(repr, columns))}, and no Row() takes them: name the layer that comes "
+        return [f"outputs are sliced by {', '.join(map(repr, columns))}, and no Row() takes them: name the layer that comes "
                 f"after them Row(), or gather them by Column(gather_output=True)"]
     if rows and not columns:
-        return [f"inputs are cut by {', '.join(map(repr, rows))}, and no Column() or Heads() leaves them so: name the layer "
-                f"that comes before Column()"]
+        return [f"inputs are sliced by {', '.join(map(repr, rows))}, and no Column() or Heads() leaves them so: name the "
+                f"layer that comes before Column()"]
     return []
 
 
@@ -204,8 +204,8 @@ def _wrong_in_split_sequence(blocks: Mapping[str, nn.Module], matched: list[Matc
                 True for path, within in module.named_modules(prefix=match.path) if path == match.path or path not in handled
                 for _ in within.parameters(recurse=False)):
             found[f"{_starred(match.path)} ({type(module).__name__}), {{}} of them, is Whole() in a list of blocks whose "
-                  f"sequences are split: its gradient would be a part on each rank: say Norm(), or how to cut it, or leave "
-                  f"sequence_dim out"].append(match.path)
+                  f"sequences are split: its gradient would be a part on each rank: say Norm(), or how to slice it, or "
+                  f"leave sequence_dim out"].append(match.path)
     return found
 
 

@@ -26,17 +26,17 @@ class TpSettings(Section):
 
 
 class TensorParallelSettings(Section):
-    """Shard the layers of a model over the tensor ranks by the plan of its class."""
+    """Slice the layers of a model over the tensor ranks by the plan of its class."""
 
     autotp_size: Count = 0
-    """Size of the tensor axis of the mesh; 0: no tensor parallelism. A model that is not sharded yet is sharded by the
+    """Size of the tensor axis of the mesh; 0: no tensor parallelism. A model that is not sliced yet is sliced by the
     built-in plan of its class."""
 
     tp: TpSettings = TpSettings()
     """The older form of `autotp_size`."""
 
     published: ClassVar[Mapping[str, Published]] = MappingProxyType({
-        "dtype": later("the dtype of the cut layers", None),
+        "dtype": later("the dtype of the sliced layers", None),
         "tp_overlap_comm": later("overlap the collectives of layers", False),
         "partition_config": later("a plan in JSON", None),
         "preset_model": later("a plan by name", None),

@@ -81,7 +81,7 @@ class VocabularyEmbedding(nn.Module):
         options = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
         for option, value in options.items():
             if value:
-                raise UsageError(f"an embedding with {option}={value} cannot be cut over ranks; leave {option} out")
+                raise UsageError(f"an embedding with {option}={value} cannot be sliced over ranks; leave {option} out")
         layer = VocabularyEmbedding(module.num_embeddings, module.embedding_dim, group, padding_idx=module.padding_idx,
                                     sequence_dim=sequence_dim, device="meta")
         layer.weight = (slices or ParameterSlices()).of(cast(nn.Parameter, module.weight), layer._slice, layer._extent)
