@@ -1,0 +1,5 @@
+"""The published optimizers and op builders."""
+
+from shoal.compat.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, {})

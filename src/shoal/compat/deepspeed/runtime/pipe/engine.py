@@ -1,0 +1,3 @@
+"""The published pipeline engine."""
+
+from shoal.engine import PipelineEngine as PipelineEngine
