@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -48,11 +49,32 @@ def refused() -> None:
     weight = model.blocks[0].up.weight
     wanted = (rf"rank {dist.get_rank()}: '\w+' read the data of parameter 'blocks\.0\.up\.weight' \(25, 12\), which is "
               rf"sharded over 2 ranks(.|\n)*shoal\.gathered")
-    for read in (lambda: weight + 1, lambda: weight.data, weight.detach, weight.sum, lambda: torch.cat([weight, weight]),
-                 lambda: nn.init.zeros_(weight), lambda: copy.deepcopy(weight), weight.numpy, weight.tolist,
-                 lambda: model.blocks[0].up(torch.randn(1, 12)), weight.untyped_storage, lambda: bool(weight.isnan().any())):
+    detached = weight.detach()
+    for read in (lambda: weight + 1, weight.sum, lambda: torch.cat([weight, weight]), lambda: nn.init.zeros_(weight),
+                 lambda: copy.deepcopy(weight), weight.numpy, weight.tolist, lambda: model.blocks[0].up(torch.randn(1, 12)),
+                 weight.untyped_storage, lambda: bool(weight.isnan().any()), lambda: detached[0], detached.clone,
+                 detached.tolist, detached.numpy, detached.untyped_storage, lambda: weight.data.zero_(),
+                 lambda: detached.requires_grad_(), lambda: torch.save(detached, io.BytesIO()),
+                 lambda: copy.deepcopy(detached)):
         with pytest.raises(ReleasedError, match=wanted):
             read()
+
+
+def named_without_values() -> None:
+    model = Plain()
+    plain = {name: (value.shape, value.dtype, value.device, value.stride()) for name, value in model.state_dict().items()}
+    engine_of(model)
+    state = model.state_dict()
+    assert {name: (value.shape, value.dtype, value.device, value.stride()) for name, value in state.items()} == plain
+    weight, detached = model.blocks[0].up.weight, state["blocks.0.up.weight"]
+    assert not detached.requires_grad and detached.numel() == weight.numel() and len(detached) == len(weight)
+    assert "shape=(25, 12)" in repr(detached) and torch.zeros_like(detached).shape == detached.detach().shape
+    assert weight.new_ones(2).tolist() == [1, 1] and not torch.zeros_like(weight).any()
+    with shoal.gathered(model, modifier_rank=0):
+        assert torch.equal(detached, weight), "its values are those that the parameter holds at present"
+        detached.fill_(7)
+    with shoal.gathered(model):
+        assert (weight == 7).all() and (detached.double() == 7).all()
 
 
 def gathering() -> None:
@@ -60,7 +82,7 @@ def gathering() -> None:
     torch.manual_seed(0)
     engine = engine_of(model)
     weight = model.blocks[0].up.weight
-    with shoal.gathered(weight):
+    with shoal.gathered([weight, None]), shoal.zero.GatheredParameters(None):
         original = weight.detach().clone()
         assert type(weight) is nn.Parameter
         with shoal.gathered(model):  # nests
@@ -159,6 +181,10 @@ def test_a_released_parameter_keeps_identity_shape_and_dtype() -> None:
 
 def test_reading_a_released_parameter_names_it_and_the_fix() -> None:
     run_ranks(2, refused)
+
+
+def test_a_state_dict_names_released_parameters_without_their_values() -> None:
+    run_ranks(2, named_without_values)
 
 
 def test_gathering_contexts_give_full_values_and_keep_the_modifiers_writes() -> None:

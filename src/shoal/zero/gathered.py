@@ -11,13 +11,13 @@ from shoal.zero.guard import owner_of
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold
 
-Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter]
+Gatherable = nn.Parameter | nn.Module | Iterable[nn.Parameter | None] | None
 
 
 @contextmanager
 def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
              enabled: bool = True) -> Generator[None]:
-    """Hold `parameters` (one, a module's, or an iterable) whole within the context.
+    """Hold `parameters` (one, a module's, or an iterable) whole within the context. None, an absent bias, is passed over.
 
     With `modifier_rank` None, what is written into sharded ones is dropped; with a rank, what that rank wrote is taken
     over everywhere, masters included. Every rank of the data axis enters with the same parameters. Works at every stage,
@@ -78,9 +78,10 @@ def _writes_dropped(unit: Unit) -> Generator[None]:
 
 def _units(parameters: Gatherable) -> list[Unit]:
     """Return the units of the parameters, each once, in the order in which every rank made them."""
-    if isinstance(parameters, nn.Parameter):
+    if parameters is None or isinstance(parameters, nn.Parameter):
         parameters = [parameters]
     elif isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    owners = {owner: None for parameter in parameters if isinstance(owner := owner_of(parameter), Unit)}
+    owners = {owner: None for parameter in parameters
+              if parameter is not None and isinstance(owner := owner_of(parameter), Unit)}
     return sorted(owners, key=lambda unit: unit.index)

@@ -4,6 +4,9 @@ While a parameter has no memory its class is a subclass that looks at every oper
 owner, who either brings the memory back (the operation then runs as usual) or raises. Reading a tensor whose storage was
 emptied kills the process, and one whose pages are gone reads as zeros. A parameter that is gathered has its own class,
 and costs nothing.
+
+`detach()` and `.data` are metadata until their values are read, so that `module.state_dict()` names everything that it would
+name in plain PyTorch: where the owner would raise they return a `DetachedParameter`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ReleasedError, UsageError
@@ -22,6 +25,11 @@ from shoal.errors import ReleasedError, UsageError
 
 class Owner(Protocol):
     """The owner of a parameter's memory."""
+
+    @property
+    def serves_reads(self) -> bool:
+        """Whether `read` would bring back the memory at present."""
+        ...
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Bring back the memory of `parameter`, or raise."""
@@ -41,40 +49,92 @@ _METADATA = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "gr
              "is_sparse_csr", "itemsize", "nbytes", "output_nr", "retains_grad", "_version", "_backward_hooks",
              "_post_accumulate_grad_hooks")
 _METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-            "is_contiguous", "is_signed", "storage_offset", "requires_grad_", "register_hook", "retain_grad", "__hash__",
-            "register_post_accumulate_grad_hook", "get_device", "is_inference", "is_shared", "__len__",
-            "_is_view", "is_same_size")
+            "is_contiguous", "is_signed", "storage_offset", "__hash__", "get_device", "is_inference", "__len__",
+            "is_same_size")
+_CREATION = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+_OF_LEAVES = ("requires_grad_", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "is_shared", "_is_view")
 
+_READS_METADATA: frozenset[Callable[..., Any]] = frozenset({
+    *(getattr(torch.Tensor, name) for name in _METHODS), *(getattr(torch.Tensor, name).__get__ for name in _METADATA),
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size})
+_CREATES_LIKE: frozenset[Callable[..., Any]] = frozenset({
+    *(getattr(torch.Tensor, name) for name in _CREATION), torch.empty_like, torch.zeros_like, torch.ones_like,
+    torch.full_like, torch.rand_like, torch.randn_like})
+"""Functions that make a tensor of the shape, the dtype and the device of another one, whose values they do not read."""
 
-def _permitted() -> frozenset[Callable[..., Any]]:
-    functions: list[Any] = [getattr(torch.Tensor, name) for name in _METHODS]
-    for name in _METADATA:
-        descriptor = getattr(torch.Tensor, name)
-        functions += [descriptor.__get__, descriptor.__set__] if hasattr(descriptor, "__set__") else [descriptor.__get__]
-    functions += [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size]
-    return frozenset(functions)
-
-
-_PERMITTED = _permitted()
+_PERMITTED = _READS_METADATA | _CREATES_LIKE | {
+    *(getattr(torch.Tensor, name) for name in _OF_LEAVES),
+    *(descriptor.__set__ for name in _METADATA if hasattr(descriptor := getattr(torch.Tensor, name), "__set__"))}
+_DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__})
 
 
 def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, ...],
                     args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     kwargs = kwargs or {}
+    if function in _DETACHES and is_guarded(args[0]) and (owner := owner_of(args[0])) is not None and not owner.serves_reads:
+        return DetachedParameter(args[0])
     if function not in _PERMITTED:
-        name = getattr(function, "__name__", str(function))
-        if name == "__get__":  # a property: its own name says more
-            name = getattr(getattr(function, "__self__", None), "__name__", name)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
-                owner = owner_of(leaf)
-                if owner is None:
-                    raise ReleasedError(f"'{name}' read a sharded parameter {tuple(leaf.shape)} whose engine is gone "
-                                        f"without giving it back: build the model again. Engines give it back by destroy(), "
-                                        f"not when they are dropped, or when initialize failed on this rank alone")
-                owner.read(cast("nn.Parameter", leaf), name)
+                _read(cast("nn.Parameter", leaf), function)
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  the documented way out
         return function(*args, **kwargs)
+
+
+def _read(parameter: nn.Parameter, function: Callable[..., Any]) -> None:
+    """Have the owner bring back the values of a guarded parameter, which `function` reads."""
+    name = getattr(function, "__name__", str(function))
+    if name == "__get__":  # a property: its own name says more
+        name = getattr(getattr(function, "__self__", None), "__name__", name)
+    owner = owner_of(parameter)
+    if owner is None:
+        raise ReleasedError(f"'{name}' read a sharded parameter {tuple(parameter.shape)} whose engine is gone "
+                            f"without giving it back: build the model again. Engines give it back by destroy(), "
+                            f"not when they are dropped, or when initialize failed on this rank alone")
+    owner.read(parameter, name)
+
+
+class DetachedParameter(torch.Tensor):
+    """`parameter.detach()` of a parameter without memory: the metadata, and the values whenever the parameter is gathered.
+
+    Reading the values while it is released asks the owner, as reading the parameter does.
+    """
+
+    _parameter: nn.Parameter
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter) -> DetachedParameter:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            detached = cast("DetachedParameter", torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
+                cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device))
+            detached._parameter = parameter
+            return detached
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _DETACHES:
+            return args[0]
+        if func in _READS_METADATA:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        def values(detached: DetachedParameter) -> torch.Tensor:
+            parameter = detached._parameter
+            if is_guarded(parameter) and func not in _CREATES_LIKE:
+                _read(parameter, func)
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                return parameter.detach()
+
+        args, kwargs = tree_map_only(DetachedParameter, values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"DetachedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _describe(parameter: nn.Parameter, **_: object) -> str:

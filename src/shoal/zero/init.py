@@ -165,6 +165,7 @@ class _Parked(Unit):
 
     session: Init
     temporary = True
+    serves_reads = False  # but operations are served one by one: what `detach` returned would not stay
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         if self._scope.is_open:

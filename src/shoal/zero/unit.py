@@ -271,12 +271,17 @@ class Unit:
         if self._external_refs is None and self.reshards:
             self._external_refs = storage_use_count(self.full)
 
+    @property
+    def serves_reads(self) -> bool:
+        """Whether a read of a released parameter gathers it: not where other ranks may not do the same."""
+        return self._phase is Phase.IN_FLIGHT or self._scope.is_open or not self.is_sharded
+
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         self.check()
         if self._phase is Phase.IN_FLIGHT:
             self.gather()
-        elif self._scope.is_open or not self.is_sharded:
+        elif self.serves_reads:
             self.hold(Hold.FOREIGN_READ)
             self.gather()
             self.expose()
