@@ -52,7 +52,8 @@ _METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element
             "is_contiguous", "is_signed", "storage_offset", "__hash__", "get_device", "is_inference", "__len__",
             "is_same_size")
 _CREATION = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-_OF_LEAVES = ("requires_grad_", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "is_shared", "_is_view")
+_OF_LEAVES = ("requires_grad_", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "is_shared",
+              "_is_view")
 
 _READS_METADATA: frozenset[Callable[..., Any]] = frozenset({
     *(getattr(torch.Tensor, name) for name in _METHODS), *(getattr(torch.Tensor, name).__get__ for name in _METADATA),
@@ -65,7 +66,8 @@ _CREATES_LIKE: frozenset[Callable[..., Any]] = frozenset({
 _PERMITTED = _READS_METADATA | _CREATES_LIKE | {
     *(getattr(torch.Tensor, name) for name in _OF_LEAVES),
     *(descriptor.__set__ for name in _METADATA if hasattr(descriptor := getattr(torch.Tensor, name), "__set__"))}
-_DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__})
+_DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach,
+                                                      cast("Any", torch.Tensor.data).__get__})
 
 
 def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, ...],
@@ -103,7 +105,7 @@ class DetachedParameter(torch.Tensor):
     _parameter: nn.Parameter
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter) -> DetachedParameter:
+    def __new__(cls: type[DetachedParameter], parameter: nn.Parameter) -> DetachedParameter:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             detached = cast("DetachedParameter", torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
                 cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device))
@@ -130,8 +132,9 @@ class DetachedParameter(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return parameter.detach()
 
-        args, kwargs = tree_map_only(DetachedParameter, values, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        found, named = cast("tuple[tuple[Any, ...], dict[str, Any]]",
+                            tree_map_only(DetachedParameter, values, (args, kwargs or {})))
+        return func(*found, **named)
 
     def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"DetachedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
