@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shoal
 from shoal.engine import Engine, PipelineEngine
@@ -253,15 +254,19 @@ def released() -> None:
     block = engine.module.blocks[2]
     error = (r"rank \d: '\w+' read the data of parameter '\S+' \(.*\), which is sharded over 2 ranks and released at "
              r"present\. .* gather it first, on every rank: `with shoal\.gathered\(parameter\): \.\.\.`")
-    for read in (engine.state_dict, engine.module_state_dict, block.state_dict, lambda: copy.deepcopy(engine.module)):
+    for states in (engine.state_dict, engine.module_state_dict, block.state_dict):
+        names = states()
+        assert all(isinstance(value, Tensor) for value in names.values())
         with pytest.raises(ReleasedError, match=error):
-            read()
+            torch.save(names, io.BytesIO())
+    with pytest.raises(ReleasedError, match=error):
+        copy.deepcopy(engine.module)
     assert "up.weight" in dict(block.named_parameters()) and "released" in repr(block.up.weight)
     with shoal.gathered(engine.module):
         assert set(engine.module_state_dict()) == set(Plain().state_dict())
 
 
-def test_a_state_dict_of_released_parameters_is_refused_with_the_fix() -> None:
+def test_values_of_a_state_dict_of_released_parameters_are_refused() -> None:
     run_ranks(2, released)
 
 

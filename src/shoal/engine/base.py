@@ -333,7 +333,8 @@ class BaseEngine(Accessors, nn.Module):
                           exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's own state dict, of the weights in the compute dtype, as views of the engine's buffers.
 
-        At stage 3 raises `ReleasedError` outside `shoal.gathered(engine.module)`; `consolidated_state_dict` gathers.
+        At stage 3, outside `shoal.gathered(engine.module)`, reading a value of it raises `ReleasedError`;
+        `consolidated_state_dict` gathers.
         """
         state: dict[str, Any] = {} if destination is None else destination
         self.module.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)

@@ -107,8 +107,8 @@ class DetachedParameter(torch.Tensor):
     @staticmethod
     def __new__(cls: type[DetachedParameter], parameter: nn.Parameter) -> DetachedParameter:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            detached = cast("DetachedParameter", torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
-                cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device))
+            detached = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
+                cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device)
             detached._parameter = parameter
             return detached
 
