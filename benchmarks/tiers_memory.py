@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from workloads import _example
 
 import shoal
+from shoal.plan import estimate_working_memory
 from shoal.tier import trim
 from shoal.tier.store import WRITE_AHEAD
-from shoal.zero.working_memory import working
 
 SETTLED = 50
 BUFFERS = 3
@@ -46,8 +46,9 @@ def main() -> None:
     assert engine.sharded is not None
     in_backward, _ = DISKS[way]
     units = [unit.layout.size for unit in engine.sharded.units]
-    expected = working(units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_away=True, state_away=True,
-                       window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward)
+    expected = estimate_working_memory(
+        units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_offloaded=True, state_offloaded=True,
+        window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward)
     _clear_peak()
     _train(engine, x, SETTLED)
     settled = _resident()

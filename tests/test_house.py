@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "capabilities": ("checkpoint", "data", "optim", "pipeline", "schedule"),
     "layers": ("tensor_parallel",),
     "engine": ("engine",),
+    "planning": ("plan",),
     "root": ("__init__",),
     "published": ("compat",),
     "launch": ("launch", "testing"),
@@ -70,7 +71,7 @@ COLLECTIVES = frozenset({
 GROUPS = ("dist", "distributed", "group", "_group", "WORLD")
 """The names under which torch.distributed and its groups are spoken to."""
 
-PRINTS = {"zero/estimate.py": "DeepSpeed's published estimators print their table, and scripts call them for that"}
+PRINTS = {"zero/memory_needs.py": "DeepSpeed's published estimators print their table, and scripts call them for that"}
 
 
 def sources() -> Iterator[Path]:

@@ -14,7 +14,7 @@ import shoal
 from shoal.engine.engine import Engine
 from shoal.errors import CheckpointError, UsageError
 from shoal.testing import run_ranks
-from shoal.zero import buffer
+from shoal.tier import pages
 
 
 def engine_of(model: nn.Module, stage: int, **extra: Any) -> Engine:
@@ -68,7 +68,7 @@ def test_a_gradient_penalty_trains_as_in_plain_pytorch() -> None:
 
 def frozen_pages() -> None:
     """Freeze the last block, in memory whose pages are released and would read as zeros."""
-    buffer.PAGED_FROM = 0
+    pages.PAGED_FROM = 0
     found = []
     for stage in (0, 3):
         model = mlp(64)

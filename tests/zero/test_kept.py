@@ -17,6 +17,8 @@ from shoal.testing import run_ranks
 from shoal.tier import store as stores
 from shoal.tier.disk_span import _Chunk
 from shoal.tier.elastic import DiskBuffer
+from shoal.zero.guard import owner_of
+from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
 UNITS, WIDTH = 8, 64
@@ -212,8 +214,8 @@ def waiting(folder: str, stage: int) -> list[bool]:
     engine = engine_of(folder, 1, within=True, zero={"stage": stage})
     step(engine)
     assert engine.sharded is not None
-    unit = engine.sharded.unit_of(engine.module[1].linear.weight)
-    assert unit is not None
+    unit = owner_of(engine.module[1].linear.weight)
+    assert isinstance(unit, TrainableUnit)
     found: list[bool] = []
     engine.module[0].look = lambda late: found.extend(chunk.pins > 0 for chunk in chunks_of(unit)) if late else None
     step(engine)

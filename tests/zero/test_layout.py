@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.tier import Memory, elastic
-from shoal.zero.buffer import Pool
+from shoal.zero.grad_accumulator import Pool
 from shoal.zero.layout import ALIGNMENT, Layout
 from shoal.zero.placement import PARTIAL, REPLICATE, SHARD, STAGES, state_bytes
 

@@ -14,11 +14,41 @@ import torch
 from torch import Tensor
 
 from shoal.sparse.row_exchange import RowExchange, to_dense
-from shoal.tier import FetchOnce
-from shoal.zero.buffer import Pool
+from shoal.tier import FetchOnce, zeros
 from shoal.zero.layout import Layout
 
-__all__ = ["GradAccumulator", "ResidualAccumulator", "RowsAccumulator"]
+__all__ = ["GradAccumulator", "Pool", "ResidualAccumulator", "RowsAccumulator"]
+
+
+class Pool:
+    """Lends flat tensors of any dtype, and keeps what comes back: the memory is that of the most lent at once."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an undefined 1-D tensor of `elements` of `dtype`."""
+        size = max(1, elements * dtype.itemsize)
+        fitting = [block for block in self._free if block.numel() >= size]
+        # Where none fits, the largest is replaced, instead of keeping one that never will
+        block = min(fitting, key=Tensor.numel) if fitting else max(self._free, key=Tensor.numel, default=None)
+        self._free = [other for other in self._free if other is not block]
+        if block is None or not fitting:
+            block = zeros(size, torch.uint8, self.device)
+        tensor = block[:elements * dtype.itemsize].view(dtype)
+        self._lent[id(tensor)] = block
+        return tensor
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take back a tensor that this pool lent."""
+        self._free.append(self._lent.pop(id(tensor)))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the pool holds, lent or not."""
+        return sum(block.numel() for block in [*self._free, *self._lent.values()])
 
 
 class GradAccumulator:

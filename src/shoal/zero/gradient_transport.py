@@ -25,8 +25,7 @@ from shoal.sparse.row_exchange import RowExchange
 from shoal.tier import FetchOnce
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.reduction import CopyOut
-from shoal.zero.buffer import Pool
-from shoal.zero.grad_accumulator import GradAccumulator, ResidualAccumulator, RowsAccumulator
+from shoal.zero.grad_accumulator import GradAccumulator, Pool, ResidualAccumulator, RowsAccumulator
 from shoal.zero.layout import Layout
 
 __all__ = ["COMPRESSIBLE", "DenseTransport", "GradientDtypes", "InFlight", "OneBitTransport", "RowsTransport", "UnitWire"]

@@ -27,7 +27,6 @@ from shoal.tier.settings import AioSettings, OffloadParam
 from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
-from shoal.zero.buffer import Pool
 from shoal.zero.guard import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.settings import ZeroSettings
@@ -80,7 +79,6 @@ class Init:
         self._offload, self._aio = _offload(self._settings, remote_device)
         self._store: Store | None = None
         self._communicator: Communicator | None = None
-        self._pool: Pool | None = None
         self._freed = 0  # bytes of whole parameters since the last trim
         if enabled and module is not None:
             self._pending = list(module.parameters())
@@ -115,8 +113,7 @@ class Init:
         group = self._group or dist.group.WORLD
         assert group is not None
         self._communicator = Communicator(group, timeout=self._timeout)
-        self._pool = Pool(process_group.device())
-        self._store = open_store(self._offload, self._aio, self._pool.device, rank=self._communicator.rank)
+        self._store = open_store(self._offload, self._aio, process_group.device(), rank=self._communicator.rank)
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if module is not self._building:
@@ -147,14 +144,14 @@ class Init:
             unit.release()
 
     def _shard(self, parameter: nn.Parameter) -> None:
-        assert self._communicator is not None and self._pool is not None and self._store is not None
+        assert self._communicator is not None and self._store is not None
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
+        device = process_group.device()
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
         unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3],
-                       ReplicaGroup(self._communicator, self._communicator.ranks), dtype, self._pool, self._scope,
-                       self._store)
+                       ReplicaGroup(self._communicator, self._communicator.ranks), dtype, device, self._scope, self._store)
         unit.session = self
-        values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=self._pool.device)
+        values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=device)
         values[:parameter.numel()].copy_(parameter.detach().reshape(-1))
         self._communicator.broadcast(values, 0, name)
         unit.load_full(values)

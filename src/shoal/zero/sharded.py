@@ -19,7 +19,7 @@ from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.precision.policy import Policy
 from shoal.tier import Memory, StoragePlan, trim
 from shoal.transport.collectives import Communicator
-from shoal.zero.buffer import Pool
+from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient_transport import GradientDtypes
 from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
@@ -116,10 +116,6 @@ class ShardedModel:
         here = tied_names(self.model)
         return {alias: self.aliases.get(first, first) for alias, first in here.items()} | dict(self.aliases)
 
-    def unit_of(self, parameter: nn.Parameter) -> Unit | None:
-        """Return the unit that `parameter` belongs to."""
-        return next((unit for unit in self.units if any(m.parameter is parameter for m in unit.members)), None)
-
     def flush(self) -> None:
         """Reduce what backward passes left unreduced: a step needs it."""
         for each in self.passes:
@@ -212,8 +208,8 @@ class ShardedModel:
         if spec.persistent:
             tiers = replace(tiers, weight=Memory(device=self.storage.device))
         if not spec.trainable:
-            return Unit(spec.name, spec.members, stage, spec.replica_group, compute, self.pool, self.scope, tiers.weight,
-                        columns=spec.columns)
+            return Unit(spec.name, spec.members, stage, spec.replica_group, compute, self.storage.device, self.scope,
+                        tiers.weight, columns=spec.columns)
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
             accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute,

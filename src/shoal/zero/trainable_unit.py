@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
 from shoal.tier import ResidentSpan, Span, Store, SubSpan, Tiers, fetched, offset_names
-from shoal.zero.buffer import Pool
+from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient import Gradient
 from shoal.zero.gradient_transport import DenseTransport, GradientDtypes, OneBitTransport, RowsTransport, UnitWire
 from shoal.zero.guard import guard, unguard
@@ -40,7 +40,8 @@ class TrainableUnit(Unit):
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, columns: int | None = None,
                  by_rows: bool = False, compressed: bool = False):
         """With `by_rows` the rows of an embedding of `columns` columns travel alone; with `compressed` one-bit transport."""
-        super().__init__(name, members, stage, replica_group, dtypes.compute, pool, scope, tiers.weight, columns=columns)
+        super().__init__(name, members, stage, replica_group, dtypes.compute, pool.device, scope, tiers.weight,
+                         columns=columns)
         wire = UnitWire(name=name, index=self.index, layout=self.layout, replica_group=replica_group, dtypes=dtypes.gradient,
                         pool=pool)
         self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)

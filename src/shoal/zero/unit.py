@@ -19,12 +19,10 @@ from shoal.recording.call import Handle
 from shoal.tier import Elastic, ResidencyPin, ResidentSpan, Span, Store, Transfer, elastic, storage_use_count, zeros
 from shoal.tier.span import DONE
 from shoal.transport.collectives import Label
-from shoal.zero.buffer import Pool
 from shoal.zero.guard import guard, released_error, set_owner, stepped_error, unguard
 from shoal.zero.layout import Layout
 from shoal.zero.placement import SHARD, Stage
-from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope
-from shoal.zero.version_counters import VersionCounters
+from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters
 
 __all__ = ["Unit"]
 
@@ -36,7 +34,7 @@ class Unit:
     """Whether an engine may take the parameters over."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, replica_group: ReplicaGroup,
-                 dtype: torch.dtype, pool: Pool, scope: Scope, weights: Store, *, columns: int | None = None):
+                 dtype: torch.dtype, device: torch.device, scope: Scope, weights: Store, *, columns: int | None = None):
         """An embedding of `columns` columns is cut between rows. `weights` is the tier in which weights rest."""
         self.name, self.stage, self.members = name, stage, members
         self.replica_group, self.communicator = replica_group, replica_group.communicator
@@ -56,10 +54,10 @@ class Unit:
         self.versions = VersionCounters(self._parameters)
         self._gather_label = Label(kind="gather", unit=name, index=self.index)
         self._publish_label = Label(kind="publish", unit=name, index=self.index)
-        self._memory, self.full, self.rest = _memory(self.layout, stage, self.communicator.rank, dtype, pool.device,
-                                                     weights, f"weights of unit '{name}'")
+        self._memory, self.full, self.rest = _memory(self.layout, stage, self.communicator.rank, dtype, device, weights,
+                                                     f"weights of unit '{name}'")
         self.weight = self.rest.tensor
-        self.offloaded = weights.granule is not None or weights.device != pool.device
+        self.offloaded = weights.granule is not None or weights.device != device
         """Whether the weights rest in another tier than the compute device's memory."""
         self.residency = ResidencyPin(self.rest)
         """Resting weights that stay in memory until their next use, or their step."""

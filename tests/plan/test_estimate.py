@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.zero.estimate import (
-    estimate,
+from shoal.plan import WorkingMemory, estimate, estimate_working_memory
+from shoal.zero.memory_needs import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -19,7 +19,6 @@ from shoal.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from shoal.zero.reducer import IN_FLIGHT
-from shoal.zero.working_memory import WorkingMemory, working
 
 P, L = 1_000_003, 70_001
 
@@ -29,8 +28,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.still = nn.Linear(10, 10, bias=False)
-        self.still.weight.requires_grad_(False)
+        self.frozen = nn.Linear(10, 10, bias=False)
+        self.frozen.weight.requires_grad_(False)
         self.first = nn.Linear(8, 8, bias=False)
         self.second = nn.Linear(8, 8)
         self.second.weight = self.first.weight
@@ -74,7 +73,7 @@ def test_the_table_has_a_row_for_each_number_of_ranks_and_stage() -> None:
     assert [(row.ranks, row.stage) for row in result.rows] == [(n, s) for n in (1, 2, 4) for s in range(4)]
     text = str(result)
     assert "30,000,000 parameters, float32" in text
-    assert "457.76 MiB" in text  # stage 0: 16 bytes a parameter
+    assert "457.8 MiB" in text  # stage 0: 16 bytes a parameter
 
 
 @pytest.mark.parametrize("count", [-1, -30])
@@ -148,28 +147,28 @@ def test_a_device_that_is_none_is_refused() -> None:
         estimate(10, 1, offload_param="disk")
 
 
-def held(stage: int, ranks: int = 1, **more: Any) -> WorkingMemory:
-    return working([100, 300, 200], stage, ranks, compute=torch.bfloat16, accumulate=torch.float32, **more)
+def working(stage: int, ranks: int = 1, **more: Any) -> WorkingMemory:
+    return estimate_working_memory([100, 300, 200], stage, ranks, compute=torch.bfloat16, accumulate=torch.float32, **more)
 
 
 def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
-    assert held(0) == WorkingMemory(weights=0, gradients=0, pool=0, step=0)
-    assert held(3).pool == 0, "one rank: gradients rest where they are collected"
-    assert held(3, 2).pool == 300 * 4 * (1 + 2 * IN_FLIGHT), "two: the one that is collected, and those that travel"
-    assert held(3, weights_away=True, window=2).weights == 500 * 2, "the two largest that follow each other"
-    assert held(3, 2).weights == 500 * 2, "sharded weights are gathered"
-    away = held(3, state_away=True, pieces=2, piece=50, write_ahead=10**9)
+    assert working(0) == WorkingMemory(weights=0, gradients=0, pool=0, step=0)
+    assert working(3).pool == 0, "one rank: gradients rest where they are collected"
+    assert working(3, 2).pool == 300 * 4 * (1 + 2 * IN_FLIGHT), "two: the one that is collected, and those that travel"
+    assert working(3, weights_offloaded=True, window=2).weights == 500 * 2, "the two largest that follow each other"
+    assert working(3, 2).weights == 500 * 2, "sharded weights are gathered"
+    away = working(3, state_offloaded=True, pieces=2, piece=50, write_ahead=10**9)
     assert away.step == 2 * 50 * (8 + 4 + 4 + 2), "moments, gradient, master and rounded weight"
     assert away.gradients == 600 * 4, "all gradients wait to be written"
     assert away.total == away.pool + max(away.gradients, away.step)
-    assert held(3, state_away=True, write_ahead=400).gradients == 400 + 300 * 4, "what is written, and what is collected"
+    assert working(3, state_offloaded=True, write_ahead=400).gradients == 400 + 300 * 4, "written, and collected"
 
 
 def test_where_backward_steps_gradients_wait_beside_the_pieces() -> None:
-    there = held(3, state_away=True, pieces=2, piece=50, write_ahead=800, in_backward=True)
+    there = working(3, state_offloaded=True, pieces=2, piece=50, write_ahead=800, in_backward=True)
     assert there.gradients == 300 * 4 + 300 * 4, "one that may wait, as it is alone, and one that waits for room"
     assert there.total == there.pool + there.gradients + there.step
     units, wide = [100, 300, 200], torch.float32
-    own = working(units, 3, 2, compute=wide, accumulate=wide, weights_away=True, state_away=True, write_ahead=1,
-                  in_backward=True)
+    own = estimate_working_memory(units, 3, 2, compute=wide, accumulate=wide, weights_offloaded=True, state_offloaded=True,
+                                  write_ahead=1, in_backward=True)
     assert own.gradients == 2 * 150 * (4 + 4), "weights that are their own master wait with it"
