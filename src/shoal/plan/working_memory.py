@@ -69,7 +69,7 @@ def estimate_working_memory(
 
 def _gradients(row: Stage, ranks: int, largest: int, every: int, write_ahead: int, accumulate: torch.dtype, *,
                waiting: int | None) -> int:
-    """Return the bytes of gradients that wait to be written; where backward steps, of units with `waiting` bytes an element."""
+    """Return the bytes of gradients to be written, or where backward steps of units of `waiting` bytes an element."""
     shards = 1 if row.gradient is PARTIAL else ranks
     if waiting is not None:
         unit = largest // shards * waiting  # one waits for room, beside those that have it
