@@ -178,6 +178,8 @@ class ReplicatedGradCheck:
 class _LostOwner:
     """The owner of a lost parameter, which fills it with NaN at its first use."""
 
+    serves_reads = True
+
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Give `parameter` memory of its own, full of NaN, which may be read and written from here on."""
         unguard(parameter)

@@ -73,8 +73,10 @@ _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch
 def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, ...],
                     args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     kwargs = kwargs or {}
-    if function in _DETACHES and is_guarded(args[0]) and (owner := owner_of(args[0])) is not None and not owner.serves_reads:
-        return DetachedParameter(args[0])
+    if function in _DETACHES and is_guarded(args[0]):
+        owner = owner_of(args[0])
+        if owner is not None and not owner.serves_reads:
+            return DetachedParameter(args[0])
     if function not in _PERMITTED:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):

@@ -162,7 +162,11 @@ class _Parked(Unit):
 
     session: Init
     temporary = True
-    serves_reads = False  # but operations are served one by one: what `detach` returned would not stay
+
+    @property
+    def serves_reads(self) -> bool:
+        """False: each operation is served by itself, and what `detach` returned would not stay."""
+        return False
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         if self._scope.is_open:
