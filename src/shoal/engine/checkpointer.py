@@ -84,6 +84,7 @@ class Checkpointer:
         if optimizer is not None:
             optimizer.settle()
         sharded.settle()
+        sharded.refuse_replaced("save_checkpoint")
         settings = self._settings.checkpoint
         pieces = list(weights_to_save(sharded))
         if exclude_frozen:

@@ -205,6 +205,7 @@ class ShardedOptimizer:
     def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
         """Reduce the outstanding gradients of `units`, and return their statistics over all ranks."""
         self._model.settle()  # units that no forward has used since the last step may still be publishing their masters
+        self._model.adopt_replaced()
         self._write_check.check()
         self._model.flush()
         if isinstance(self.optimizer, CompressedOptimizer):

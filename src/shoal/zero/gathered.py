@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from torch import nn
 
 from shoal.zero.guard import owner_of
+from shoal.zero.replaced import adopt
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold
 
@@ -43,7 +44,10 @@ def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
     unit.hold(Hold.CONTEXT)
     try:
         with _writes_dropped(unit) if modifier_rank is None and unit.is_sharded else nullcontext():
-            yield
+            try:
+                yield
+            finally:
+                adopt(unit, keep=not unit.is_sharded)
         if modifier_rank is not None:
             unit.broadcast_edit(modifier_rank)
         elif not unit.is_sharded:

@@ -20,6 +20,7 @@ from shoal.log import warn_once
 from shoal.sparse.embeddings import lookup_indices
 from shoal.zero.backward_hooks import BackwardHooks, graph_task
 from shoal.zero.reducer import BackwardPass, Reducer
+from shoal.zero.replaced import ReplacedParameters
 from shoal.zero.saved_tensors import SavedTensorTracker
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
@@ -44,6 +45,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._saved = SavedTensorTracker({module: [unit for unit in found if unit.reshards or watched]
                                           for module, found in units.items()}, self._gather_saved)
+        self.replaced = ReplacedParameters(model, [unit for found in units.values() for unit in found])
         self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, late=late, announced=announced,
                                       refuses_create_graph=bool(self._saved))
 
@@ -91,6 +93,7 @@ class Hooks:
                 unit.gradient.expect_recompute()  # a re-entrant pass will run this once more, and give it gradients
         if module is self._model and not _recomputing():
             self._abandon()
+            self.replaced.check(training=torch.is_grad_enabled())
             self._in_forward = True
             self._scope.open()
             self._window.begin("forward")

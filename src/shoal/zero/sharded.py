@@ -127,6 +127,16 @@ class ShardedModel:
         for unit in self.trainable:
             unit.gradient.join_replicas()
 
+    def adopt_replaced(self) -> None:
+        """Take over the values of parameters that scripts have given other memory: a step changes the buffers alone."""
+        for each in self.passes:
+            each.replaced.adopt()
+
+    def refuse_replaced(self, call: str) -> None:
+        """Raise `UsageError` from `call` for a parameter that a script has given another value than the engine trains."""
+        for each in self.passes:
+            each.replaced.refuse(call)
+
     def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
         weight = sum(_bytes(unit.weight) for unit in self.units)

@@ -5,6 +5,7 @@ The four redistributions of a step are `gather`, `gradient.reduce`, `gradient.wa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +150,17 @@ class TrainableUnit(Unit):
             span = self.master_span
             with fetched(self.state.master, changed=True) as master:
                 master.copy_(values[span.start:span.stop])
+
+    @torch.no_grad()
+    def keep_slots(self, slots: Iterable[int]) -> None:
+        slots = list(slots)
+        super().keep_slots(slots)
+        for slot in (self.layout.slots[index] for index in slots) if self.state.weights is not None else ():
+            own = range(max(slot.start, self.master_span.start), min(slot.stop, self.master_span.stop))
+            if own:
+                first = self.master_span.start
+                with fetched(self.state.master, own.start - first, own.stop - first, changed=True) as master:
+                    master.copy_(self.full[own.start:own.stop])
 
     def close(self) -> None:
         super().close()

@@ -11,8 +11,11 @@ write none of its attributes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
@@ -319,6 +322,16 @@ class Unit:
     def mark_dirty(self) -> None:
         """Note that whole weights may have been written outside of a pass: they rest as they are when released."""
         self._dirty = self.reshards
+
+    def is_shared(self, *, views: int) -> bool:
+        """Whether another tensor shares the memory, apart from parameters, `views` of which have other memory by now."""
+        return self._external_refs is not None and storage_use_count(self.full) > self._external_refs - views
+
+    def keep_slots(self, slots: Iterable[int]) -> None:
+        """Let what was written into `slots` of the gathered weights rest; autograd counts it as a write by the script."""
+        self._dirty = self.reshards
+        for slot in slots:
+            increment_version(self._parameters[slot])
 
     @torch.no_grad()
     def refresh_full(self) -> None:

@@ -1,0 +1,142 @@
+"""A script may give a parameter other memory: `p.data = x`, `vector_to_parameters`, `model.double().float()`, channels_last.
+
+What is gathered, reduced and stepped is the buffer of a unit, whose views the parameters are. Forward and backward use what
+the script has put there, as always. Before a step its values are copied into the buffer, and the parameter is a view of it
+again; until then the buffer is left alone, so that averaged weights can be swapped in for an evaluation, and out again. What
+the buffer cannot hold raises at the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UsageError
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Phase
+
+__all__ = ["ReplacedParameters", "adopt", "replaced_slots"]
+
+
+class ReplacedParameters:
+    """Finds the parameters of one root that a script has given other memory, or replaced by other objects."""
+
+    def __init__(self, root: nn.Module, units: Iterable[Unit]):
+        units = list(units)
+        names = {member.parameter: member.name for unit in units for member in unit.members}
+        self._root = root
+        self._units = [unit for unit in units if not unit.is_sharded]  # the guard refuses to replace those of the others
+        self._released = [unit for unit in self._units if unit.reshards]
+        self._places = [(module._parameters, key, parameter, names[parameter]) for module in root.modules()
+                        for key, parameter in module._parameters.items() if parameter is not None and parameter in names]
+
+    def check(self, *, training: bool) -> None:
+        """Look for such parameters before a forward; take over the values of those that are released after their use.
+
+        Raises `UsageError`, naming the parameter, for values that the buffer cannot hold; with `training` also for another
+        `nn.Parameter` in the place of one that the engine trains.
+        """
+        for unit in self._released:
+            adopt(unit)
+        if training:
+            for unit in self._units:
+                check_fit(unit, self._units)
+            if any(place.get(key) is not parameter for place, key, parameter, _ in self._places):
+                self._refuse_other_objects()
+
+    def adopt(self) -> None:
+        """Take over the values of all such parameters. Raises `UsageError` as `check` does."""
+        for unit in self._units:
+            check_fit(unit, self._units)
+            adopt(unit)
+
+    def refuse(self, call: str) -> None:
+        """Raise `UsageError` from `call` for a parameter that has other values than the buffer."""
+        for unit in self._units:
+            views = unit.layout.views(unit.full)
+            for slot in replaced_slots(unit):
+                name, value = unit.members[slot].name, unit.members[slot].parameter.detach()
+                if value.dtype != views[slot].dtype or not torch.equal(value, views[slot]):
+                    raise UsageError(f"{call}: parameter '{name}' was given other memory since the last step (p.data = "
+                                     f"...), and the engine trains another value: swap the former memory in again first, "
+                                     f"or take a step, or write the value within shoal.gathered(model, modifier_rank=0)")
+
+    def _refuse_other_objects(self) -> None:
+        """Raise for parameters that the model has lost. (`functional_call` puts plain tensors in their places.)"""
+        here = set(self._root.parameters())
+        for place, key, parameter, name in self._places:
+            other = place.get(key)
+            if parameter not in here and (other is None or isinstance(other, nn.Parameter)):
+                raise UsageError(
+                    f"forward: parameter '{name}' is {'no part of the model' if other is None else 'another object'} since "
+                    f"initialize, and the engine would go on to train the old one. Write into the parameter instead "
+                    f"(p.data = value, load_state_dict without assign=True), or change the model before initialize")
+
+
+@torch.no_grad()
+def adopt(unit: Unit, *, keep: bool = True) -> None:
+    """Copy the values of gathered parameters with other memory into the buffer of `unit`, and make them its views again.
+
+    With `keep` the values rest, masters included. Raises `UsageError` for values that the buffer cannot hold; parameters
+    that are released next become views of it all the same.
+    """
+    if not (slots := replaced_slots(unit)):
+        return
+    views = unit.layout.views(unit.full)
+    try:
+        check_fit(unit)
+        if keep and unit.is_shared(views=len(slots)):
+            raise UsageError(
+                f"parameter '{unit.members[slots[0]].name}' was given other memory (p.data = ...) while another tensor "
+                f"shares its former memory, which rests in another tier between uses and takes the new value: keep a copy "
+                f"instead, `backup = p.data.clone()`")
+    except UsageError:
+        for slot in slots if unit.reshards else ():
+            unit.members[slot].parameter.data = views[slot]
+        raise
+    changed: list[int] = []
+    for slot in slots:
+        parameter = unit.members[slot].parameter
+        value = parameter.detach()
+        if not torch.equal(value, views[slot]):  # else the masters keep their precision
+            views[slot].copy_(value.clone())  # it may be a transposed view of the same memory
+            changed.append(slot)
+        parameter.data = views[slot]
+    if keep:
+        unit.keep_slots(changed)
+
+
+def check_fit(unit: Unit, others: Iterable[Unit] = ()) -> None:
+    """Raise `UsageError` for a parameter whose value the buffer of `unit` cannot hold, or that lies in that of `others`."""
+    if slots := replaced_slots(unit):
+        buffers = {other.full.untyped_storage().data_ptr() for other in (unit, *others)}
+        views = unit.layout.views(unit.full)
+        for slot in slots:
+            _check_fits(unit.members[slot].name, unit.members[slot].parameter.detach(), views[slot], buffers)
+
+
+def replaced_slots(unit: Unit) -> list[int]:
+    """Return the slots of a gathered unit whose parameters are no views of its buffer; none of another."""
+    if unit.phase is not Phase.GATHERED:
+        return []
+    start, width = unit.full.data_ptr(), unit.full.element_size()
+    return [index for index, (slot, member) in enumerate(zip(unit.layout.slots, unit.members, strict=True))
+            if (member.parameter.data_ptr() != start + slot.start * width and member.parameter.numel() > 0)
+            or not member.parameter.is_contiguous()]
+
+
+def _check_fits(name: str, value: Tensor, view: Tensor, buffers: set[int]) -> None:
+    """Raise `UsageError` unless `value`, which parameter `name` has now, fits its place `view` in one of the `buffers`."""
+    got, wanted = (f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" for tensor in (value, view))
+    if got != wanted:
+        raise UsageError(
+            f"parameter '{name}' became {got} after initialize (p.data = ..., model.half(), model.to(...)), and the engine "
+            f"trains it as {wanted}. Convert the model back, convert it before initialize, or set fp16 or bf16 in the "
+            f"configuration")
+    start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
+    if value.untyped_storage().data_ptr() in buffers and not start <= value.data_ptr() < stop:
+        raise UsageError(
+            f"parameter '{name}' was given the memory of another parameter after initialize (p.data = other.data), and the "
+            f"engine trains each in its own: assign other.data.clone(), or share the Parameter itself before initialize")

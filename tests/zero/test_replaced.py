@@ -1,0 +1,182 @@
+"""Scripts that give parameters other memory train as in plain PyTorch, or are told which parameter cannot be followed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import ReleasedError, UsageError
+from shoal.testing import run_ranks
+
+Idiom = Callable[[nn.Module, Callable[[], Tensor]], None]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def sgd(whole: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(step))
+
+
+def swap_averages(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    """Evaluate with other weights, and train on with the former ones: the usual class of averaged weights."""
+    backup = {name: p.data for name, p in whole.named_parameters()}
+    for p in whole.parameters():
+        p.data = p.data * 0.5
+    evaluate()
+    for name, p in whole.named_parameters():
+        p.data = backup[name]
+
+
+def shrink(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    for p in whole.parameters():
+        p.data = p.data * 0.9
+
+
+def from_vector(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    vector = nn.utils.parameters_to_vector(whole.parameters())
+    nn.utils.vector_to_parameters(vector * 1.5, whole.parameters())
+
+
+def convert_and_back(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    whole.double().float()
+
+
+def round_to_half(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    whole.half().float()
+
+
+def channels_last(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    whole.to(memory_format=torch.channels_last)
+
+
+def transpose(whole: nn.Module, evaluate: Callable[[], Tensor]) -> None:
+    whole[2].weight.data = whole[2].weight.data.t()
+
+
+IDIOMS: tuple[Idiom, ...] = (swap_averages, shrink, from_vector, convert_and_back, round_to_half, channels_last, transpose)
+
+
+def plain(idiom: Idiom) -> list[Tensor]:
+    whole = model()
+    optimizer = sgd(whole)
+    for step in range(4):
+        whole(batch(step)).square().mean().backward()
+        if step == 1 and idiom is not round_to_half:  # between backward and step; torch would round the gradients too
+            idiom(whole, partial(whole, batch(9)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            with torch.no_grad():
+                idiom(whole, partial(whole, batch(9)))
+    return [p.detach().contiguous() for p in whole.parameters()]
+
+
+def sharded(stage: int) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for idiom in IDIOMS:
+        whole = model()
+        engine = shoal.initialize(model=whole, optimizer=sgd(whole), config={
+            "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "zero_optimization": {"stage": stage}})[0]
+        for step in range(4):
+            engine.backward(engine(batch(step)).square().mean())
+            if step == 1 and idiom is not round_to_half:
+                idiom(whole, partial(engine, batch(9)))
+            engine.step()
+            if step == 2:
+                with torch.no_grad():
+                    idiom(whole, partial(engine, batch(9)))
+        assert all(p.is_contiguous() for p in whole.parameters())
+        found[idiom.__name__] = [p.detach().clone() for p in whole.parameters()]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_with_other_memory_train_as_in_plain_torch(ranks: int) -> None:
+    for stage in range(3):
+        for found in run_ranks(ranks, sharded, stage):
+            for idiom in IDIOMS:
+                for value, expected in zip(found[idiom.__name__], plain(idiom), strict=True):
+                    assert torch.equal(value, expected), (stage, idiom.__name__)
+
+
+def replace_object(whole: nn.Module) -> None:
+    whole.load_state_dict({name: value.clone() for name, value in whole.state_dict().items()}, assign=True)
+
+
+def share(whole: nn.Module) -> None:
+    whole[4].bias.data = whole[0].bias.data
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "half": (lambda whole: whole.half(), r"parameter '0\.weight' became torch\.float16 .* trains it as torch\.float32"),
+    "double": (lambda whole: whole.double(), r"parameter '0\.weight' became torch\.float64 .* Convert the model back"),
+    "assign": (replace_object, r"parameter '0\.weight' is another object since initialize"),
+    "share": (share, r"parameter '4\.bias' was given the memory of another parameter"),
+}
+
+
+def refused(stage: int, optimizer: dict[str, Any]) -> dict[str, str]:
+    errors: dict[str, str] = {}
+    for name, (change, _) in REFUSED.items():
+        whole = model()
+        engine = shoal.initialize(model=whole, config={"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer,
+                                                       "zero_optimization": {"stage": stage}})[0]
+        change(whole)
+        with pytest.raises(UsageError) as raised:
+            engine(batch(0).to(whole[0].weight.dtype))
+        errors[name] = str(raised.value)
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_values_that_the_engine_cannot_train_are_refused_by_name(stage: int) -> None:
+    errors = run_ranks(1, refused, stage, {"type": "AdamW", "params": {"lr": 0.1}})[0]
+    for name, (_, expected) in REFUSED.items():
+        assert re.search(expected, errors[name]), errors[name]
+
+
+def rounded(stage: int) -> tuple[float, float, str]:
+    """Assign a value that 16 bits hold to weights whose masters are wider, and to sharded ones within `gathered`."""
+    whole = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    engine = shoal.initialize(model=whole, config={
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.25}}})[0]
+    value = torch.full((8, 8), 3.0, dtype=torch.bfloat16)
+    if stage == 3:
+        with pytest.raises(ReleasedError) as raised:
+            whole[1].weight.data = value
+        with shoal.gathered(whole, modifier_rank=0):
+            whole[1].weight.data = value
+    else:
+        whole[1].weight.data = value
+        with pytest.raises(UsageError) as raised:
+            engine.save_checkpoint("nowhere")
+    engine.backward(engine(torch.zeros(4, 8, dtype=torch.bfloat16)).sum())  # no gradient: the masters stay as assigned
+    engine.step()
+    state = engine.consolidated_state_dict(torch.float32) or {"1.weight": torch.full((1,), 3.0)}
+    with shoal.gathered(whole):
+        weight = whole[1].weight.float().mean().item()
+    return state["1.weight"].mean().item(), weight, str(raised.value)
+
+
+def test_masters_follow_weights_that_are_given_other_memory() -> None:
+    for stage in range(4):
+        said = "read the data of parameter" if stage == 3 else "save_checkpoint: parameter '1.weight' was given other memory"
+        for master, weight, error in run_ranks(2, rounded, stage):
+            assert master == weight == 3.0, stage
+            assert said in error
