@@ -1,4 +1,4 @@
-"""Settings of every test: one thread a process, no deadline for hypothesis, and a default SIGINT handler.
+"""Settings of every test: one thread a process, generous limits of time, and a default SIGINT handler.
 
 Ranks and the reference process sum in the same order only with the same number of threads, and more threads than cores
 slow each other down.
@@ -8,10 +8,11 @@ import os
 import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every process that a test starts
+os.environ.setdefault("SHOAL_TEST_TIMEOUT", "300")  # a busy machine is no failure
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("shoal", deadline=None)
+settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shoal")
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits that.

@@ -103,9 +103,9 @@ def test_a_run_that_is_ended_ends_and_does_not_begin_again(config: Path, monkeyp
 
     thread = threading.Thread(target=attempt)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(300)
     run.end()
-    thread.join(60)
+    thread.join(300)
     assert len(failures) == 1
     with pytest.raises(RunFailed, match="ended before it began"):
         run.train(lambda line: None)

@@ -22,7 +22,7 @@ def assert_no_running_save(writer: Writer) -> None:
     """Assert that `settle` returns, the lock is free, and the failure is not reported again."""
     waiting = threading.Thread(target=settle, daemon=True)
     waiting.start()
-    waiting.join(20)
+    waiting.join(120)
     assert not waiting.is_alive(), "settle waits for a save that never ends"
     assert not writer.ranks.lock.locked(), "the lock is not released"
     writer.wait()  # does not raise the reported failure again

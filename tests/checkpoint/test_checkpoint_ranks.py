@@ -65,7 +65,7 @@ def hold_files(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     write_file = module.write_rank_file
 
     def wait_and_write(*args: object, **options: object) -> object:
-        assert opened.wait(60)
+        assert opened.wait(300)
         return write_file(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "write_rank_file", wait_and_write)

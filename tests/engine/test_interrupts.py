@@ -66,15 +66,16 @@ def interrupts(seconds: float, call: Callable[[], object]) -> bool:
 def trained(folder: str, way: str, accumulation: int, seed: int | None) -> tuple[int, list[Tensor]]:
     """Train on `STEPS` microbatches, interrupted at random if there is a seed; return how often, and the weights."""
     engine, chance, count = engine_of(folder, way, accumulation), random.Random(seed), 0
-    begin = time.perf_counter()
-    for _ in range(3):
-        step(engine)
-    longest = (time.perf_counter() - begin) / 2
+    longest = 0.0  # of the seconds after which a step is interrupted: it follows the pace of a machine that others use too
     while engine.micro_steps < STEPS:
-        if seed is None:
+        begin = time.perf_counter()
+        if seed is None or engine.micro_steps < 3:
             step(engine)
-            continue
-        if interrupts(chance.uniform(1e-4, longest), partial(step, engine)):
+            interrupted = False
+        else:
+            interrupted = interrupts(chance.uniform(1e-4, longest), partial(step, engine))
+        longest = 1.5 * longest if interrupted else 1.5 * (time.perf_counter() - begin)
+        if interrupted:
             count += 1
             torch.set_grad_enabled(True)  # torch's own contexts may be cut short
             assert engine.optimizer is not None

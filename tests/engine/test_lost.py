@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim import SGD
 
 import shoal
 from shoal.errors import PeerFailed, ReleasedError, TierError
+from shoal.mesh import parameter_groups
 from shoal.testing import run_ranks
 from shoal.zero.guard import is_guarded
 from shoal.zero.unit import Unit
@@ -152,7 +154,7 @@ def test_lost_weights_are_logged_by_unit_and_can_be_written(way: str, tmp_path: 
     assert any(f"'{name}'" in line for name in names)
 
 
-SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 3,
+SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 60,
                            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 60}}
 
 
@@ -173,6 +175,7 @@ def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
         with pytest.raises(PeerFailed, match="rank 1: initialize failed: ValueError: no optimizer today"):
             engine(torch.ones(2, 40))
         return [], []
+    parameter_groups._CLEANUP_TIMEOUT = timedelta(seconds=3)  # rank 0 takes no part in the cleanup
     with logged() as lines, pytest.raises(ValueError, match="no optimizer today"):
         shoal.initialize(model=model, config=SHARDED, optimizer=choose)
     gave_up.touch()
@@ -208,7 +211,7 @@ def full(ranks: tuple[int, ...]) -> tuple[str, bool]:
     model = build()
     expected = TierError if dist.get_rank() in ranks else PeerFailed
     with pytest.raises(expected) as raised:
-        shoal.initialize(model=model, config=SHARDED | {"optimizer": {"type": "SGD"}, "timeout": 60})
+        shoal.initialize(model=model, config=SHARDED | {"optimizer": {"type": "SGD"}})
     try:
         whole = all(torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True))
     except ReleasedError:

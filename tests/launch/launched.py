@@ -20,7 +20,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import TextIO
 
-SECONDS = 120.0
+SECONDS = 300.0
 TOKEN = "SHOAL_TEST_TOKEN"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

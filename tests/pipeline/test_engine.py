@@ -24,7 +24,7 @@ from shoal.zero.reducer import Reducer
 from .small import BLOCKS, COUNT, MICRO, STEPS, WIDTH, WORDS, Block, Case, Embed, data, loss_fn, microbatch
 
 LONG = 600
-"""Seconds of a timeout that no test waits for; after 120 `run_ranks` fails the test."""
+"""Seconds of a timeout that no test waits for; `run_ranks` fails the test long before."""
 
 
 def engine_of(layers: list[Any], *, loss: Callable[..., Any] | None = loss_fn, stages: int = 2, **config: Any) -> Any:

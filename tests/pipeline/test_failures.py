@@ -19,7 +19,7 @@ from shoal.testing import run_ranks
 from .test_agreement import WIDTH, batches
 
 LONG = 600
-"""Seconds of the engine's timeout; after 120 `run_ranks` fails the test."""
+"""Seconds of the engine's timeout; `run_ranks` fails the test long before."""
 
 
 class Breaks(nn.Module):

@@ -128,10 +128,12 @@ def test_concurrent_collectives_are_not_confused() -> None:
 
 
 def left_alone(seconds: float) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    group = dist.new_group(timeout=timedelta(seconds=60))
     assert group is not None
     here = Axis(group)
     here.all_reduce(torch.zeros(3)).wait()
+    if (ring := axis._rings[group]) is not None:  # only the wait that is to time out may run into it
+        ring._timeout = seconds
     if here.rank == 1:
         dist.barrier(world())
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ REDUCE = Label(kind="reduce", unit="blocks.0", index=0)
 SPAN = 1000
 
 
-def communicator(direct_bytes: int | None = 1, timeout: float = 20) -> Communicator:
+def communicator(direct_bytes: int | None = 1, timeout: float = 60) -> Communicator:
     assert dist.group.WORLD is not None
     return Communicator(dist.group.WORLD, timeout=timeout, direct_bytes=direct_bytes)
 
@@ -121,8 +122,11 @@ def test_ranks_that_may_not_read_each_other_use_sockets(obstacle: object) -> Non
     assert second == (True, 0)
 
 
-def alone(timeout: float, leave: bool) -> str:
-    ranks = communicator(timeout=timeout)
+def alone(leave: bool) -> str:
+    ranks = communicator()
+    gathered(ranks)
+    if not leave:  # shorten it once the ranks have met: only the wait that is to time out may run into it
+        ranks.shorten_timeout(timedelta(seconds=0.5))
     if ranks.rank == 0:
         with pytest.raises((CollectiveFailed, CollectiveTimeout)) as caught:
             gathered(ranks)
@@ -136,17 +140,19 @@ def alone(timeout: float, leave: bool) -> str:
 
 
 def test_a_peer_that_offers_nothing_is_named_after_the_timeout() -> None:
-    said = run_ranks(2, alone, 0.5, False)[0]
+    said = run_ranks(2, alone, False)[0]
     assert said.startswith("CollectiveTimeout: rank 0 of 2, step 0: gather of unit 'blocks.0' did not finish within 0.5 s")
     assert "not offered by rank 1" in said
 
 
 def late() -> tuple[bool, str]:
     """Rank 1 offers after rank 0 has timed out: the buffer that rank 0 has reused since stays unchanged."""
-    ranks = communicator(timeout=0.5)
+    ranks = communicator()
+    gathered(ranks)
     full = torch.zeros(2 * SPAN)
     said = ""
     if ranks.rank == 0:
+        ranks.shorten_timeout(timedelta(seconds=0.5))
         with pytest.raises(CollectiveTimeout):
             ranks.all_gather(full, GATHER).wait()
         full.fill_(7)
@@ -166,13 +172,13 @@ def test_an_offer_after_the_timeout_is_refused() -> None:
 
 
 def test_a_lost_peer_is_reported_at_once() -> None:
-    said = run_ranks(2, alone, 60, True)[0]
+    said = run_ranks(2, alone, True)[0]
     assert said.startswith("CollectiveFailed: rank 0 of 2, step 0: gather of unit 'blocks.0' broke")
     assert "rank 1 of the group closed its connection" in said
 
 
 def unequal() -> str:
-    ranks = communicator(timeout=5)
+    ranks = communicator()
     size = 2 * (SPAN if ranks.rank == 0 else SPAN - 1)
     with pytest.raises((CollectiveFailed, CollectiveTimeout)) as caught:
         ranks.all_gather(torch.zeros(size), GATHER).wait()
