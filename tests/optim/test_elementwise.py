@@ -15,7 +15,7 @@ from shoal.optim import check_elementwise, make_optimizer
 
 
 class SignSGD(Optimizer):
-    """Elementwise, and unknown."""
+    """An elementwise class that is not in the table."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "internal": True})
@@ -83,7 +83,7 @@ def test_a_class_that_cannot_be_probed_needs_trust(caplog: pytest.LogCaptureFixt
     assert "could not be probed" in caplog.text
 
 
-def test_the_probe_leaves_the_random_state_alone() -> None:
+def test_the_probe_does_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     check_elementwise(SignSGD, {})
     assert torch.equal(torch.get_rng_state(), before)

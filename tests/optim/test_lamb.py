@@ -1,4 +1,4 @@
-"""LAMB on whole parameters against its formula, written out; and the native sweeps against torch's."""
+"""LAMB on whole parameters against its formula, written out; and the native passes against torch's."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_zero_parameters_and_zero_updates_have_trust_ratio_one() -> None:
     assert weights[3] not in optimizer.state
 
 
-def test_what_is_not_a_number_stays_so() -> None:
+def test_nan_gradients_give_nan_weights() -> None:
     weight = torch.ones(3)
     stepped(weight, [torch.tensor([1.0, float("nan"), 1.0])])
     assert weight.isnan().all()
 
 
-def test_groups_have_options_of_their_own_and_state_goes_on() -> None:
+def test_groups_have_their_own_options_and_state_is_reloaded() -> None:
     one, two = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     optimizer = make_optimizer("LAMB", {"betas": [0.5, 0.5]}, [{"params": [one], "lr": 0.5}, {"params": [two], "lr": 0.0}])
     for weight in (one, two):
@@ -101,7 +101,7 @@ def test_groups_have_options_of_their_own_and_state_goes_on() -> None:
     ({"betas": (0.9, 1.0)}, "both must be at least 0 and below 1"), ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff=2.0"),
     ({"min_coeff": 0.0}, "above 0"), ({"amsgrad": True}, "no such variant"), ({"max_grad_norm": 1.0}, "gradient_clipping"),
 ])
-def test_a_value_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"Lamb: got .*{said}"):
         Lamb([torch.zeros(1)], **options)
 
@@ -122,8 +122,8 @@ def terms(time: int, *, signed: bool) -> Constants:
     return replace(plain, look_ahead=0.1, variance_floor=0.5) if signed else plain
 
 
-def swept(dtype: torch.dtype, *, signed: bool) -> list[Tensor]:
-    """Two native steps, of stretches that end at `ENDS`."""
+def native_steps(dtype: torch.dtype, *, signed: bool) -> list[Tensor]:
+    """Return the tensors after two native steps, in pieces that end at `ENDS`."""
     random = torch.Generator().manual_seed(0)
     master, *gradients = torch.randn(3, SIZE, generator=random)
     moments, weight = [torch.zeros(SIZE), torch.zeros(SIZE)], torch.empty(SIZE, dtype=dtype)
@@ -141,7 +141,7 @@ def swept(dtype: torch.dtype, *, signed: bool) -> list[Tensor]:
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("dtype", native.DTYPES)
 def test_native_passes_match_torch_bit_for_bit_on_any_number_of_threads(dtype: torch.dtype, signed: bool) -> None:
-    master, first, second, weight, sums = swept(dtype, signed=signed)
+    master, first, second, weight, sums = native_steps(dtype, signed=signed)
     assert torch.equal(weight, master.to(dtype))
     random = torch.Generator().manual_seed(0)
     expected, *gradients = torch.randn(3, SIZE, generator=random)
@@ -161,6 +161,6 @@ def test_native_passes_match_torch_bit_for_bit_on_any_number_of_threads(dtype: t
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert all(map(torch.equal, swept(dtype, signed=signed), [master, first, second, weight, sums]))
+        assert all(map(torch.equal, native_steps(dtype, signed=signed), [master, first, second, weight, sums]))
     finally:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Elements that a mask leaves out have no momentum past the warm-up, whatever signs say of them."""
+"""Elements outside the mask have no momentum after the warm-up, although compression gives them a sign."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.testing import run_ranks
 
-from .signed import FREEZE, WARM, batch, engine_of, model, train, weights
+from .compressed_runs import FREEZE, WARM, batch, engine_of, model, train, weights
 
 REACHED = 11
 """Rows of the first weight that have gradients."""
@@ -32,7 +32,7 @@ def groups(whole: nn.Module, mask: Tensor | None) -> list[dict[str, Any]]:
 
 
 def trained(kind: str, masked: bool, stage: int, folder: str) -> tuple[float, float]:
-    """Train with gradients of the first rows, across a checkpoint; return how far the others' masters went, and theirs."""
+    """Train with gradients of the first rows only; return the largest change of the other rows, and of these."""
     whole, mask = model(), torch.zeros(40, 1)
     mask[:REACHED] = 1
     start = next(whole.parameters()).detach().clone()
@@ -61,16 +61,16 @@ def trained(kind: str, masked: bool, stage: int, folder: str) -> tuple[float, fl
 
 
 @pytest.mark.parametrize("kind", WARM)
-def test_what_a_mask_leaves_out_stays_where_it_is(kind: str, tmp_path: Any) -> None:
+def test_masked_out_elements_do_not_move(kind: str, tmp_path: Any) -> None:
     for stage in (0, 2):
         found = run_ranks(2, trained, kind, True, stage, str(tmp_path / f"{stage}"))
         assert max(out for out, _ in found) == 0 and max(kept for _, kept in found) > 1e-3
     found = run_ranks(2, trained, kind, False, 1, str(tmp_path / "without"))
-    assert max(out for out, _ in found) > 0, "signs say something of every element"
+    assert max(out for out, _ in found) > 0, "without a mask, compression moves every element"
 
 
 def masters(engine: shoal.Engine, name: str) -> Tensor:
-    """Return what this rank has of the master of a parameter, flat, with NaN where others have it."""
+    """Return this rank's slice of the master of a parameter, flat, with NaN elsewhere."""
     assert engine.sharded is not None
     found = torch.full((engine.module.get_parameter(name).numel(),), torch.nan)
     for unit in engine.sharded.units:
@@ -81,8 +81,10 @@ def masters(engine: shoal.Engine, name: str) -> Tensor:
 
 
 def resumed(kind: str, decay: float, folder: str) -> tuple[float, float, float]:
-    """Give a mask to a run that resumes past the warm-up, with momenta of before; return how far from what the decay alone
-    makes of them the masters went that the mask leaves out, how far the others, and how far they went before.
+    """Resume after the warm-up with a mask that the first run did not have.
+
+    Return the largest difference of masked-out masters from weight decay alone, that of the others, and the largest change
+    before.
     """
     mask = torch.zeros(40, 1)
     mask[:REACHED] = 1
@@ -116,8 +118,8 @@ def test_earlier_momentum_does_not_move_masked_elements_but_decay_does(
 
 
 def nothing_kept(kind: str) -> tuple[bool, list[float], bool]:
-    """Leave everything out; return whether the warm-up is that of a run without masks, the norms of the steps past it,
-    and whether masters move by these.
+    """Mask all elements out; return whether the warm-up equals one without a mask, the norms of later steps, and whether
+    these leave the masters alone.
     """
     config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": kind, "params": {"lr": 1e-2, **WARM[kind]}}}
     plain, masked = (shoal.initialize(model=(whole := model()), config=config, model_parameters=[
@@ -139,7 +141,7 @@ def test_a_mask_waits_for_warm_up_and_masked_elements_do_not_clip_the_rest(kind:
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, ZeroOneAdam, OneBitLamb])
-def test_a_mask_holds_without_an_engine_too(kind: type[CompressedOptimizer]) -> None:
+def test_a_mask_works_without_an_engine(kind: type[CompressedOptimizer]) -> None:
     mask, gradients = torch.tensor([[1], [0]]), torch.randn(FREEZE + 4, 2, 3, generator=torch.Generator().manual_seed(0))
     found: list[Tensor] = []
     for group in ({}, {"exp_avg_mask": mask}):
@@ -163,7 +165,7 @@ def test_a_mask_holds_without_an_engine_too(kind: type[CompressedOptimizer]) -> 
 
 
 class Part(nn.Module):
-    """Layers of which each of two tensor ranks has a half, of rows or of columns."""
+    """Layers whose rows or columns are sliced over two tensor ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,8 +178,8 @@ class Part(nn.Module):
         return self.columns(self.rows(x).tanh())[:, :3]
 
 
-def cut(mine: bool) -> list[tuple[Tensor, Tensor]]:
-    """Train with one mask for two parameters of one global shape, or with those of this rank's parts of them if `mine`."""
+def sliced(mine: bool) -> list[tuple[Tensor, Tensor]]:
+    """Train with one mask of the global shape for two parameters, or, if `mine`, with masks of this rank's slices."""
     mask = (torch.arange(1600).view(40, 40) % 7 > 2).float()
     rank = torch.distributed.get_rank() % 2
     halves = (mask[20 * rank:][:20], mask[:, 20 * rank:][:, :20])
@@ -197,9 +199,9 @@ def cut(mine: bool) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("mine", [False, True])
 def test_a_mask_covers_the_full_parameter_or_the_part_of_a_tensor_rank(mine: bool) -> None:
-    found = [each for rank in run_ranks(4, cut, mine) for each in rank]
+    found = [each for rank in run_ranks(4, sliced, mine) for each in rank]
     assert all(moved[mask == 0].abs().max() == 0 for moved, mask in found)
-    assert sum(int(moved[mask == 1].count_nonzero()) for moved, mask in found) == 2 * 913, "every other element moves"
+    assert sum(int(moved[mask == 1].count_nonzero()) for moved, mask in found) == 2 * 913, "elements inside the mask move"
 
 
 def refused() -> list[str]:
@@ -226,7 +228,7 @@ def test_a_mask_that_does_not_fit_is_refused() -> None:
     assert "optimizer group 0: exp_avg_mask: got (7,) for '2.weight' of shape (40,)" in later
 
 
-def test_a_mask_has_no_effect_where_nothing_compresses_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mask_without_compression_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
         shoal.initialize(model=(whole := model()), model_parameters=groups(whole, torch.ones(40, 1)), config={
             "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}})
@@ -242,7 +244,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
 
 
 @given(cases())
-def test_boxes_are_what_they_stand_for_and_copy_nothing(case: tuple[tuple[int, ...], tuple[int, ...], int, int]) -> None:
+def test_boxes_equal_the_expanded_mask_and_copy_nothing(case: tuple[tuple[int, ...], tuple[int, ...], int, int]) -> None:
     shape, sizes, start, stop = case
     mask = torch.arange(prod(sizes)).view(sizes)
     found = list(boxes(mask, shape, start, stop))

@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit LAMB and 0/1 Adam: one bit an element each way between measured steps, of which nothing is lost."""
+"""1-bit Adam, 1-bit LAMB and 0/1 Adam send one bit an element each way, and the compression error loses nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,20 @@ from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
 
-from .signed import FREEZE, KINDS, PARAMS, STILL, WARM, Whole, batch, engine_of, falls, model, train, weights
+from .compressed_runs import (
+    FREEZE,
+    KINDS,
+    LOCAL_STEPS,
+    PARAMS,
+    WARM,
+    Whole,
+    batch,
+    engine_of,
+    lower_rate,
+    model,
+    train,
+    weights,
+)
 
 
 def trained(stage: int, steps: int, kind: str = "OneBitAdam", **config: Any) -> tuple[list[float], Tensor, list[int]]:
@@ -36,14 +49,14 @@ def trained(stage: int, steps: int, kind: str = "OneBitAdam", **config: Any) -> 
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("OneBitAdam", "AdamW"), ("ZeroOneAdam", "AdamW"), ("OneBitLamb", "Lamb")])
-def test_during_the_warm_up_it_is_the_exact_optimizer_to_the_last_bit(kind: str, exact: str) -> None:
+def test_the_warm_up_is_bitwise_the_uncompressed_optimizer(kind: str, exact: str) -> None:
     ours, other = (run_ranks(2, trained, 1, FREEZE, each) for each in (kind, exact))
     for (losses, weight, _), (expected, same, _) in zip(ours, other, strict=True):
         assert losses == expected and torch.equal(weight, same)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("OneBitAdam", 2), ("OneBitAdam", 3), ("OneBitLamb", 2), ("ZeroOneAdam", 3)])
-def test_stages_0_to_2_are_one_and_every_rank_has_the_same_weights(kind: str, ranks: int) -> None:
+def test_stages_0_to_2_train_the_same_weights_on_every_rank(kind: str, ranks: int) -> None:
     found = [each for stage in (0, 1, 2) for each in run_ranks(ranks, trained, stage, FREEZE + 5, kind)]
     assert all(torch.equal(weight, found[0][1]) for _, weight, _ in found)
     assert found[0][0] == found[ranks][0] == found[2 * ranks][0]
@@ -73,8 +86,8 @@ def test_0_1_adam_sends_full_gradients_at_and_before_variance_updates() -> None:
             assert bytes == (whole if exact else packed) + (whole if step <= FREEZE else packed), step
 
 
-def against_formula() -> None:
-    """Step beside the formula, written out for the whole buffer of every rank."""
+def compare_with_formula() -> None:
+    """Compare steps with the formula, computed for the whole buffer of every rank."""
     engine = engine_of(build=Whole)
     assert engine.sharded is not None and engine.optimizer is not None
     rank, ranks = engine.global_rank, engine.world_size
@@ -135,12 +148,12 @@ def against_formula() -> None:
     assert rank == engine.global_rank
 
 
-def test_a_step_is_the_formula() -> None:
-    run_ranks(2, against_formula)
+def test_a_compressed_step_equals_the_formula() -> None:
+    run_ranks(2, compare_with_formula)
 
 
-def lost() -> float:
-    """Return how far what was applied and what is still kept are from all gradients, over all ranks."""
+def missing_gradient() -> float:
+    """Return the largest difference of all gradients from the applied ones plus the compression errors, over all ranks."""
     engine = engine_of(build=Whole)
     assert engine.sharded is not None
     (unit,) = engine.sharded.units
@@ -167,8 +180,8 @@ def lost() -> float:
     return max((total - applied).abs().max().item() for total, (_, applied) in zip(sums, everything, strict=True))
 
 
-def test_what_signs_do_not_say_is_said_later() -> None:
-    assert max(run_ranks(3, lost)) < 1e-6
+def test_the_compression_error_is_applied_later() -> None:
+    assert max(run_ranks(3, missing_gradient)) < 1e-6
 
 
 def overflowing(bad: float, kind: str) -> tuple[int, list[bool], bool, Tensor]:
@@ -189,8 +202,7 @@ def overflowing(bad: float, kind: str) -> tuple[int, list[bool], bool, Tensor]:
 
 @pytest.mark.parametrize(("bad", "kind"), [(float("nan"), "OneBitAdam"), (float("inf"), "OneBitAdam"),
                                            (float("inf"), "OneBitLamb"), (float("nan"), "ZeroOneAdam")])
-def test_a_non_finite_gradient_skips_the_step_and_state_stays_finite(bad: float,
-                                                                                               kind: str) -> None:
+def test_a_non_finite_gradient_skips_the_step_and_state_stays_finite(bad: float, kind: str) -> None:
     found = run_ranks(2, overflowing, bad, kind)
     for skipped, applied, finite, weight in found:
         assert skipped == 1 and applied == [step != FREEZE + 2 for step in range(FREEZE + 5)] and finite
@@ -205,7 +217,7 @@ def resumed(folder: str, first: int, last: int, config: dict[str, Any]) -> tuple
     for step in range(first, last):
         losses += train(engine, range(step, step + 1))
         if config.get("params"):
-            falls(engine)
+            lower_rate(engine)
     assert engine.sharded is not None
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
@@ -220,9 +232,9 @@ def resumed(folder: str, first: int, last: int, config: dict[str, Any]) -> tuple
 
 
 @pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}, {"kind": "OneBitLamb"}, {"kind": "ZeroOneAdam"},
-                                    {"kind": "ZeroOneAdam", "params": {**STILL, "local_step_scaler": 2}}],
+                                    {"kind": "ZeroOneAdam", "params": {**LOCAL_STEPS, "local_step_scaler": 2}}],
                          ids=["fp32", "bf16", "1-bit LAMB", "0/1 Adam", "after a still step"])
-def test_a_resumed_run_repeats_one_that_went_on_and_others_keep_the_sum(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_resumed_run_is_bitwise_and_another_topology_keeps_the_sum(tmp_path: Path, config: dict[str, Any]) -> None:
     whole = run_ranks(2, resumed, str(tmp_path / "a"), 0, FREEZE + 6, config)
     run_ranks(2, resumed, str(tmp_path / "b"), 0, FREEZE + 3, config)
     for ranks in (3, 1):
@@ -249,20 +261,20 @@ def composed(config: dict[str, Any]) -> tuple[list[float], Tensor]:
     {"kind": "OneBitLamb", "fp16": {"enabled": True}}, {"kind": "OneBitLamb", "mesh": {"tensor": 1}},
     {"kind": "ZeroOneAdam", "gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
 ], ids=lambda config: ", ".join(map(str, config)))
-def test_it_trains_with_everything_else(config: dict[str, Any]) -> None:
+def test_compression_composes_with_other_features(config: dict[str, Any]) -> None:
     (losses, weight), (_, other) = run_ranks(2, composed, config)
     assert torch.equal(weight, other) and sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_a_variance_counts_as_a_fraction_of_its_blocks_mean_at_least() -> None:
+def test_a_variance_is_at_least_a_fraction_of_its_blocks_mean() -> None:
     variance = torch.cat([torch.tensor([0.0, 1e-9, 1.0, 3.0]), torch.zeros(1020), torch.tensor([5.0, 0.0])])
     least = 0.1 * 4 / 1024
     expected = torch.cat([torch.tensor([least, least, 1.0, 3.0]), torch.full((1020,), least), torch.tensor([5.0, 0.25])])
     torch.testing.assert_close(floored_variance(variance, 0.1), expected)
 
 
-def test_a_rank_alone_steps_as_the_class_does_and_natively_as_by_torch() -> None:
-    """The step of whole parameters, that of slices by torch and that of native code are one."""
+def test_slices_and_native_code_step_as_the_class_does() -> None:
+    """Whole parameters, slices by torch and slices by native code take equal steps."""
     random = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(9, 3000, generator=random)
     found: list[Tensor] = []
@@ -305,7 +317,7 @@ def by_torch(kind: str, clipping: float, more: dict[str, Any]) -> tuple[Tensor, 
 @pytest.mark.parametrize("more", [{}, {"variance_floor": 0, "look_ahead": 0}], ids=str)
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_instance_keeps_its_moments_and_trains_as_the_name_does(kind: str, clipping: float, more: dict[str, Any]) -> None:
+def test_an_instance_keeps_its_moments_and_trains_as_its_name_does(kind: str, clipping: float, more: dict[str, Any]) -> None:
     for named, given in run_ranks(2, by_torch, kind, clipping, more):
         assert (named - given).abs().mean() < 1e-4
 
@@ -355,7 +367,7 @@ def refused() -> dict[str, str]:
     return said
 
 
-def test_what_it_cannot_serve_is_named_with_what_it_can() -> None:
+def test_an_unsupported_combination_is_refused_with_the_allowed_ones() -> None:
     said = run_ranks(2, refused)[0]
     assert "name it in the configuration, or pass an instance" in said.pop("function")
     assert [said[kind] for kind in said if not re.search(REFUSED[kind][3], said[kind])] == []

@@ -19,7 +19,7 @@ def weights() -> list[torch.Tensor]:
     ("adam", {"torch_adam": True}, AdamW), ("sgd", {"lr": 0.1}, SGD), ("SGD", {}, SGD), ("adagrad", {}, Adagrad),
     ("LION", {}, Lion), ("RMSprop", {"alpha": 0.9}, RMSprop),
 ])  # fmt: skip
-def test_a_name_gives_its_class(name: str, params: dict[str, Any], expected: type[Optimizer]) -> None:
+def test_a_name_builds_its_class(name: str, params: dict[str, Any], expected: type[Optimizer]) -> None:
     assert type(make_optimizer(name, params, weights())) is expected
 
 
@@ -50,7 +50,7 @@ def test_named_parameters_are_accepted() -> None:
     assert optimizer.param_groups[0]["param_names"] == ["one", "two"]
 
 
-def test_others_can_register_a_name() -> None:
+def test_users_can_register_a_name() -> None:
     @register_optimizer("halving")
     class Halving(SGD):
         pass
@@ -66,7 +66,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         make_optimizer("rmsprop", {}, weights())
 
 
-def test_a_name_like_no_other_gets_the_list() -> None:
+def test_an_unrecognisable_name_gets_the_list() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.type: got 'zzz'; choose one of Adadelta, Adagrad"):
         make_optimizer("zzz", {}, weights())
 

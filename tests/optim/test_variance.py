@@ -1,4 +1,4 @@
-"""The variance of 1-bit optimizers: of a sum that came as signs it takes what the whole would give."""
+"""The variance that 1-bit optimizers estimate from compressed sums follows that of uncompressed sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wide() -> nn.Module:
 
 
 class Beside(nn.Linear):
-    """A layer that all tensor ranks have whole, beside an unused parameter that they cut."""
+    """A layer that is replicated over the tensor ranks, beside an unused parameter that is sliced."""
 
     def __init__(self) -> None:
         super().__init__(256, 16, bias=False)
@@ -28,7 +28,7 @@ class Beside(nn.Linear):
 
 
 class Twice(nn.Module):
-    """A layer that two passes of backward give gradients, each at another time."""
+    """A layer that gets gradients at two times in one backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Twice(nn.Module):
         return sum((checkpoint(self.layer, x, use_reentrant=True) for _ in range(2)), torch.zeros(()))
 
 
-def follows(steps: int, build: Callable[[], nn.Module], config: dict[str, Any]) -> tuple[float, float]:
-    """Train on noise around a mean by signs; return the mean of the variances that were found, and what it should be."""
+def estimated_variance(steps: int, build: Callable[[], nn.Module], config: dict[str, Any]) -> tuple[float, float]:
+    """Train on noise around a mean with compression; return the mean of the estimated variances, and its expectation."""
     torch.manual_seed(0)
     engine = shoal.initialize(model=build(), config={
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1},
@@ -65,12 +65,12 @@ def follows(steps: int, build: Callable[[], nn.Module], config: dict[str, Any]) 
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_variance_continues_under_compression_as_with_full_gradients(
         ranks: int, build: Callable[[], nn.Module], config: dict[str, Any]) -> None:
-    for found, expected in run_ranks(ranks, follows, 120, build, config):
+    for found, expected in run_ranks(ranks, estimated_variance, 120, build, config):
         assert found / (1 - 0.98**120) == pytest.approx(expected, rel=0.1)
 
 
 def tied() -> list[tuple[str, bool]]:
-    """Return the shared name or another of each unit of a pipeline, and whether it travels as signs."""
+    """Return "shared" or "own" for each unit of a pipeline, and whether it may be compressed."""
     layers = [shoal.TiedLayerSpec("words", nn.Linear, 8, 8), shoal.LayerSpec(nn.Linear, 8, 8),
               shoal.LayerSpec(nn.Linear, 8, 8), shoal.TiedLayerSpec("words", nn.Linear, 8, 8)]
     model = shoal.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)

@@ -1,4 +1,4 @@
-"""Who writes into weights that are copies of their masters is told that it is lost."""
+"""A script that writes weights whose masters are elsewhere is warned that the next step overwrites them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-class Said(logging.Handler):
+class LogText(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
@@ -29,8 +29,8 @@ class Said(logging.Handler):
 
 
 def written(config: dict[str, Any], within: bool) -> tuple[str, float]:
-    """Load other weights after `initialize`, `within` a gather or not; return what was said, and how far they then are."""
-    said, other = Said(), model(1).state_dict()
+    """Load other weights while training, `within` a gather or not; return the log and the largest difference at the end."""
+    said, other = LogText(), model(1).state_dict()
     logger.addHandler(said)
     whole = model(0)
     engine = shoal.initialize(model=whole, config={"train_micro_batch_size_per_gpu": 2, **config})[0]
@@ -54,7 +54,7 @@ FP32 = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_is_lost_is_said_and_what_is_kept_is_not(stage: int) -> None:
+def test_a_write_that_the_next_step_overwrites_is_logged(stage: int) -> None:
     for config, within, kept in ((BF16, False, False), (BF16, True, True), (ONE_BIT, False, False), (ONE_BIT, True, True),
                                  (FP32, False, True), (FP32, True, True)):
         said, apart = run_ranks(2, written, {**config, "zero_optimization": {"stage": stage}}, within)[0]

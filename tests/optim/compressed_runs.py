@@ -1,4 +1,4 @@
-"""The models and training loops of the tests of compressing optimizers."""
+"""Models and training loops for the tests of optimizers that compress."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PARAMS = {"lr": 1e-2, "weight_decay": 0.1}
 WARM: dict[str, dict[str, Any]] = {"OneBitAdam": {"freeze_step": FREEZE}, "OneBitLamb": {"freeze_step": FREEZE},
                                    "ZeroOneAdam": {"var_update_scaler": FREEZE, "local_step_clipper": 1}}
 KINDS = tuple(WARM)
-STILL = {"var_freeze_step": FREEZE, "local_step_scaler": 4, "local_step_clipper": 3}
-"""Steps 5 to 8 travel one by one, then two together, then three, as far as the learning rate has fallen."""
+LOCAL_STEPS = {"var_freeze_step": FREEZE, "local_step_scaler": 4, "local_step_clipper": 3}
+"""Steps 5 to 8 synchronise each; then every second step does, then every third, as far as the learning rate has fallen."""
 
 
 def model() -> nn.Module:
@@ -64,8 +64,8 @@ def weights(engine: shoal.Engine) -> Tensor:
     return torch.cat([parameter.detach().float().flatten() for parameter in engine.module.parameters()])
 
 
-def falls(engine: shoal.Engine) -> None:
-    """Let the learning rate fall to a third after the warm-up."""
+def lower_rate(engine: shoal.Engine) -> None:
+    """Lower the learning rate to a third after the warm-up."""
     assert engine.optimizer is not None
     for group in engine.optimizer.param_groups:
         group["lr"] = PARAMS["lr"] / (3 if engine.global_steps >= FREEZE else 1)
