@@ -24,7 +24,7 @@ from shoal.zero.gradient_transport import GradientDtypes
 from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import UnitSpec, partition, tied_names
-from shoal.zero.placement import COMPRESSED, SHARD, STAGES, Stage, StateBytes, over
+from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, over
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
@@ -89,7 +89,7 @@ class ShardedModel:
         `begin_pass` is called at the begin of each backward pass of a root.
         """
         row = COMPRESSED if plan.compressed else STAGES[plan.stage]
-        persistent_below = plan.persistent_below if row.weight is SHARD else 0
+        persistent_below = 0 if row.persistent is row else plan.persistent_below
         specs = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
         for communicator in self.parameter_groups.communicators:
