@@ -170,13 +170,21 @@ class Hosts:
         switch = ("ip", "-n", self._switch, "link")
         make(self._switch)
         tool(*switch, "add", SWITCH, "type", "bridge")
-        tool(*switch, "set", SWITCH, "addrgenmode", "none", "up")  # without addresses of IPv6 nothing speaks unasked
+        self._up(*switch, "set", SWITCH)
         for host, namespace in enumerate(self.names):
             make(namespace)
             tool(*switch, "add", f"port{host}", "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
-            tool(*switch, "set", f"port{host}", "master", SWITCH, "addrgenmode", "none", "up")
+            self._up(*switch, "set", f"port{host}", "master", SWITCH)
             tool("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-            tool("ip", "-n", namespace, "link", "set", INTERFACE, "addrgenmode", "none", "up")
+            self._up("ip", "-n", namespace, "link", "set", INTERFACE)
+
+    def _up(self, *command: str) -> None:
+        """Bring a link up without an IPv6 address, so that it solicits no routers between the bytes that are counted.
+
+        The address mode is set first: in one command the kernel brings the link up before it reads the mode.
+        """
+        tool(*command, "addrgenmode", "none")
+        tool(*command, "up")
 
     def _shape(self) -> None:
         """Queue at both ends of every cable: the rate at each, the delay at the switch, so that it counts once each way."""
