@@ -213,6 +213,8 @@ def classes(tree: ast.Module) -> Iterator[str]:
 def test_one_class_name_has_one_owner() -> None:
     owners: dict[str, list[str]] = {}
     for path in FILES:
+        if name_of(path).startswith("compat/"):  # whose names are published ones, some of which are Shoal's as well
+            continue
         for name in classes(tree_of(path)):
             owners.setdefault(name, []).append(name_of(path))
     assert {name: files for name, files in owners.items() if len(files) > 1} == {}

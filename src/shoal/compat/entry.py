@@ -1,21 +1,84 @@
-"""`initialize` as published: Shoal's engine, configured with the published tolerance."""
+"""`initialize` as published: Shoal's engine, configured with the published tolerance.
+
+One call: read the lenient JSON, bring it into Shoal's form (`tolerance.py`), build the engine under its published class, and
+give it the configuration that its published accessors answer from.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from shoal.engine.build import add_config_arguments
-from shoal.engine.build import initialize as native_initialize
+from shoal.compat import named_optimizers
+from shoal.compat.deepspeed.runtime.config import read_config
+from shoal.compat.deepspeed.utils.logging import logger
+from shoal.compat.engine import DeepSpeedEngine, PipelineEngine
+from shoal.compat.optimizers import PlainOptimizer, optimizer_kind
+from shoal.compat.raising import as_published
+from shoal.compat.tolerance import tolerate
+from shoal.engine.build import EngineKinds, build
+from shoal.errors import ConfigError, UsageError
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["add_config_arguments", "initialize", "tp_model_init"]
+
+KINDS = EngineKinds(plain=DeepSpeedEngine, pipeline=PipelineEngine, optimizer=optimizer_kind)
 
 
+@as_published
 def initialize(args: Any = None, model: Any = None, optimizer: Any = None, model_parameters: Any = None,
                training_data: Any = None, lr_scheduler: Any = None, distributed_port: int = 29500, mpu: Any = None,
                dist_init_required: bool | None = None, collate_fn: Any = None, config: Any = None, mesh_param: Any = None,
                config_params: Any = None) -> tuple[Any, Any, Any, Any]:
-    """Wrap `model` for training; returns the engine, its optimizer, the loader and the schedule, None where absent."""
-    return native_initialize(args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
-                             training_data=training_data, lr_scheduler=lr_scheduler, distributed_port=distributed_port,
-                             mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn, config=config,
-                             mesh_param=mesh_param, config_params=config_params)
+    """Wrap `model` for training; returns the engine, its optimizer, the loader and the schedule, None where absent.
+
+    In fp32 at stage 0 the optimizer is the torch optimizer itself, as published. Raises Shoal's errors, which are also of
+    the published types.
+    """
+    if model is None:
+        raise UsageError("initialize: model is missing; pass the torch module to train")
+    given = read_config(_source(args, config if config is not None else config_params))
+    named = named_optimizers.rename(tolerate(given))
+    if _tensor_ranks.get(model, 1) > 1:
+        named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
+    engine: Any = build(KINDS, args=None, model=model, optimizer=optimizer, model_parameters=model_parameters,
+                        training_data=training_data, lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu,
+                        dist_init_required=dist_init_required, collate_fn=collate_fn, config=named, mesh_param=mesh_param,
+                        config_params=None)
+    engine.configure(given)
+    plain = type(engine.optimizer) is PlainOptimizer
+    return (engine, engine.optimizer.optimizer if plain else engine.optimizer, engine.training_dataloader,
+            engine.lr_scheduler)
+
+
+def _source(args: Any, config: Any) -> Any:
+    """Return the one configuration that was given."""
+    given: dict[str, Any] = {} if args is None else vars(args)
+    if given.get("deepscale_config") is not None:
+        logger.warning("--deepscale_config is the oldest spelling; write --deepspeed_config")
+    named = next((given[key] for key in ("deepspeed_config", "deepscale_config", "shoal_config")
+                  if given.get(key) is not None), None)
+    if named is not None and config is not None:
+        raise ConfigError("initialize: got args.deepspeed_config and config; give one of them")
+    if named is None and config is None:
+        raise ConfigError("initialize: got no configuration; give config=PATH_OR_DICT, or --deepspeed_config through args")
+    return named if config is None else config
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """Add `--deepspeed` and `--deepspeed_config` to an argparse parser, and return it."""
+    group = parser.add_argument_group("DeepSpeed", "distributed training")
+    group.add_argument("--deepspeed", action="store_true", default=False, help="accepted; the launcher starts the ranks")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="the JSON configuration")
+    group.add_argument("--deepscale", action="store_true", default=False, help="the oldest spelling of --deepspeed")
+    group.add_argument("--deepscale_config", type=str, default=None, help="the oldest spelling of --deepspeed_config")
+    return parser
+
+
+_tensor_ranks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The tensor ranks that `tp_model_init` asked for, by model."""
+
+
+def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> Any:
+    """Cast `model` and return it; `initialize` slices its layers over `tp_size` tensor ranks by the plan of its class."""
+    _tensor_ranks[model] = tp_size
+    return model.to(dtype)

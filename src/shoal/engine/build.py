@@ -32,7 +32,7 @@ from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageEr
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
-from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, check_elementwise, count_moments
+from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, arithmetic_class, check_elementwise, count_moments
 from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -51,7 +51,7 @@ from shoal.zero.sharded import ShardingPlan
 if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["EngineKinds", "add_config_arguments", "build", "initialize"]
 
 OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
@@ -93,6 +93,28 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     the model is a `PipelineModule`. Raises `ConfigError` for the configuration, `UsageError` for the objects,
     `RanksDisagree` when ranks differ.
     """
+    engine = build(EngineKinds(), args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
+                   training_data=training_data, lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu,
+                   dist_init_required=dist_init_required, collate_fn=collate_fn, config=config, mesh_param=mesh_param,
+                   config_params=config_params)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKinds:
+    """The classes that `build` makes instances of: Shoal's own, or subclasses under other names."""
+
+    plain: type[Engine] = Engine
+    pipeline: type[PipelineEngine] = PipelineEngine
+    optimizer: Callable[[Config, Optimizer], type[ShardedOptimizer]] = lambda settings, inner: ShardedOptimizer
+    """The class of the sharded optimizer, by the configuration and the inner optimizer."""
+
+
+def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: OptimizerSource | None,
+          model_parameters: ParameterSource | None, training_data: Dataset[Any] | None, lr_scheduler: ScheduleSource | None,
+          distributed_port: int, mpu: Any, dist_init_required: bool | None, collate_fn: Callable[[Any], Any] | None,
+          config: Source | None, mesh_param: Any, config_params: Source | None) -> Engine | PipelineEngine:
+    """Build the engine that `initialize` returns, as an instance of one of `kinds`."""
     if model is None:
         raise UsageError("initialize: model is missing; pass the torch module to train")
     source = _source(args, config, config_params)
@@ -111,7 +133,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
         Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
         gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
     device = process_group.device()
-    kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
+    kind = kinds.pipeline if isinstance(model, PipelineModule) else kinds.plain
     engine = kind(model, settings, mesh, parameter_groups, board, device)
     traits = _traits(settings, optimizer)
     _check_device(settings, device)
@@ -119,7 +141,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
         check_compression(settings, mesh, model, traits.name)
     _move_buffers(model, parameter_groups.data, device)
     with _restored_on_failure(engine, optimizer):
-        sharded_optimizer = _shard(engine, optimizer, model_parameters, traits)
+        sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, kinds)
         schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
         loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
         engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
@@ -131,7 +153,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
         warn_once(f"pipeline: has no effect: the model is a {type(model).__name__}, and no PipelineModule")
     if settings.dump_state and parameter_groups.world.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine
 
 
 def add_config_arguments(parser: Any) -> Any:
@@ -192,7 +214,7 @@ def _timeout(source: Source) -> timedelta | None:
 
 
 def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: ParameterSource | None,
-           traits: OptimizerTraits) -> ShardedOptimizer | None:
+           traits: OptimizerTraits, kinds: EngineKinds) -> ShardedOptimizer | None:
     """Shard the engine's model, and build the optimizer with these `traits` over its masters."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
@@ -226,7 +248,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
     rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
-    return ShardedOptimizer(sharded, views, inner, _loss_scale(settings), rules)
+    return kinds.optimizer(settings, inner)(sharded, views, inner, _loss_scale(settings), rules)
 
 
 @contextmanager
@@ -304,8 +326,9 @@ class OptimizerTraits:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerTraits:
-        return cls(name=type(optimizer).__name__, moments=count_moments(type(optimizer), optimizer.defaults),
-                   compressing=isinstance(optimizer, CompressedOptimizer), layerwise=type(optimizer) in LAYERWISE)
+        kind = type(optimizer)
+        return cls(name=kind.__name__, moments=count_moments(kind, optimizer.defaults),
+                   compressing=isinstance(optimizer, CompressedOptimizer), layerwise=arithmetic_class(kind) in LAYERWISE)
 
 
 def _traits(settings: Config, optimizer: OptimizerSource | None) -> OptimizerTraits:
@@ -333,7 +356,7 @@ def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
     """Raise unless `optimizer` can step slices of parameters, when the configuration wants them stepped."""
     check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
     name = type(optimizer).__name__
-    if settings.zero_optimization.offload_optimizer.step_in_backward and type(optimizer) in LAYERWISE:
+    if settings.zero_optimization.offload_optimizer.step_in_backward and arithmetic_class(type(optimizer)) in LAYERWISE:
         raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "
                           f"norms that all ranks add up together, after backward; set it to false, or use an elementwise "
                           f"optimizer such as AdamW")

@@ -21,7 +21,8 @@ from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 
-__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "check_elementwise", "count_moments"]
+__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "arithmetic_class", "check_elementwise",
+           "count_moments"]
 
 ADAM_MOMENTS = 2
 
@@ -43,6 +44,24 @@ _USE_INSTEAD = "use an elementwise one instead: AdamW, Adam, SGD, Adagrad, Lion,
 _SHAPE, _CUT, _STEPS = (16, 12), 64, 3
 
 
+def arithmetic_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Return the class whose arithmetic a step of `optimizer_class` is.
+
+    A subclass that adds a constructor alone, with other defaults, steps as its base does.
+    """
+    base = optimizer_class
+    while base not in ELEMENTWISE and base not in LAYERWISE and issubclass(base.__mro__[1], Optimizer) and _constructs(base):
+        base = base.__mro__[1]
+    return base
+
+
+def _constructs(optimizer_class: type[Optimizer]) -> bool:
+    """Whether the class itself defines nothing but its constructor. Torch puts a wrapped `step` into each class."""
+    own = {name: value for name, value in vars(optimizer_class).items() if not name.startswith("__")}
+    step, inherited = own.pop("step", None), getattr(optimizer_class.__mro__[1], "step", None)
+    return not own and (step is None or inspect.unwrap(step) is inspect.unwrap(inherited or step))
+
+
 def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, Any], *, trusted: bool = False) -> None:
     """Raise `OptimizerError` unless `optimizer_class` steps every element by itself, or is one of `LAYERWISE`.
 
@@ -50,7 +69,8 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
     accepts a class that cannot be probed, but not one whose probe mixed elements.
     """
     name = optimizer_class.__name__
-    if optimizer_class in ELEMENTWISE or optimizer_class in LAYERWISE:
+    known = arithmetic_class(optimizer_class)
+    if known in ELEMENTWISE or known in LAYERWISE:
         return
     if optimizer_class in WHOLE_TENSOR:
         raise OptimizerError(f"optimizer: {name} {WHOLE_TENSOR[optimizer_class]}, but a rank steps flat slices of "

@@ -36,16 +36,21 @@ _TORCH: dict[str, Callable[..., Optimizer]] = {
 }  # fmt: skip
 _WHOLE_TENSOR = {member.__name__: member for member in WHOLE_TENSOR if member.__name__.lower() not in _LATER}
 _PUBLISHED = frozenset({"adam", "adamw", "lion", "sgd", "adagrad", "lamb", "onebitadam", "onebitlamb", "zerooneadam"})
+_native_names: set[str] = set(_PUBLISHED)
+"""Names whose optimizers step in native code where supported, in lower case."""
 _optimizers: Registry[Optimizer] = Registry("optimizer", library=_TORCH, later=_LATER)
 
 
-def register_optimizer(name: str) -> Callable[[F], F]:
+def register_optimizer(name: str, *, native: bool = False) -> Callable[[F], F]:
     """Make an optimizer class, or a function that returns one, known as `name` in `optimizer.type`.
 
     It is called with the parameters or groups first and `optimizer.params` as keywords. Use it as a decorator or as
-    `register_optimizer("mine")(Mine)`. Raises `UsageError` when another one has the name.
+    `register_optimizer("mine")(Mine)`. With `native` it steps in native code where its class has some. Raises `UsageError`
+    when another one has the name.
     """
     def register(factory: F) -> F:
+        if native:
+            _native_names.add(name.lower())
         return _optimizers.register(name, factory)
 
     return register
@@ -181,11 +186,11 @@ def _check_values(params: Mapping[str, object]) -> None:
 
 
 def prefers_native(type: str | None, params: Mapping[str, object]) -> bool:
-    """Whether the optimizer called `type` uses native code where supported: the published names, unless `params` select a
+    """Whether the optimizer called `type` uses native code where supported: names registered so, unless `params` select a
     kernel of torch (`torch_adam`, `fused`, `foreach`).
     """
     kernels = ("torch_adam", "fused", "foreach")
-    return (type or "").lower() in _PUBLISHED and not any(params.get(name) for name in kernels)
+    return (type or "").lower() in _native_names and not any(params.get(name) for name in kernels)
 
 
 def _always_true(keyword: str, value: bool) -> None:

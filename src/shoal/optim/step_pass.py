@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.errors import OptimizerError
 from shoal.native.step import DTYPES, Rule, available, step
-from shoal.optim.elementwise import LAYERWISE
+from shoal.optim.elementwise import LAYERWISE, arithmetic_class
 from shoal.optim.lion import Lion
 from shoal.optim.masks import MASK
 from shoal.optim.onebit import CompressedAdam, OneBitAdam, ZeroOneAdam
@@ -109,7 +109,7 @@ def native_step_fn(optimizer: Optimizer) -> StepFunction | None:
 
     Its views must have passed `can_step_natively` when their step was decided.
     """
-    plan = _PLANS.get(type(optimizer))
+    plan = _PLANS.get(arithmetic_class(type(optimizer)))
     if plan is None or not available():
         return None
 
@@ -177,8 +177,9 @@ def _native_compressed_step(optimizer: CompressedAdam, view: MasterView, group: 
 
 def can_step_natively(optimizer: Optimizer, views: Sequence[MasterView], options: Options) -> bool:
     """Whether native code alone steps all `views` with these `options`. Such a step may run in any thread."""
-    known = type(optimizer) in _PLANS or type(optimizer) in COMPRESSED
-    suits = is_unhooked(optimizer) if type(optimizer) in LAYERWISE else known and has_native_options(optimizer, options)
+    kind = arithmetic_class(type(optimizer))
+    known = kind in _PLANS or kind in COMPRESSED
+    suits = is_unhooked(optimizer) if kind in LAYERWISE else known and has_native_options(optimizer, options)
     return suits and available() and all(supports_native(view) for view in views)
 
 

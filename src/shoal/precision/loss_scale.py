@@ -72,15 +72,15 @@ class DynamicScale:
 
     def __init__(self, *, initial_scale_power: int = 16, loss_scale_window: int = 1000, hysteresis: int = 2,
                  consecutive_hysteresis: bool = False, min_loss_scale: float = 1.0) -> None:
-        self._smallest = _positive("fp16.min_loss_scale", min_loss_scale)
-        self._window = _count("fp16.loss_scale_window", loss_scale_window)
-        self._hysteresis = _count("fp16.hysteresis", hysteresis)
-        self._consecutive = consecutive_hysteresis
+        self.smallest = _positive("fp16.min_loss_scale", min_loss_scale)
+        self.window = _count("fp16.loss_scale_window", loss_scale_window)
+        self.hysteresis = _count("fp16.hysteresis", hysteresis)
+        self.consecutive = consecutive_hysteresis
         self._value = 2.0**initial_scale_power
-        if self._value < self._smallest:
+        if self._value < self.smallest:
             raise ConfigError(f"fp16.initial_scale_power: got {initial_scale_power}, a scale of {self._value:g}; it "
-                              f"must be at least fp16.min_loss_scale ({self._smallest:g})")
-        self._patience = self._hysteresis
+                              f"must be at least fp16.min_loss_scale ({self.smallest:g})")
+        self._patience = self.hysteresis
         self._clean = 0
         self._steps = 0
 
@@ -100,8 +100,8 @@ class DynamicScale:
         self._clean = 0
         if self._patience > 1:
             self._patience -= 1
-        elif self._value > self._smallest:
-            self._value = max(self._value / 2, self._smallest)
+        elif self._value > self.smallest:
+            self._value = max(self._value / 2, self.smallest)
         else:
             raise LossScaleError(
                 f"step {self._steps}: the gradients overflow at loss scale {self._value:g}, the smallest that "
@@ -111,11 +111,11 @@ class DynamicScale:
 
     def _passed(self) -> None:
         self._clean += 1
-        grow = self._clean % self._window == 0
+        grow = self._clean % self.window == 0
         if grow:
             self._value *= 2
-        if grow or self._consecutive:
-            self._patience = self._hysteresis
+        if grow or self.consecutive:
+            self._patience = self.hysteresis
 
     def state_dict(self) -> dict[str, int | float]:
         """Return the value, the remaining patience, and the counts of consecutive clean steps and of all steps."""
@@ -129,8 +129,8 @@ class DynamicScale:
         if missing:
             raise CheckpointError(f"loss scale: the checkpoint lacks {', '.join(sorted(missing))}; it has "
                                   f"{', '.join(sorted(state))}; was it saved by another class of loss scale?")
-        self._value = max(float(state["value"]), self._smallest)
-        self._patience = min(int(state["patience"]), self._hysteresis)
+        self._value = max(float(state["value"]), self.smallest)
+        self._patience = min(int(state["patience"]), self.hysteresis)
         self._clean = int(state["clean"])
         self._steps = int(state["steps"])
 

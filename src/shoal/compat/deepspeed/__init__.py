@@ -25,6 +25,7 @@ _ENTRY = "shoal.compat.entry"
 __getattr__, __dir__ = lazy_names(_HERE, {
     "initialize": _ENTRY,
     "add_config_arguments": _ENTRY,
+    "tp_model_init": _ENTRY,
     "init_distributed": f"{_HERE}.comm.comm",
     "zero": f"{_HERE}.runtime.zero:",
     "dist": f"{_HERE}.comm:",

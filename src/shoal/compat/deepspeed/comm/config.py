@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from shoal.compat.deepspeed.comm.constants import *  # noqa: F403
 from shoal.compat.deepspeed.comm.constants import COMMS_LOGGER
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -14,7 +16,7 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
 
     enabled: bool = False
     prof_all: bool = True
-    prof_ops: list[str] = []
+    prof_ops: list[str] = Field(default_factory=list)
     verbose: bool = False
     debug: bool = False
 

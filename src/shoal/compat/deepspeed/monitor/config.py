@@ -68,4 +68,4 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
 def get_monitor_config(param_dict: dict[str, Any]) -> DeepSpeedMonitorConfig:
     """Return the monitors of a whole configuration."""
-    return DeepSpeedMonitorConfig(**{key: param_dict.get(key, {}) for key in ("tensorboard", "wandb", "csv_monitor", "comet")})
+    return DeepSpeedMonitorConfig(**{key: param_dict.get(key, {}) for key in DeepSpeedMonitorConfig.model_fields})

@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigObject, get_scalar_param
 
-__all__ = ["DeepSpeedFlopsProfilerConfig", "FLOPS_PROFILER"]
+__all__ = ["FLOPS_PROFILER", "DeepSpeedFlopsProfilerConfig"]
 
 FLOPS_PROFILER = "flops_profiler"
 _DEFAULTS = {"enabled": False, "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1,

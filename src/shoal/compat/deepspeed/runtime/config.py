@@ -28,16 +28,29 @@ from shoal.compat.deepspeed.runtime.config_utils import (
 )
 from shoal.compat.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from shoal.compat.deepspeed.runtime.swap_tensor.aio_config import get_aio_config
-from shoal.compat.deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
+from shoal.compat.deepspeed.runtime.zero.config import get_zero_config
 from shoal.compat.deepspeed.utils.config import get_timers_config
 from shoal.compat.deepspeed.utils.logging import logger
 from shoal.compat.hjson import loads
 from shoal.errors import ConfigError
 
-__all__ = ["ADAGRAD_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAM_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "DeepSpeedConfig",
-           "DeepSpeedConfigError", "DeepSpeedConfigWriter", "DtypeEnum", "HybridEngineConfig", "LAMB_OPTIMIZER",
-           "LION_OPTIMIZER", "MUON_OPTIMIZER", "ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER",
-           "ZERO_ONE_ADAM_OPTIMIZER"]
+__all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "MUON_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "ZERO_ONE_ADAM_OPTIMIZER",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedConfigWriter",
+    "DtypeEnum",
+    "HybridEngineConfig",
+]
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
@@ -173,7 +186,8 @@ class DeepSpeedConfig:
         self.gradient_allreduce_op = self._reduction(given.get("gradient_allreduce_op", "mean"))
         self.sparse_gradients_enabled = given.get("sparse_gradients", False)
         self.communication_data_type = self._dtype("communication_data_type", given)
-        self.seq_parallel_communication_data_type = self._dtype("seq_parallel_communication_data_type", given) or torch.float32
+        sequence = self._dtype("seq_parallel_communication_data_type", given)
+        self.seq_parallel_communication_data_type = sequence or torch.float32
         self.disable_allgather = given.get("disable_allgather", False)
         self.disable_python_gc = given.get("disable_python_gc", False)
         self.dataloader_drop_last = given.get("dataloader_drop_last", False)
@@ -288,7 +302,7 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigError(f"data_types.keep_in_fp32_modules: got {self.keep_in_fp32_modules!r}; give \"auto\" "
                                        f"or a list of patterns")
         if self.vocabulary_size and self.vocabulary_size % 8:
-            logger.warning("vocabulary_size: got %s, no multiple of 8, which is slower on matrix units", self.vocabulary_size)
+            logger.warning("vocabulary_size: got %s, no multiple of 8, which is slower", self.vocabulary_size)
 
     def print_user_config(self) -> None:
         """Log the JSON as it was given."""

@@ -48,7 +48,7 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(owner, last, rule.get("new_param_fn", lambda given: given)(value))
 
     @field_serializer("dtype", check_fields=False)
-    def serialize_torch_dtype(dtype: Any) -> str:  # noqa: N805  published in this form
+    def serialize_torch_dtype(dtype: Any) -> str:
         """Return a torch dtype as text."""
         return str(dtype)
 
@@ -88,7 +88,8 @@ class ScientificNotationEncoder(json.JSONEncoder):
                 return iter([f"{o:e}"])
             case dict():
                 inner = " " * (level + indent)
-                rows = [f'\n{inner}"{key}": {"".join(self.iterencode(value, level=level + indent))}' for key, value in o.items()]
+                rows = [f'\n{inner}"{key}": {"".join(self.iterencode(value, level=level + indent))}'
+                        for key, value in o.items()]
                 return iter(["{" + ", ".join(rows) + "\n" + " " * level + "}"])
             case list():
                 return iter(["[" + ", ".join("".join(self.iterencode(each)) for each in o) + "]"])

@@ -9,9 +9,20 @@ from pydantic import field_validator
 
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-__all__ = ["BFLOAT16", "BFLOAT16_OLD", "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "DeepSpeedBF16Config",
-           "DeepSpeedFP16Config", "FP16", "INITIAL_LOSS_SCALE", "MIN_LOSS_SCALE", "SCALE_WINDOW", "get_bfloat16_config",
-           "get_float16_config"]
+__all__ = [
+    "BFLOAT16",
+    "BFLOAT16_OLD",
+    "CONSECUTIVE_HYSTERESIS",
+    "DELAYED_SHIFT",
+    "FP16",
+    "INITIAL_LOSS_SCALE",
+    "MIN_LOSS_SCALE",
+    "SCALE_WINDOW",
+    "DeepSpeedBF16Config",
+    "DeepSpeedFP16Config",
+    "get_bfloat16_config",
+    "get_float16_config",
+]
 
 FP16 = "fp16"
 BFLOAT16 = "bf16"

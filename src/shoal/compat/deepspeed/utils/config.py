@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-__all__ = ["DeepSpeedThroughputTimerConfig", "TIMERS", "TIMERS_THROUGHPUT", "get_timers_config"]
+__all__ = ["TIMERS", "TIMERS_THROUGHPUT", "DeepSpeedThroughputTimerConfig", "get_timers_config"]
 
 TIMERS = "timers"
 TIMERS_THROUGHPUT = "throughput"

@@ -17,7 +17,7 @@ from shoal.compat.deepspeed.runtime.zero.offload_config import (
 )
 from shoal.compat.deepspeed.utils.logging import logger
 
-__all__ = ["DeepSpeedZeroConfig", "ZERO_OPTIMIZATION", "ZeroStageEnum", "get_zero_config", "read_zero_config_deprecated"]
+__all__ = ["ZERO_OPTIMIZATION", "DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config", "read_zero_config_deprecated"]
 
 ZERO_OPTIMIZATION = "zero_optimization"
 
@@ -29,7 +29,7 @@ class ZeroStageEnum(int, Enum):
     optimizer_states = 1
     gradients = 2
     weights = 3
-    max_stage = 3
+    max_stage = 3  # noqa: PIE796  published as another name of the last
 
 
 def _old(new: str, **rule: Any) -> Any:

@@ -13,7 +13,7 @@ __all__ = ["DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConf
            "OffloadStateTypeEnum"]
 
 
-class OffloadDeviceEnum(str, Enum):
+class OffloadDeviceEnum(str, Enum):  # noqa: UP042  published so
     """Where state rests."""
 
     none = "none"
@@ -21,7 +21,7 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, Enum):
+class OffloadStateTypeEnum(str, Enum):  # noqa: UP042  published so
     """The kinds of state that `engine.offload_states` moves."""
 
     optim_states = "optim_states"

@@ -1,0 +1,3 @@
+"""LAMB under its published name."""
+
+from shoal.compat.deepspeed.ops.lamb.fused_lamb import FusedLamb as FusedLamb

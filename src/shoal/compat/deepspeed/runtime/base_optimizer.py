@@ -1,0 +1,4 @@
+"""The bases of published optimizers."""
+
+from shoal.compat.optimizers import DeepSpeedOptimizer as DeepSpeedOptimizer
+from shoal.compat.optimizers import ZeROOptimizer as ZeROOptimizer

@@ -1,0 +1,5 @@
+"""The published optimizer of stage 3, and its memory estimators."""
+
+from shoal.compat.optimizers import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizer_Stage3
+from shoal.zero import estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold
+from shoal.zero import estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live

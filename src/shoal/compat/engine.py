@@ -1,0 +1,262 @@
+"""Shoal's engines under their published names: the published accessors, return values and error types.
+
+`PublishedEngine` is what both have in common. The published pipeline engine is a subclass of the published engine, and
+Shoal's are siblings; so `isinstance(pipeline_engine, DeepSpeedEngine)` is answered by registration.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
+from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from shoal.compat.raising import as_published, published_errors
+from shoal.engine.base import BaseEngine
+from shoal.engine.engine import Engine
+from shoal.engine.pipeline_engine import PipelineEngine as NativePipelineEngine
+from shoal.errors import UsageError
+
+__all__ = ["DeepSpeedEngine", "PipelineEngine", "PublishedEngine"]
+
+RESERVED = "checkpoint_parallel_dimensions"
+"""A key of checkpoints that `client_state` may not have."""
+
+
+class PublishedEngine(BaseEngine):
+    """One model in training, with the published members."""
+
+    published: DeepSpeedConfig
+    managed: bool = True
+    """Whether the engine counts the microbatches of a step; else each call of `step` is a boundary."""
+
+    def configure(self, given: Mapping[str, Any]) -> None:
+        """Keep the configuration as it was given, for the published accessors."""
+        self.published = DeepSpeedConfig(dict(given), mpu=self.mesh)
+        self.managed = self.published.managed_gradient_accumulation
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self.published._param_dict  # pyright: ignore[reportPrivateUsage]  the published name
+
+    @property
+    def _config(self) -> Any:
+        return self.published
+
+    checkpoint_engine: Any = None
+    store_gradients: bool = False
+
+    # Loops
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the module's training mode."""
+        return super().train(mode)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present microbatch is the last of a step."""
+        return super().is_gradient_accumulation_boundary() if self.managed else False
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of `torch_autocast`, in which the model runs."""
+        if not self.published.torch_autocast_enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.published.torch_autocast_dtype or torch.bfloat16)
+
+    # Checkpoints
+
+    @as_published
+    def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None,
+                        client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
+        """Save the training state; returns True once it is written, unless `checkpoint.async_save` is true."""
+        if not str(save_dir):
+            raise UsageError("save_checkpoint: save_dir is empty; give a folder")
+        if RESERVED in (client_state or {}):
+            raise KeyError(f"save_checkpoint: client_state has the key '{RESERVED}', which is reserved; rename it")
+        return super().save_checkpoint(save_dir, tag, client_state=client_state, save_latest=save_latest,
+                                       exclude_frozen_parameters=exclude_frozen_parameters)
+
+    load_checkpoint = as_published(BaseEngine.load_checkpoint)
+    load_module_state_dict = as_published(BaseEngine.load_module_state_dict)
+    set_train_batch_size = as_published(BaseEngine.set_train_batch_size)
+    set_train_micro_batch_size = as_published(BaseEngine.set_train_micro_batch_size)
+    deepspeed_io = as_published(BaseEngine.deepspeed_io)
+    compile = as_published(BaseEngine.compile)
+    offload_states = as_published(BaseEngine.offload_states)
+    reload_states = as_published(BaseEngine.reload_states)
+
+    # Accessors whose answer is one value of the configuration
+
+    def optimizer_name(self) -> str | None:
+        """Return the class of the optimizer that `initialize` was given, or the configured name in lower case."""
+        given = self.client_optimizer
+        return self.published.optimizer_name if given is None or callable(given) else type(given).__name__
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return the configured value; Shoal records phases by `engine.trace()`."""
+        return self.published.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        """Return the configured value."""
+        return self.published.memory_breakdown
+
+    def steps_per_print(self) -> int | None:
+        """Return the configured value."""
+        return self.published.steps_per_print
+
+    def zero_offload_optimizer(self) -> Any:
+        """Return the published section of offloaded optimizer state, None if there is none."""
+        return self.published.zero_config.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        """Return the published section of offloaded weights, None if there is none."""
+        return self.published.zero_config.offload_param
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the optimizer's state rests on the host or on disk."""
+        section = self.zero_offload_optimizer()
+        return section is not None and section.device in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme)
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state rests on the host."""
+        section = self.zero_offload_optimizer()
+        return section is not None and section.device == OffloadDeviceEnum.cpu
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether the optimizer's state rests on disk."""
+        return self.settings.zero_optimization.offload_optimizer.device == "nvme"
+
+    def initial_dynamic_scale(self) -> int:
+        """Return the first dynamic loss scale."""
+        return self.published.float16_config.initial_dynamic_scale()
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the keywords of the dynamic loss scaler."""
+        return self.published.float16_config.dynamic_loss_scale_args()
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype of the weights and that of accumulated gradients."""
+        return self.policy.compute, self.policy.accumulate
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether tags are compared between ranks."""
+        return self.published.checkpoint_tag_validation_enabled
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether tags that differ between ranks are an error."""
+        return self.published.checkpoint_tag_validation_fail
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's number among the data ranks."""
+        return self.communicator.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's number among the ranks of one replica."""
+        return self.mesh.get_model_parallel_rank()
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+
+def _answers(path: str) -> Callable[[PublishedEngine], Any]:
+    """Return an accessor of the configuration's value at `path`."""
+    def answer(self: PublishedEngine) -> Any:
+        found: Any = self.published
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+    answer.__doc__ = f"Return the configuration's `{path}`."
+    return answer
+
+
+_ANSWERS = {
+    "optimizer_params": "optimizer_params", "optimizer_legacy_fusion": "optimizer_legacy_fusion",
+    "scheduler_name": "scheduler_name", "scheduler_params": "scheduler_params",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer", "dataloader_drop_last": "dataloader_drop_last",
+    "managed_gradient_accumulation": "managed_gradient_accumulation", "use_node_local_storage": "use_node_local_storage",
+    "load_universal_checkpoint": "load_universal_checkpoint", "log_level": "log_level", "aio_config": "aio_config",
+    "swap_tensor_config": "aio_config", "data_efficiency_enabled": "data_efficiency_enabled",
+    "data_efficiency_config": "data_efficiency_config", "torch_autocast_enabled": "torch_autocast_enabled",
+    "torch_autocast_dtype": "torch_autocast_dtype", "fp16_auto_cast": "float16_config.auto_cast",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast_lower_precision_safe_modules",
+    "fp16_master_weights_and_gradients": "float16_config.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
+    "flops_profiler_enabled": "flops_profiler_config.enabled", "pld_enabled": "pld_enabled",
+    "progressive_layer_drop_enabled": "pld_enabled", "sparse_gradients_enabled": "sparse_gradients_enabled",
+    "elasticity_enabled": "elasticity_enabled", "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
+    **{f"flops_profiler_{name}": f"flops_profiler_config.{name}" for name in (
+        "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file")},
+    **{f"zero_{name}": f"zero_config.{name}" for name in (
+        "reduce_scatter", "overlap_comm", "sub_group_size", "reduce_bucket_size", "allgather_bucket_size",
+        "compute_grad_norm", "contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint", "max_live_parameters",
+        "max_reuse_distance", "prefetch_bucket_size", "module_granularity_threshold", "param_persistence_threshold",
+        "model_persistence_threshold", "gather_16bit_weights_on_model_save", "legacy_stage1", "ignore_unused_parameters",
+        "allgather_partitions", "round_robin_gradients", "parameter_alignment", "log_trace_cache_warnings",
+        "allgather_sequential", "save_muon_momentum_buffer_in_memory")},
+    "zero_multi_rank_bucket_allreduce": "zero_config.use_multi_rank_bucket_allreduce",
+    **{name: f"zero_config.{name}" for name in (
+        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients")},
+}  # fmt: skip
+"""Published accessors, and the value of the published configuration that each returns."""
+
+for _name, _path in _ANSWERS.items():
+    setattr(PublishedEngine, _name, _answers(_path))
+
+
+class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
+    """The engine that `deepspeed.initialize` returns for a module."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; within `torch.autocast` where `torch_autocast` asks for it."""
+        with published_errors(), self.autocast():
+            return super().forward(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
+        """Accumulate the gradients of `loss`; returns it divided by the accumulation steps, in its own dtype.
+
+        Keywords of older versions (`allreduce_gradients`, `release_loss`) have no effect.
+        """
+        with published_errors():
+            if not isinstance(loss, Tensor):
+                raise UsageError(f"backward: got a {type(loss).__name__}; pass the scalar loss tensor")
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas).to(loss.dtype)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch."""
+        with published_errors():
+            if self.managed:
+                return super().step(lr_kwargs)
+            self.progress.boundary_override = True
+            try:
+                super().step(lr_kwargs)
+            finally:
+                self.progress.boundary_override = None
+        return None
+
+    @as_published
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the present microbatch is the last of a step, instead of counting."""
+        if not self.managed:
+            raise UsageError("set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every step() "
+                             "is a boundary; leave the call out")
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+
+class PipelineEngine(PublishedEngine, NativePipelineEngine):
+    """The engine that `deepspeed.initialize` returns for a `PipelineModule`."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: any values may pass between stages."""
+
+
+DeepSpeedEngine.register(PipelineEngine)
