@@ -121,7 +121,7 @@ def away(given: dict[str, Any], **more: Any) -> bool:
         model = build()
     owner = owner_of(next(iter(model.parameters())))
     assert isinstance(owner, Unit)
-    return owner.offloaded
+    return owner.memory.is_offloaded
 
 
 @pytest.mark.parametrize(("zero", "more", "expected"), [

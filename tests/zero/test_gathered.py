@@ -189,7 +189,7 @@ def lend(folder: str, place: str, stage: int, width: int) -> None:
         assert engine.sharded is not None
         engine.eval()(torch.ones(2, width))
         engine.sharded.settle()
-        assert all(not unit.is_exposed for unit in engine.sharded.units), "no outside reference is left"
+        assert all(not unit.memory.is_exposed for unit in engine.sharded.units), "no outside reference is left"
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
@@ -240,7 +240,7 @@ def enter_in_vain(folder: str, leaving: bool) -> None:
     delattr(unit, name)
     engine.sharded.settle()
     unit.release()
-    assert [(unit.name, unit.contexts, unit.is_released) for unit in units] == [(unit.name, 0, True) for unit in units]
+    assert [(unit.name, unit.readers, unit.is_released) for unit in units] == [(unit.name, 0, True) for unit in units]
     step(engine)
     engine.destroy()
 

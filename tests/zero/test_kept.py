@@ -66,7 +66,7 @@ def pinned(unit: Unit) -> bool:
 
 
 def chunks_of(unit: Unit) -> list[_Chunk]:
-    memory = unit._memory
+    memory = unit.memory._elastic
     return memory._memory._chunks if isinstance(memory, DiskBuffer) else []
 
 

@@ -97,7 +97,7 @@ class BackwardStepper:
         unit, views = self._units[gradient]
         whole = gradient.accumulator.slots_with_grad == (1 << len(unit.members)) - 1
         replicated = unit.replica_group.replicas is not None  # not yet reduced over the replicas
-        in_use = (unit.reshards and not unit.is_released) or unit.is_exposed
+        in_use = (unit.reshards and not unit.is_released) or unit.memory.is_exposed
         if not whole or gradient.late_recompute or replicated or in_use:
             unit.residency.unpin()
             return False

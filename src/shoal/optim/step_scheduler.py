@@ -405,7 +405,7 @@ def _can_defer(unit: TrainableUnit) -> bool:
     needs no collective.
     """
     local = not unit.stage.publishes or unit.communicator.ranks == 1
-    return local and unit.is_released and not unit.is_exposed and unit.offloaded and _is_offloaded(unit)
+    return local and unit.is_released and not unit.memory.is_exposed and unit.memory.is_offloaded and _is_offloaded(unit)
 
 
 def _keeps_weights(unit: TrainableUnit, step_pass: StepPass) -> bool:

@@ -40,7 +40,7 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
 def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
     """Hold one unit gathered; after an exception nothing written is taken over."""
     unit.gather()
-    unit.expose()
+    unit.memory.expose()
     unit.hold(Hold.CONTEXT)
     try:
         with _writes_dropped(unit) if modifier_rank is None and unit.is_sharded else nullcontext():
@@ -51,7 +51,7 @@ def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
         if modifier_rank is not None:
             unit.broadcast_edit(modifier_rank)
         elif not unit.is_sharded:
-            unit.mark_dirty()
+            unit.memory.mark_dirty()
     finally:
         unit.drop(Hold.CONTEXT | Hold.REUSE)
         unit.release()
@@ -64,9 +64,9 @@ def _writes_dropped(unit: Unit) -> Generator[None]:
     Where the resting weights lie within the buffer, these are restored; the whole buffer if another reader holds it. Readers
     that arrive inside the context get the restored shards.
     """
-    used = unit.contexts > 1 or Hold.FOREIGN_READ in unit.held
-    memory = unit.full if used else unit.resting_view
-    values = None if memory is None else unit.save_values(memory)
+    used = unit.readers > 1
+    memory = unit.full if used else unit.weight if unit.memory.rests_in_full else None
+    values = None if memory is None else unit.memory.take_snapshot(memory)
     try:
         yield
     except BaseException:
@@ -75,8 +75,8 @@ def _writes_dropped(unit: Unit) -> Generator[None]:
         raise
     finally:
         if values is not None:
-            unit.restore(values)
-    if not used and (unit.contexts > 1 or Hold.FOREIGN_READ in unit.held):
+            unit.memory.restore(values)
+    if not used and unit.readers > 1:
         unit.refresh_full()
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, mirrored, offset_names
-from shoal.zero.gradient_transport import DenseTransport, InFlight, UnitWire
 from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
+from shoal.zero.unit_transport import DenseTransport, InFlight, UnitWire
 
 __all__ = ["Gradient", "OnReduced"]
 

@@ -87,7 +87,7 @@ def adopt(unit: Unit, *, keep: bool = True) -> None:
     views = unit.layout.views(unit.full)
     try:
         check_fit(unit)
-        if keep and unit.is_shared(views=len(slots)):
+        if keep and unit.memory.is_shared(views=len(slots)):
             raise UsageError(
                 f"parameter '{unit.members[slots[0]].name}' was given other memory (p.data = ...) while another tensor "
                 f"shares its former memory, which rests in another tier between uses and takes the new value: keep a copy "

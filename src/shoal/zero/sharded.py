@@ -20,7 +20,6 @@ from shoal.precision.policy import Policy
 from shoal.tier import Memory, StoragePlan, trim
 from shoal.transport.collectives import Communicator
 from shoal.zero.grad_accumulator import Pool
-from shoal.zero.gradient_transport import GradientDtypes
 from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
 from shoal.zero.partition import UnitSpec, partition, tied_names
@@ -29,6 +28,7 @@ from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold, Phase, Scope
+from shoal.zero.unit_transport import GradientDtypes
 from shoal.zero.window import Window
 
 

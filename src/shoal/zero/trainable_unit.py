@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
-from shoal.tier import ResidentSpan, Span, Store, SubSpan, Tiers, fetched, offset_names
+from shoal.tier import ResidentSpan, Store, SubSpan, Tiers, fetched, offset_names
+from shoal.transport.collectives import Label
 from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient import Gradient
-from shoal.zero.gradient_transport import DenseTransport, GradientDtypes, OneBitTransport, RowsTransport, UnitWire
-from shoal.zero.guard import guard, unguard
+from shoal.zero.guard import guard
 from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import SHARD, Stage, master_dtype
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Member, Phase, Scope
+from shoal.zero.unit_transport import DenseTransport, GradientDtypes, OneBitTransport, RowsTransport, UnitWire
 
 __all__ = ["TrainableUnit", "UnitDtypes"]
 
@@ -46,8 +48,12 @@ class TrainableUnit(Unit):
         wire = UnitWire(name=name, index=self.index, layout=self.layout, replica_group=replica_group, dtypes=dtypes.gradient,
                         pool=pool)
         self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)
+        self.weight_transport = self.transport  # one object sends both: rows and signs depend on the gradient
         self.gradient = Gradient(wire, stage, self.transport, tiers.state)
+        self.master_span: Final = self.span if stage.master is SHARD else range(self.layout.size)
+        """The elements of the buffer whose master rests on this rank."""
         self.state = self._new_state(tiers.state, separate=self.transport.is_compressible)
+        self.precise, self.precise_range = self.state.master, self.master_span
 
     def _new_state(self, store: Store, *, separate: bool) -> OptimizerState:
         """Return the state that the optimizer steps; with `separate` the master is never the resting weights."""
@@ -66,25 +72,9 @@ class TrainableUnit(Unit):
         return self.state.master.tensor
 
     @property
-    def master_span(self) -> range:
-        """The elements of the buffer whose master rests on this rank."""
-        return self.span if self.stage.master is SHARD else range(self.layout.size)
-
-    @property
-    def precise(self) -> Span:
-        return self.state.master
-
-    @property
-    def precise_range(self) -> range:
-        return self.master_span
-
-    @property
     def is_stepped_in_place(self) -> bool:
+        """Whether the resting weights are their own master."""
         return self.state.weights is None
-
-    @property
-    def gathers_rows(self) -> bool:
-        return isinstance(self.transport, RowsTransport) and self._gathers_over_ranks and not self.offloaded
 
     def keep_part_resident(self, part: range, *, by_step: bool = False) -> None:
         """Have the weights whose masters are the elements `part`, counted as the master's, stay in memory."""
@@ -92,28 +82,15 @@ class TrainableUnit(Unit):
         self.residency.pin(range(start + part.start, start + part.stop), by_step=by_step)
 
     @torch.no_grad()
-    def gather_rows(self, rows: Tensor) -> None:
-        if self._phase is Phase.RELEASED and not self.awaits_step:
-            assert self._memory is not None and isinstance(self.transport, RowsTransport)
-            self.fetch()
-            self._loading.wait()
-            if self.transport.rows.gather_rows(self.full, rows):
-                self._enter(Phase.ROWS_GATHERED)
-                for parameter in self._parameters:
-                    unguard(parameter)
-        if self._phase is not Phase.ROWS_GATHERED:
-            self.gather()
-
-    @torch.no_grad()
     def publish(self) -> None:
         """Bring the stepped masters of all ranks to where the weights rest. The next use waits for what travels."""
         self.refresh_full()
         if not self.stage.publishes:
             return
-        if self._memory is not None:
+        if self.reshards:
             self.gather()
             self._publication().wait()
-            self._memory.save_shard()
+            self.memory.save()
             self.release()
         else:
             for parameter in self._parameters:
@@ -141,7 +118,7 @@ class TrainableUnit(Unit):
         with fetched(self.state.master, changed=False) as own:
             values[self.master_span.start:self.master_span.stop] = own
         if self.stage.master is SHARD:
-            self.communicator.all_gather(values, self._gather_label).wait()
+            self.communicator.all_gather(values, Label(kind="gather", unit=self.name, index=self.index)).wait()
         return values
 
     def _keep(self, values: Tensor) -> None:

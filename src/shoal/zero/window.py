@@ -99,7 +99,7 @@ class Window:
             fetching = fetching and count < self._reads and (elements == 0 or elements + size <= self._read_elements)
             if gathering:
                 unit.prefetch()
-            elif fetching and unit.offloaded:
+            elif fetching and unit.memory.is_offloaded:
                 unit.fetch()
             elif not fetching:
                 return

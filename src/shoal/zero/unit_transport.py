@@ -1,11 +1,13 @@
-"""How the gradient and the weights of one unit travel between ranks.
+"""How the weights and the gradient of one unit travel between ranks.
 
+    WeightTransport    the weights alone, of a frozen unit: all-gather the whole buffer
     DenseTransport     reduce-scatter the whole buffer, all-gather the sum or the stepped weights
     RowsTransport      an embedding: exchange only the rows that a step touches, where these are fewer bytes
     OneBitTransport    one bit an element and one scale a block (docs/compression.md)
 
-`Gradient` asks its transport to reduce and to replicate, `TrainableUnit` to publish. A transport keeps no gradient: it reads
-the accumulator's closed buffer and adds to `gradient.own`, this rank's span of the sum.
+`Unit` asks its transport to gather, `TrainableUnit` to publish, `Gradient` to reduce and to replicate. A transport keeps
+neither weights nor gradient: it fills the spans of other ranks in the unit's buffer, reads the accumulator's closed buffer,
+and adds to `gradient.own`, this rank's span of the sum.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from shoal.transport.reduction import CopyOut
 from shoal.zero.grad_accumulator import GradAccumulator, Pool, ResidualAccumulator, RowsAccumulator
 from shoal.zero.layout import Layout
 
-__all__ = ["COMPRESSIBLE", "DenseTransport", "GradientDtypes", "InFlight", "OneBitTransport", "RowsTransport", "UnitWire"]
+__all__ = ["COMPRESSIBLE", "DenseTransport", "GradientDtypes", "InFlight", "OneBitTransport", "RowsTransport", "UnitWire",
+           "WeightTransport"]
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that one-bit compression takes; others travel uncompressed."""
@@ -96,7 +99,31 @@ class Reducible(Protocol):
         ...
 
 
-class DenseTransport:
+class WeightTransport:
+    """Sends the whole buffer of the weights, in their own dtype."""
+
+    gathers_rows = False
+    """Whether `gather_rows` may bring the rows that a call looks up, instead of the whole."""
+
+    def __init__(self, communicator: Communicator, unit: str, index: int):
+        self._communicator = communicator
+        self._gather_label = Label(kind="gather", unit=unit, index=index)
+        self._publish_label = Label(kind="publish", unit=unit, index=index)
+
+    def gather(self, full: Tensor) -> Handle:
+        """Give every rank the sharded weights: all spans of `full`, in which each rank has its own."""
+        return self._communicator.all_gather(full, self._gather_label)
+
+    def gather_rows(self, full: Tensor, rows: Tensor) -> bool:
+        """Bring `rows` of an embedding to `full`; return False, having done nothing, where the whole is fewer bytes."""
+        return False
+
+    def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
+        """Give every rank the stepped weights of every span of `full`. `foreign_writes`: the script wrote into `full`."""
+        return self._communicator.all_gather(full, self._publish_label)
+
+
+class DenseTransport(WeightTransport):
     """Sends the whole buffer, in the wire dtype. With `carries` the accumulator can keep gradients for a later step."""
 
     ends_pass = False
@@ -109,15 +136,14 @@ class DenseTransport:
     """Whether the gradient stays on this rank until a later step sends it."""
 
     def __init__(self, wire: UnitWire, *, carries: bool = False):
+        super().__init__(wire.replica_group.communicator, wire.name, wire.index)
         self._layout, self._pool, self._dtypes = wire.layout, wire.pool, wire.dtypes
-        self._communicator = wire.replica_group.communicator
         self._carries = carries
         factors = wire.dtypes.averaging.factors(wire.replica_group.grad_divisor, accumulate=wire.dtypes.accumulate,
                                                 wire=wire.dtypes.wire)
         self._before, self._after = factors.before, factors.after
         self._reduce_label = Label(kind="reduce", unit=wire.name, index=wire.index)
         self._replicate_label = Label(kind="replicate", unit=wire.name, index=wire.index)
-        self._publish_label = Label(kind="publish", unit=wire.name, index=wire.index)
 
     def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
         """Return what collects this rank's gradients; `resting` (size,) is their buffer where they rest PARTIAL."""
@@ -154,10 +180,6 @@ class DenseTransport:
     def replicate(self, whole: Tensor) -> Handle:
         """Give every rank the spans of the sum `whole` (1-D)."""
         return self._replicate_over(self._communicator, whole)
-
-    def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
-        """Give every rank the stepped weights of every span of `full`. `foreign_writes`: the script wrote into `full`."""
-        return self._communicator.all_gather(full, self._publish_label)
 
     def sum_over_replicas(self, own: Tensor, replicas: Communicator) -> None:
         """Sum `own`, this rank's span, over the other copies of the state."""
@@ -202,28 +224,32 @@ class RowsTransport(DenseTransport):
 
     ends_pass = True
     compares_published = True
+    gathers_rows = True
 
     def __init__(self, wire: UnitWire, *, columns: int):
         super().__init__(wire)
-        self.rows = RowExchange(self._communicator, wire.layout.size, columns, wire.dtypes.accumulate, wire.dtypes.wire,
-                                wire.pool.device, unit=wire.name, index=wire.index)
+        self._rows = RowExchange(self._communicator, wire.layout.size, columns, wire.dtypes.accumulate, wire.dtypes.wire,
+                                 wire.pool.device, unit=wire.name, index=wire.index)
 
     def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
         return RowsAccumulator(self._layout, self._dtypes.accumulate, self._pool, factor=self._before, resting=resting,
-                               place=place, resident=resident, rows=self.rows)
+                               place=place, resident=resident, rows=self._rows)
+
+    def gather_rows(self, full: Tensor, rows: Tensor) -> bool:
+        return self._rows.gather_rows(full, rows)
 
     def reduce(self, gradient: Reducible) -> InFlight:
-        if not self.rows.agree_on_rows(dense=gradient.accumulator.has_dense):
+        if not self._rows.agree_on_rows(dense=gradient.accumulator.has_dense):
             return super().reduce(gradient)
         gradient.bring_sum(fresh=not gradient.has_sum)
         if not gradient.has_sum:
             gradient.reduced.zero_()
-        handle = self.rows.reduce(gradient.own, scale=self._after, accumulate=gradient.has_sum)
+        handle = self._rows.reduce(gradient.own, scale=self._after, accumulate=gradient.has_sum)
         gradient.accumulator.mark_reduced()
-        return InFlight(handle=handle, replicate=self.rows.replicate)
+        return InFlight(handle=handle, replicate=self._rows.replicate)
 
     def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
-        return self.rows.publish(full, written=foreign_writes)
+        return self._rows.publish(full, written=foreign_writes)
 
 
 class OneBitTransport(DenseTransport):
