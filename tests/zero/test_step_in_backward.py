@@ -7,11 +7,14 @@ other tier and one case.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import shoal
 from shoal.testing import run_ranks
 from shoal.tier import store as stores
 
@@ -72,3 +75,41 @@ def test_a_step_within_backward_trains_as_one_after_it(feature: str, stage: int,
         for name, weight in plain.weights.items():
             assert torch.equal(found.weights[name], weight), (case, name)
     assert list(tmp_path.iterdir()) == [], "swap files are left"
+
+
+class RecomputedAndCalled(nn.Module):
+    """Calls each block twice: within re-entrant recompute, and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(cast(Tensor, checkpoint(block, x, use_reentrant=True)))
+        return x.square().mean()
+
+
+def train_with_discarded_gradients(*, within: bool) -> list[Tensor]:
+    """Discard the first gradient of an accumulation after the forward of the second."""
+    torch.manual_seed(0)
+    engine = shoal.initialize(model=RecomputedAndCalled(), config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "optimizer": ADAM,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"step_in_backward": within}}})[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4, requires_grad=True)))
+        engine.step()
+        loss = engine(torch.ones(2, 4, requires_grad=True))
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+        engine.step()
+    return [parameter.detach().clone() for parameter in engine.module.parameters()]
+
+
+def recompute_survives_zero_grad() -> None:
+    plain, found = (train_with_discarded_gradients(within=within) for within in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_gradients_discarded_before_recompute_step_no_unit_early() -> None:
+    run_ranks(1, recompute_survives_zero_grad)

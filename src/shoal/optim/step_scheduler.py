@@ -432,7 +432,7 @@ def _finish_deferred(unit: TrainableUnit) -> None:
 def _publish(unit: TrainableUnit) -> None:
     """Complete the step of `unit`: reset its gradient, and publish its weights."""
     unit.end_step()
-    unit.gradient.reset()
+    unit.gradient.finish_step()
     unit.publish()
 
 

@@ -322,12 +322,12 @@ def coalesced(gradient: Tensor) -> tuple[Tensor, Tensor]:
 def to_dense(gradient: Tensor, name: str, *, compressed: bool = False) -> Tensor:
     """Return the gradient of the parameter `name` as a dense tensor; warn once if it is sparse.
 
-    `compressed`: the optimizer compresses gradients, so that rows cannot be exchanged.
+    `compressed`: the optimizer may compress gradients, so that rows cannot be exchanged.
     """
     if not gradient.is_sparse:
         return gradient
-    advice = ("compressed to one bit an element; to exchange rows, take an optimizer that does not compress and set "
-              "\"sparse_gradients\": true" if compressed else
+    advice = ("reduced whole, as the optimizer asks, which compresses communication; to exchange rows, take another "
+              "optimizer and set \"sparse_gradients\": true" if compressed else
               "reduced whole; set \"sparse_gradients\": true to exchange only the rows that a step touches, if only "
               "embeddings use the weight")
     warn_once(f"the sparse gradient of '{name}' is made dense and {advice}")

@@ -54,8 +54,9 @@ class Pool:
 class GradAccumulator:
     """One rank's addend of one unit's gradient, times `factor`, in `dtype`.
 
-    It rests in `resting` (size,), which is in use at its `place`, or nowhere. With `resident` that memory is never given up:
-    gaps between slots stay zero there.
+    Where the gradient rests PARTIAL, `resting` (size,) is the buffer that passes add to, and `place` fetches it from its
+    tier before it is written. Elsewhere `resting` is None: each pass borrows a buffer. With `resident` the buffer never
+    leaves memory, so that its gaps between slots stay zero.
     """
 
     complete = False

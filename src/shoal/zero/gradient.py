@@ -194,18 +194,24 @@ class Gradient:
         self._place.commit()
 
     def reset(self) -> None:
-        """Forget the gradient: the step has consumed it."""
+        """Forget the gradient. What recompute of an earlier forward will add is still to come."""
         self.wait_reduced()
         self.discard()
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
             self.own.zero_()  # this rank's span of the residual buffer held the sum
         self._norm = None
-        self.has_sum = self.unsynced = self.reduced_in_pass = self._consumed_early = self.late_recompute = False
+        self.has_sum = self.unsynced = self.reduced_in_pass = self._consumed_early = False
+
+    def finish_step(self) -> None:
+        """Forget the gradient that a step has consumed: no recompute adds to it any more."""
+        self.reset()
+        self.late_recompute = False
 
     @property
     def is_reset(self) -> bool:
         """Whether `reset` has nothing to forget."""
-        return not (self.pending or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None)
+        return not (self.pending or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
+                    or self._consumed_early)
 
     def discard(self) -> None:
         """Give up the sum, which a step has consumed. Which slots received a gradient stays known until `reset`."""
