@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -44,7 +45,8 @@ def page_id(page: Path) -> str:
 def run_page(text: str, folder: str) -> None:
     """Execute the blocks of a page on this rank."""
     os.chdir(folder)
-    names: dict[str, object] = {"__name__": "__main__"}
+    script = sys.modules["__main__"] = ModuleType("__main__")  # which torch.compile looks names up in
+    names = vars(script)
     for kind, block in BLOCK.findall(text):
         match kind:
             case "python":

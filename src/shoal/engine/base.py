@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from shoal.engine import full_state_dict
 from shoal.engine.accessors import Accessors
 from shoal.engine.checkpointer import Checkpointer, TrainingObjects
 from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck, give_back
+from shoal.engine.compiled import Compilation
 from shoal.engine.progress import Progress, RunningBackward
 from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet, TierError, UsageError
@@ -60,7 +62,7 @@ class BaseEngine(Accessors, nn.Module):
     """Whether `destroy` was called: the engine is detached from the model."""
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parameter_groups: ParameterGroups, board: FailureBoard,
-                 device: torch.device):
+                 device: torch.device, compilation: Compilation):
         super().__init__()
         self.module = model
         self.settings = config
@@ -81,7 +83,8 @@ class BaseEngine(Accessors, nn.Module):
         self.frozen_parameters = FrozenParamCheck(())
         self.replicated_grads: ReplicatedGradCheck | None = None
         """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
-        self._compiled: tuple[nn.Module, ...] = ()
+        self.compilation = compilation
+        """What torch.compile is to compile of the model, or does."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module that the engine lacks."""
@@ -131,6 +134,8 @@ class BaseEngine(Accessors, nn.Module):
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
             self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
+        resharding = {module for module, units in sharded.by_module.items() if any(unit.reshards for unit in units)}
+        self.compilation.apply(self.roots, self.module, resharding)
         return sharded
 
     def attach(self, optimizer: ShardedOptimizer | None, lr_scheduler: AnySchedule | None, loader: Loader | None, *,
@@ -439,18 +444,17 @@ class BaseEngine(Accessors, nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotSupportedYet("compile: schedule and compiled_autograd_enabled are not supported yet; leave them out")
+        self.refuse_destroyed("compile")
         if self.is_compiled:
             return
         assert self.sharded is not None
-        blocks = tuple(module for module in self.sharded.by_module if module is not self.module) or (self.module,)
-        for module in blocks:
-            module.forward = torch.compile(module.forward, backend=backend, **dict(compile_kwargs or {}))
-        self._compiled = blocks
+        blocks = [module for module in self.sharded.by_module if module is not self.module] or [self.module]
+        self.compilation.compile(blocks, partial(torch.compile, backend=backend, **dict(compile_kwargs or {})))
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return bool(self._compiled)
+        """Whether `compile` was called, or `initialize` was given a model that torch.compile had wrapped, or parts of it."""
+        return bool(self.compilation)
 
     # The end
 
@@ -481,9 +485,7 @@ class BaseEngine(Accessors, nn.Module):
     @unbroken
     def _detach(self) -> None:
         """Remove the hooks, and give the model its parameters back, except for lost ones."""
-        for module in self._compiled:
-            del module.forward
-        self._compiled = ()
+        self.compilation.undo()
         if self.replicated_grads is not None:
             self.replicated_grads.remove()
         if self.sharded is None:

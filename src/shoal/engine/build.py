@@ -23,6 +23,7 @@ from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine.base import BaseEngine
 from shoal.engine.checks import check_compression, check_warm_up, missing_units, unit_names
+from shoal.engine.compiled import Compilation
 from shoal.engine.engine import Engine
 from shoal.engine.mesh_setup import check_ranks_agree, mesh_of, parameter_groups_of
 from shoal.engine.pipeline_engine import PipelineEngine
@@ -120,31 +121,34 @@ def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: 
     source = _source(args, config, config_params)
     process_group.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
                                    timeout=_timeout(source))
-    try:
-        mesh = mesh_of(source, model, mpu, mesh_param)
-        settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_data_ranks_origin(mesh))
-    except (ConfigError, UsageError) as error:
-        process_group.announce_failure(error)
-        raise
-    board = FailureBoard(check_ranks_agree(model, mesh, settings))
-    _set_up_log(settings)
-    zero = settings.zero_optimization
-    parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
-        Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
-        gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
-    device = process_group.device()
-    kind = kinds.pipeline if isinstance(model, PipelineModule) else kinds.plain
-    engine = kind(model, settings, mesh, parameter_groups, board, device)
-    traits = _traits(settings, optimizer)
-    _check_device(settings, device)
-    if traits.compressing:
-        check_compression(settings, mesh, model, traits.name)
-    _move_buffers(model, parameter_groups.data, device)
-    with _restored_on_failure(engine, optimizer):
-        sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, kinds)
-        schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
-        loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
+    compilation = Compilation()
+    with compilation.undone_on_failure():
+        model = compilation.unwrap(model)
+        try:
+            mesh = mesh_of(source, model, mpu, mesh_param)
+            settings = Config.resolve(source, data_ranks=mesh.size("data"), data_ranks_origin=_data_ranks_origin(mesh))
+        except (ConfigError, UsageError) as error:
+            process_group.announce_failure(error)
+            raise
+        board = FailureBoard(check_ranks_agree(model, mesh, settings))
+        _set_up_log(settings)
+        zero = settings.zero_optimization
+        parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
+            Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
+            gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
+        device = process_group.device()
+        kind = kinds.pipeline if isinstance(model, PipelineModule) else kinds.plain
+        engine = kind(model, settings, mesh, parameter_groups, board, device, compilation)
+        traits = _traits(settings, optimizer)
+        _check_device(settings, device)
+        if traits.compressing:
+            check_compression(settings, mesh, model, traits.name)
+        _move_buffers(model, parameter_groups.data, device)
+        with _restored_on_failure(engine, optimizer):
+            sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, kinds)
+            schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
+            loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+            engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
     if isinstance(optimizer, Optimizer) and model_parameters is not None:

@@ -6,7 +6,7 @@ A step is taken at the end of accumulation, the boundary; between boundaries `st
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shoal.errors import RanksDisagree, UsageError
 from shoal.interrupts import unbroken, watched
 from shoal.transport.collectives import Communicator
 from shoal.tree import fingerprint_of
+from shoal.zero.compiled import opaque, opaque_frame
 
 __all__ = ["Engine"]
 
@@ -26,23 +27,25 @@ class Engine(BaseEngine):
 
     _batches_compared: bool = False
 
+    @opaque_frame  # torch.compile(engine) compiles the model's forward, not this one
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
         At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
         """
-        self.refuse_destroyed("forward")
+        with _Forward(self):
+            args, kwargs = self._inputs(args, kwargs)
+            return self.module(*args, **kwargs)
+
+    @opaque
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the model's forward, checked and cast."""
         if self.parameter_groups.tensor is not None and (self.settings.debug or not self._batches_compared):
             _compare_batches(self.parameter_groups.tensor, (args, kwargs))
             self._batches_compared = True
-        args, kwargs = self.cast_inputs((args, kwargs))
-        try:
-            with watched(), self.during("forward"):
-                return self.module(*args, **kwargs)
-        finally:
-            for each in () if self.sharded is None else self.sharded.passes:
-                each.stop_saving()
+        return self.cast_inputs((args, kwargs))
 
+    @opaque
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
                  allreduce_gradients: bool = True, release_loss: bool = False) -> Tensor:
         """Accumulate the gradients of `loss`, a scalar that this engine's forward gave.
@@ -100,6 +103,7 @@ class Engine(BaseEngine):
         """Say whether the present microbatch is the last of a step, instead of counting."""
         self.progress.boundary_override = is_boundary
 
+    @opaque
     @unbroken
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch.
@@ -116,6 +120,30 @@ class Engine(BaseEngine):
         elif self.optimizer is not None:
             self.optimizer.check_not_begun("step within an accumulation")
         self.progress.count_microbatches()
+
+
+class _Forward:
+    """The context of one forward of an engine, apart from every compiled graph."""
+
+    @opaque
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._within = ExitStack()
+
+    @opaque
+    def __enter__(self) -> None:
+        self._engine.refuse_destroyed("forward")
+        self._within.callback(self._stop_saving)
+        self._within.enter_context(watched())
+        self._within.enter_context(self._engine.during("forward"))
+
+    @opaque
+    def __exit__(self, *error: Any) -> None:
+        self._within.__exit__(*error)
+
+    def _stop_saving(self) -> None:
+        for each in () if self._engine.sharded is None else self._engine.sharded.passes:
+            each.stop_saving()
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
+from shoal.zero.compiled import opaque
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
@@ -134,6 +135,7 @@ class BackwardHooks:
         if (module, unit) not in self._entered:
             self._entered.append((module, unit))
 
+    @opaque
     @unbroken
     def _before_module(self, module: nn.Module, gradient: Tensor) -> None:
         self.begin()
@@ -154,6 +156,7 @@ class BackwardHooks:
             self._done(unit)
         self.reducer.advance()
 
+    @opaque
     @unbroken
     def _collect(self, unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
         self.begin()
@@ -185,6 +188,7 @@ class BackwardHooks:
             unit.keep_part_resident(range(len(unit.master_span)))
         unit.release()
 
+    @opaque
     @unbroken
     def _end(self) -> None:
         self.reducer.finish()
@@ -209,12 +213,14 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
 
 
+@opaque
 @unbroken
 def _collect_late(unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
     """Collect a gradient of a unit that several stages hold: none of their passes is its last."""
     collect(unit, slot, parameter)
 
 
+@opaque
 def _drop(parameter: nn.Parameter) -> None:
     """Forget the gradient of a parameter that is never stepped."""
     parameter.grad = None

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ReleasedError, UsageError
+from shoal.zero.compiled import opaque
 
 
 class Owner(Protocol):
@@ -70,6 +71,7 @@ _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch
                                                       cast("Any", torch.Tensor.data).__get__})
 
 
+@opaque
 def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, ...],
                     args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     kwargs = kwargs or {}

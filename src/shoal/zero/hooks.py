@@ -5,6 +5,7 @@
 
 Hooks on module outputs (backward_hooks.py) serve run-ahead, saved tensors serve truth: weights may be reached through
 closures or auxiliary losses, which no output shows. During recompute the same forward hooks run inside a backward pass.
+Modules that torch.compile has within one graph, whose weights stay in memory, are used where the model's forward begins.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shoal.interrupts import unbroken
 from shoal.log import warn_once
 from shoal.sparse.embeddings import lookup_indices
 from shoal.zero.backward_hooks import BackwardHooks, graph_task
+from shoal.zero.compiled import RegionHook, opaque
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.replaced import ReplacedParameters
 from shoal.zero.saved_tensors import SavedTensorTracker
@@ -42,6 +44,7 @@ class Hooks:
         self._window = window
         self._scope = scope
         self._in_forward = False
+        self._in_graphs: dict[nn.Module, None] = {}  # an ordered set: modules whose own hooks a compiled graph leaves out
         self._handles: list[RemovableHandle] = []
         self._saved = SavedTensorTracker({module: [unit for unit in found if unit.reshards or watched]
                                           for module, found in units.items()}, self._gather_saved)
@@ -58,10 +61,10 @@ class Hooks:
         if self._saved:
             self._handles.append(self._model.register_forward_hook(self.stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
-            self._handles += [
-                module.register_forward_pre_hook(self._before_forward, prepend=True),
-                module.register_forward_hook(self._after_forward),
-            ]
+            before, after = self._before_forward, self._after_forward
+            if module is not self._model and not any(unit.reshards for unit in self._units[module]):
+                before, after = (RegionHook(hook, self._enter_graph, module) for hook in (before, after))
+            self._handles += [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
         self.backward.install()
 
     def remove(self) -> None:
@@ -75,6 +78,13 @@ class Hooks:
         """Start the first gathers of the next forward."""
         self._window.open("forward")
 
+    def _enter_graph(self, module: nn.Module) -> None:
+        """Use the units of `module`, which torch.compile traces within a graph, here and in every later forward's begin."""
+        self._in_graphs[module] = None
+        for unit in self._units[module]:
+            self._window.use(unit)
+
+    @opaque
     @unbroken
     def stop_saving(self, *hooked: object) -> None:
         """Track no more saved tensors: the forward is over. Torch calls no hook after an interrupt."""
@@ -85,6 +95,7 @@ class Hooks:
         """Whether the memory of `tensor` is that of weights which are released between their uses."""
         return self._saved.shares_weights(tensor)
 
+    @opaque
     @unbroken
     def _before_forward(self, module: nn.Module, args: object) -> None:
         for unit in self._units.get(module, ()):
@@ -97,6 +108,9 @@ class Hooks:
             self._in_forward = True
             self._scope.open()
             self._window.begin("forward")
+            for within in self._in_graphs:
+                for unit in self._units[within]:
+                    self._window.use(unit)
             if torch.is_grad_enabled():
                 self._saved.begin()
         self._saved.enter(module)
@@ -106,6 +120,7 @@ class Hooks:
             else:
                 self._window.use(unit)
 
+    @opaque
     @unbroken
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         self._saved.leave(module)

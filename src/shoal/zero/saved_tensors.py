@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UsageError
+from shoal.zero.compiled import opaque
 from shoal.zero.unit import Unit
 
 
@@ -99,6 +100,7 @@ class SavedTensorTracker:
         """Whether `tensor` lies in the memory of weights that come and go."""
         return _storage(tensor) in self._weights
 
+    @opaque
     def _pack(self, tensor: Tensor) -> SavedTensor:
         found = self._weights.get(_storage(tensor))
         if found is None:
@@ -109,6 +111,7 @@ class SavedTensorTracker:
         return SavedWeight(tensor=base, version=base._version, unit=found[1], module=found[0],
                            view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
 
+    @opaque
     def _unpack(self, saved: SavedTensor) -> Tensor:
         if not isinstance(saved, SavedWeight):
             return saved.unchanged()
