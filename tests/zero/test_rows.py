@@ -14,7 +14,21 @@ import shoal
 from shoal.testing import run_ranks
 from shoal.transport.collectives import traffic
 
-from .looking import COLUMNS, ROW, TAKEN, WORDS, Alone, Shared, Tied, Towers, beside_dense, differing, half, some, train
+from .embedding_models import (
+    COLUMNS,
+    ROW,
+    TAKEN,
+    WORDS,
+    Alone,
+    Shared,
+    Tied,
+    Towers,
+    beside_dense,
+    differing,
+    half,
+    some,
+    train,
+)
 
 
 def of_all_kinds(stage: int) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from shoal.errors import UsageError
 from shoal.tensor_parallel import ColumnLinear, RowLinear
 from shoal.testing import RankFailed, run_ranks
 
-from .looking import COLUMNS, WORDS, Alone, Tied, Towers, beside_dense, differing, some, train
+from .embedding_models import COLUMNS, WORDS, Alone, Tied, Towers, beside_dense, differing, some, train
 
 
 def overflowing(stage: int) -> tuple[list[str], list[int]]:

@@ -1,4 +1,4 @@
-"""A module that backward has left is done: its units are reduced and released, whatever they received."""
+"""When backward leaves a module its units are reduced and released, also where parameters received no gradient."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_ranks_may_drop_different_blocks_and_reduce_each_once(stage: int) -> Non
 
 
 def reductions_under_way() -> list[int]:
-    """Of the units, how many were reduced when the backward of each block began; one parameter is never used."""
+    """Return the number of reduced units at the start of each block's backward; one parameter is never used."""
     model, engine = built(2)
     model.blocks[DEPTH - 1].skips = True
     counts: list[int] = []

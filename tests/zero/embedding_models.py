@@ -1,4 +1,4 @@
-"""Models that look rows up, and training by rows beside the dense way."""
+"""Models with sparse embeddings, and their training with row gradients beside dense gradients."""
 
 from __future__ import annotations
 
@@ -83,21 +83,21 @@ class Shared(nn.Module):
 
 
 def some(step: int, micro: int) -> Tensor:
-    """Some words; rank 0 looks up few of the others', and the last rank one word many times."""
+    """Return token ids; ranks look up mostly different rows, and the last rank one row many times in step 1."""
     random = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
     words = torch.randint(WORDS, (3, TAKEN), generator=random)
     return torch.full_like(words, WORDS - 1) if dist.get_rank() == dist.get_world_size() - 1 and step == 1 else words
 
 
 def half(step: int, micro: int) -> Tensor:
-    """Words of which most ranks touch nearly all."""
+    """Return token ids that cover a third of the table on every rank."""
     return torch.randperm(WORDS, generator=torch.Generator().manual_seed(step))[:WORDS // 3 * 3].view(3, -1)
 
 
 def train(model: Callable[[], nn.Module], stage: int, sparse: bool, *, words: Callable[[int, int], Tensor] = some,
           steps: int = 3, optimizer: str = "Adagrad", zero: dict[str, Any] | None = None,
           used: Callable[[int], bool] = lambda step: True, **config: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Train a model, and return its weights and what this rank has sent, by kind."""
+    """Train a model, and return its weights and the bytes that this rank sent, by kind."""
     torch.manual_seed(0)
     module = model()
     engine = shoal.initialize(model=module, config={
@@ -125,6 +125,6 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def beside_dense(model: Callable[[], nn.Module], stage: int, **more: Any) -> tuple[list[str], dict[str, int]]:
-    """Which weights are others than in the dense way, and what the sparse one sent."""
+    """Train with row and with dense gradients; return the weights that differ, and the bytes that rows sent."""
     rows, sent = train(model, stage, True, **more)
     return differing(rows, train(model, stage, False, **more)[0]), sent

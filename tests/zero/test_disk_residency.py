@@ -1,4 +1,4 @@
-"""Weights on disk that the next pass begins with, or the step, are not read again where the window has room for them."""
+"""Weights on disk that the next pass or the step uses first stay in memory where the window has room."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def engine_of(folder: str, buffers: int, **more: Any) -> shoal.Engine:
 
 
 def pinned(unit: Unit) -> bool:
-    """Whether anything of the unit's weights has to be in memory: in use, on its way, or kept."""
+    """Whether a part of the unit's weights must be in memory: in use, in flight, or kept for the next use."""
     return any(chunk.pins for chunk in chunks_of(unit))
 
 
@@ -71,7 +71,7 @@ def chunks_of(unit: Unit) -> list[_Chunk]:
 
 
 def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
-    """Return a list that gets, whenever a block's weights are in use, of how many units weights are in memory."""
+    """Return a list that receives the number of units in memory whenever a block uses its weights."""
     assert engine.sharded is not None
     units, counts = engine.sharded.units, list[int]()
     for module in engine.module.modules():
@@ -81,7 +81,7 @@ def count(engine: shoal.Engine, *, backward: bool = True) -> list[int]:
 
 
 def on_disk(engine: shoal.Engine) -> None:
-    """Wait until all that was stepped is on the disk: else who needs it finds what the step has left."""
+    """Wait until all stepped state is on the disk; before that a reader would find it in memory."""
     assert engine.sharded is not None and engine.optimizer is not None
     engine.optimizer._scheduler._join()
     swap = engine.sharded.storage.swaps[0]
@@ -90,7 +90,7 @@ def on_disk(engine: shoal.Engine) -> None:
 
 
 def rest(engine: shoal.Engine) -> None:
-    """Wait until nothing is under way."""
+    """Wait until no transfer is in flight."""
     assert engine.sharded is not None and engine.optimizer is not None
     engine.optimizer.settle()
     on_disk(engine)
@@ -99,7 +99,7 @@ def rest(engine: shoal.Engine) -> None:
 
 
 def step(engine: shoal.Engine) -> None:
-    """Take one step, and bring what the next forward uses first when all is on the disk, whichever thread is late."""
+    """Take one step; prefetch the first units of the next forward once all state is on the disk."""
     assert engine.sharded is not None
     run_ahead = engine.sharded.run_ahead
 
@@ -118,7 +118,7 @@ def step(engine: shoal.Engine) -> None:
 
 
 def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple[int, int]:
-    """Return of how many units the third iteration reads the weights, and the most that are in memory at once.
+    """Return the number of units whose weights the third iteration reads, and the most that are in memory at once.
 
     A step within backward keeps those that wait for it beside the window, so then only forward is looked at.
     """
