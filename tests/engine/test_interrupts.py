@@ -107,13 +107,13 @@ def test_training_interrupted_at_random_reaches_the_same_weights(
 def within_a_step() -> None:
     engine = engine_of("", "memory")
     assert engine.optimizer is not None
-    take = engine.optimizer.step
+    take = engine.optimizer.take_step
 
     def interrupted() -> bool:
         signal.raise_signal(signal.SIGINT)
         return take()
 
-    engine.optimizer.step = interrupted  # pyright: ignore[reportAttributeAccessIssue]
+    engine.optimizer.take_step = interrupted  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(KeyboardInterrupt):
         step(engine)
     assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 1, True)

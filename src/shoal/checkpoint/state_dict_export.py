@@ -27,7 +27,7 @@ from shoal.checkpoint.snapshot import Snapshot
 from shoal.checkpoint.tensor_file import Entry, header, memory, widest_first, write_all
 from shoal.errors import CheckpointError
 
-__all__ = ["SHARD_BYTES", "export", "export_dcp"]
+__all__ = ["SHARD_BYTES", "export", "export_dcp", "set_dtype_of_config"]
 
 SHARD_BYTES = 5 * 10**9
 
@@ -86,6 +86,15 @@ def export_dcp(snapshot: Snapshot, out: str | os.PathLike[str], *, dtype: torch.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is intended
         save(state, storage_writer=FileSystemWriter(out), no_dist=True)
+
+
+def set_dtype_of_config(folder: Path, dtype: torch.dtype) -> None:
+    """Have the `config.json` of a Hugging Face folder, if it has one, say that the weights are of `dtype`."""
+    path = folder / "config.json"
+    if path.is_file():
+        config = cast("dict[str, object]", json.loads(path.read_text()))
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _items(snapshot: Snapshot, dtype: torch.dtype | None) -> list[_Item]:

@@ -219,7 +219,7 @@ class Accessors:
         return [] if self.optimizer is None else [type(self.optimizer.optimizer).__name__] * len(self.get_lr())
 
     def get_global_grad_norm(self) -> float | None:
-        """The global norm at the last step, before clipping; None if neither clipping nor an overflow check needed it."""
+        """The global norm at the last step, before clipping; None before the first, or without `compute_grad_norm`."""
         return None if self.optimizer is None else self.optimizer.norm
 
     def loss_scale(self) -> float:

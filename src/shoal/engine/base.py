@@ -6,12 +6,14 @@ step is taken, in `optim`. This file connects them.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
 from shoal.engine import full_state_dict
 from shoal.engine.accessors import Accessors
+from shoal.engine.buffer_sync import BufferSync
 from shoal.engine.checkpointer import Checkpointer, TrainingObjects
 from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck, give_back
 from shoal.engine.compiled import Compilation
@@ -32,6 +35,7 @@ from shoal.interrupts import unbroken
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.schedule.registry import AnySchedule
@@ -51,6 +55,9 @@ class BaseEngine(Accessors, nn.Module):
 
     running_backward: ClassVar[RunningBackward] = RunningBackward()
     """The backward pass that an engine of this process is running."""
+
+    engines: ClassVar[WeakKeyDictionary[nn.Module, ReferenceType[BaseEngine]]] = WeakKeyDictionary()
+    """The engines of this process, by model."""
 
     announces: ClassVar[bool] = False
     """Whether each backward pass of a root is announced before it runs: see `BackwardHooks.as_pass`."""
@@ -81,6 +88,8 @@ class BaseEngine(Accessors, nn.Module):
         self.training_dataloader: Any = None
         self.sharded: ShardedModel | None = None
         self.frozen_parameters = FrozenParamCheck(())
+        self.buffer_sync: BufferSync | None = None
+        """Sends rank 0's buffers to the data ranks; None where there is nothing to send."""
         self.replicated_grads: ReplicatedGradCheck | None = None
         """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
         self.compilation = compilation
@@ -136,13 +145,25 @@ class BaseEngine(Accessors, nn.Module):
             self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
         resharding = {module for module, units in sharded.by_module.items() if any(unit.reshards for unit in units)}
         self.compilation.apply(self.roots, self.module, resharding)
+        if self.settings.broadcast_buffers:
+            self.buffer_sync = BufferSync(self.module, self.communicator) or None
+        BaseEngine.engines[self.module] = ref(self)
         return sharded
+
+    @classmethod
+    def of(cls, model: nn.Module) -> BaseEngine | None:
+        """Return the engine that trains `model`, None where there is none."""
+        reference = cls.engines.get(model)
+        engine = None if reference is None else reference()
+        return None if engine is None or engine.destroyed else engine
 
     def attach(self, optimizer: ShardedOptimizer | None, lr_scheduler: AnySchedule | None, loader: Loader | None, *,
                client_optimizer: object) -> None:
         """Attach the objects of the training loop. `client_optimizer` is the optimizer that `initialize` was given."""
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
         self.client_optimizer = client_optimizer
+        if optimizer is not None:
+            optimizer.set_owner(self)
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
                      data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
@@ -179,13 +200,28 @@ class BaseEngine(Accessors, nn.Module):
     def begin_pass(self) -> BackwardPass:
         """Check that a backward pass may begin, and return its properties to the hooks."""
         assert self.optimizer is not None
-        self.progress.backward_begun = True
+        self.progress.begin_backward()
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use
         self._check_loss_factor(self.optimizer.loss_scale)
         return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.synchronising(),
-                            on_reduced=self.optimizer.on_reduced)
+                            on_reduced=self.optimizer.on_reduced, grad_refusal=self._grad_refusal(self.optimizer))
+
+    def _grad_refusal(self, optimizer: ShardedOptimizer) -> str:
+        """Return why a script cannot read `p.grad` after a backward pass, and what to call instead; empty where it can."""
+        instead = ("set gradient_clipping in the configuration to clip, read engine.get_global_grad_norm(), or register a "
+                   "hook on the parameter; optimizer.zero_grad() discards")
+        if self.settings.zero_optimization.stage == 3:
+            return f"is sharded at stage 3, and cannot be read or written: {instead}; stages 0 to 2 have it"
+        if optimizer.loss_scale != 1:
+            return (f"is multiplied by the loss scale {optimizer.loss_scale:g}, and cannot be read or written: {instead}. A "
+                    f"GradScaler goes with fp32 weights and autocast, without fp16 in the configuration")
+        if self.parameter_groups.tensor is not None or self.mesh.size("replica") > 1:
+            return f"is not yet reduced over all ranks when backward ends, and cannot be read or written: {instead}"
+        if isinstance(optimizer.optimizer, CompressedOptimizer) or optimizer.rules.in_backward:
+            return f"is compressed, or stepped in backward, and cannot be read or written: {instead}"
+        return ""
 
     def _check_loss_factor(self, loss_scale: float) -> None:
         """Raise `UsageError` if the loss of the backward pass that begins lacks the factor that this engine needs."""
@@ -228,10 +264,34 @@ class BaseEngine(Accessors, nn.Module):
         progress, accumulation = self.progress, self.gradient_accumulation_steps()
         at_start = progress.micro_steps % accumulation == 0
         if self.optimizer is not None and progress.boundary_override is None and (progress.backward_begun or at_start):
-            self.optimizer.zero_grad()
+            self.optimizer.discard_gradients()
             progress.restart_accumulation(accumulation)
 
+    def zero_grad_by_optimizer(self) -> None:
+        """Discard the gradients that a call of `optimizer.zero_grad()` means."""
+        self.refuse_destroyed("optimizer.zero_grad")
+        if self.optimizer is not None and self.progress.boundary_override is not None:
+            self.optimizer.discard_gradients()
+        else:
+            self.zero_grad()
+
     # The step
+
+    @abstractmethod
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Take a step, where one is due."""
+
+    def step_by_optimizer(self) -> None:
+        """Take the step that a call of `optimizer.step()` asks for.
+
+        Raises `UsageError` where the script accumulates by itself beside a configuration that counts microbatches too.
+        """
+        passes, accumulation = self.progress.passes, self.gradient_accumulation_steps()
+        if 1 < accumulation <= passes and not self.is_gradient_accumulation_boundary():
+            raise UsageError(f"optimizer.step: called after {passes} backward passes, and with gradient_accumulation_steps "
+                             f"{accumulation} each call of step() counts one microbatch: call step() after every backward, "
+                             f"or set gradient_accumulation_steps to 1 and accumulate by yourself")
+        self.step()
 
     def take_step(self, lr_kwargs: dict[str, Any]) -> None:
         """Apply the accumulated gradients, advance the schedule and count the step; every rank calls it."""
@@ -245,10 +305,12 @@ class BaseEngine(Accessors, nn.Module):
             more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
             self.replicated_grads = self.replicated_grads if more else None
         try:
-            applied = self.optimizer.step()
+            applied = self.optimizer.take_step()
         except TierError as error:  # of this rank alone, for which the others wait
             self.board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
             raise
+        if self.buffer_sync is not None:
+            self.buffer_sync.sync()
         self.progress.count_step(self.train_batch_size(), applied=applied)
         if not applied:
             logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
@@ -329,6 +391,18 @@ class BaseEngine(Accessors, nn.Module):
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(save_dir) / save_filename)
         return True
+
+    def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None, **options: Any) -> None:
+        """Save the model by its own `save_pretrained`, for `from_pretrained`; every rank calls it, rank 0 writes.
+
+        Parameters come in `dtype`, by default their own; `options` go to the model's method. Raises `UsageError` for a model
+        without one, and on every rank the error of the method.
+        """
+        state = self.consolidated_state_dict(dtype)
+        error = full_state_dict.save_pretrained(self.module, state, save_directory, dtype, options)
+        errors = [text for text in self.parameter_groups.world.gather_objects(error) if text]
+        if errors:
+            raise UsageError(f"save_pretrained: {errors[0]}")
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """The older name of `save_16bit_model`."""

@@ -22,6 +22,7 @@ from shoal import comm
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine.base import BaseEngine
+from shoal.engine.buffer_sync import move_buffers
 from shoal.engine.checks import check_compression, check_warm_up, missing_units, unit_names
 from shoal.engine.compiled import Compilation
 from shoal.engine.engine import Engine
@@ -34,6 +35,7 @@ from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, arithmetic_class, check_elementwise, count_moments
+from shoal.optim.handed_over import hand_back, hand_over
 from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -116,11 +118,11 @@ def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: 
           distributed_port: int, mpu: Any, dist_init_required: bool | None, collate_fn: Callable[[Any], Any] | None,
           config: Source | None, mesh_param: Any, config_params: Source | None) -> Engine | PipelineEngine:
     """Build the engine that `initialize` returns, as an instance of one of `kinds`."""
-    if model is None:
-        raise UsageError("initialize: model is missing; pass the torch module to train")
+    model = _check_model(model)
     source = _source(args, config, config_params)
     process_group.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
                                    timeout=_timeout(source))
+    _take_back(model)
     compilation = Compilation()
     with compilation.undone_on_failure():
         model = compilation.unwrap(model)
@@ -143,12 +145,14 @@ def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: 
         _check_device(settings, device)
         if traits.compressing:
             check_compression(settings, mesh, model, traits.name)
-        _move_buffers(model, parameter_groups.data, device)
-        with _restored_on_failure(engine, optimizer):
+        move_buffers(model, parameter_groups.data, device)
+        with _restored_on_failure(engine):
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, kinds)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
             engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
+    if isinstance(optimizer, Optimizer) and sharded_optimizer is not None:
+        hand_over(optimizer, sharded_optimizer)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
@@ -158,6 +162,27 @@ def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: 
     if settings.dump_state and parameter_groups.world.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
     return engine
+
+
+def _check_model(model: object) -> nn.Module:
+    """Return `model` if it is a module that an engine can train."""
+    if model is None:
+        raise UsageError("initialize: model is missing; pass the torch module to train")
+    if isinstance(model, type):
+        raise UsageError(f"initialize: model is the class {model.__name__}; pass an instance, model={model.__name__}(...)")
+    if isinstance(model, BaseEngine):
+        raise UsageError("initialize: model is an engine; pass the module that it trains, engine.module")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize: model is a {type(model).__name__}; pass an instance of torch.nn.Module")
+    return model
+
+
+def _take_back(model: nn.Module) -> None:
+    """Detach the engine that `model` has already, as after running a cell of a notebook again."""
+    if (former := BaseEngine.of(model)) is not None:
+        logger.warning("initialize: the model had an engine of %d steps, which is destroyed: the weights stay, the state of "
+                       "its optimizer is gone. Call engine.destroy() first to hide this warning", former.global_steps)
+        former.destroy()
 
 
 def add_config_arguments(parser: Any) -> Any:
@@ -227,6 +252,10 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_sparse_embedding_error(model)
     trained = groups.group_of if optimizer is not None or named else {}
+    if not trained and (optimizer is not None or named) and engine.mesh.size("pipeline") == 1:
+        raise UsageError(f"initialize: no parameter of the {type(model).__name__} that the optimizer is given requires "
+                         f"gradients: all are frozen. Call requires_grad_(True) on those to train, or leave the optimizer "
+                         f"out of the configuration and of initialize to evaluate alone")
     storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
     sharded = engine.shard(trained, _sharding_plan(settings, traits), dtypes, storage)
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
@@ -237,7 +266,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         warn_of_masks(groups.options, traits.name)
     views = Views(sharded.trainable, len(groups.options))
     if isinstance(optimizer, Optimizer):
-        inner = groups.rebind(optimizer, views)
+        inner = groups.copy_over(optimizer, views)
     elif optimizer is not None:
         inner = groups.build(optimizer, views)
         if not isinstance(inner, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's function
@@ -251,24 +280,24 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     if isinstance(inner, CompressedOptimizer) and not traits.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
+    if len(inner.param_groups) != len(groups.options):
+        raise UsageError(f"initialize: the optimizer function returned {len(inner.param_groups)} groups for "
+                         f"{len(groups.options)}; return an optimizer over the groups that it was given")
+    groups.show_params(inner)
     rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
     return kinds.optimizer(settings, inner)(sharded, views, inner, _loss_scale(settings), rules)
 
 
 @contextmanager
-def _restored_on_failure(engine: BaseEngine, optimizer: OptimizerSource | None) -> Generator[None]:
-    """Give the model and the optimizer back as they were when building the engine fails, so that another try may follow.
+def _restored_on_failure(engine: BaseEngine) -> Generator[None]:
+    """Give the model back as it was when building the engine fails, so that another try may follow.
 
     Shards that other ranks do not return stay guarded: reading such a parameter raises, so that it is not taken for weights.
     Ranks that did not fail, and wait for this one now or later, are told why.
     """
-    groups = [list(group["params"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
     try:
         yield
     except Exception as failure:
-        if isinstance(optimizer, Optimizer):
-            for group, params in zip(optimizer.param_groups, groups, strict=False):
-                group["params"] = params
         if not isinstance(failure, CollectiveFailed):  # which tells of another rank
             engine.board.publish(f"rank {engine.global_rank}: initialize failed: {type(failure).__name__}: {failure}")
         if engine.sharded is not None:
@@ -303,16 +332,6 @@ def _warn_of_unused(section: str, given: object, named: str | None) -> None:
         warn_once(f"{section}: initialize was given an object, which is used; '{named}' of the configuration is not")
 
 
-def _move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
-    """Move the model's buffers to the device, and give all data ranks rank 0's values, as parameters get them."""
-    for name, buffer in model.named_buffers():
-        buffer.data = buffer.data.to(device)
-        if buffer.numel():
-            values = buffer.data.contiguous()
-            communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
-            buffer.data.copy_(values)
-
-
 # What the optimizer needs
 
 
@@ -341,6 +360,9 @@ def _traits(settings: Config, optimizer: OptimizerSource | None) -> OptimizerTra
     Raises for an optimizer that cannot work, before the model and the optimizer are changed.
     """
     if isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, ShardedOptimizer):
+            raise UsageError("initialize: optimizer is the one that another engine returned; build one over the model")
+        hand_back(optimizer)
         _check_optimizer(settings, optimizer)
         OptimizerGroups.check_new(optimizer)
         return OptimizerTraits.of(optimizer)
@@ -400,11 +422,13 @@ def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, na
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
     native = named and prefers_native(settings.optimizer.type, settings.optimizer.params)
-    return StepRules(clipping=settings.gradient_clipping, check_overflow=overflows
-                     or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-                     allow_unused=zero.ignore_unused_parameters, piece_elements=zero.sub_group_size, native=native,
-                     fetches_ahead=ahead, commits_behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
-                     in_backward=bool(offload.step_in_backward))
+    return StepRules(
+        clipping=settings.gradient_clipping,
+        check_overflow=overflows or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
+        compute_norm=zero.compute_grad_norm, allow_unused=zero.ignore_unused_parameters,
+        piece_elements=zero.sub_group_size, native=native, fetches_ahead=ahead,
+        commits_behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
+        in_backward=bool(offload.step_in_backward))
 
 
 def _loss_scale(settings: Config) -> LossScale:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng, settle
+from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng, settle, tags
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
@@ -116,6 +116,10 @@ class Checkpointer:
         settle()  # another engine of this process may be saving the files that are to be loaded
         visible = self._parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
         if not any(visible):
+            if complete := tags(Path(load_dir)):
+                raise CheckpointError(f"load_checkpoint: {load_dir} has no file 'latest', and the training would begin "
+                                      f"anew; its newest intact checkpoint is {complete[-1].name!r}: load it with "
+                                      f"tag={complete[-1].name!r}")
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
         if not all(visible):

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.state_dict_export import set_dtype_of_config
 from shoal.errors import UsageError
 from shoal.mesh.mesh import MODEL
 from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
@@ -64,6 +67,34 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     if copy.rank != 0:
         return None
     return state | {name: state[first] for name, first in tied.items() if first in state}
+
+
+@runtime_checkable
+class _Pretrained(Protocol):
+    """A model of Hugging Face, or of PEFT."""
+
+    def save_pretrained(self, save_directory: str | Path, *, state_dict: dict[str, Tensor], **options: Any) -> object:
+        """Write the model's weights and configuration as a folder that `from_pretrained` reads."""
+        ...
+
+
+def save_pretrained(module: nn.Module, state: dict[str, Tensor] | None, folder: str | Path, dtype: torch.dtype | None,
+                    options: dict[str, Any]) -> str:
+    """Call the `save_pretrained` of `module` with the whole `state` in `dtype`, where there is one.
+
+    Return what went wrong, or nothing.
+    """
+    if not isinstance(module, _Pretrained):
+        return (f"the {type(module).__name__} has no save_pretrained of its own, as models of Hugging Face have: call "
+                f"save_16bit_model, or save_checkpoint and `shoal checkpoint export`")
+    try:
+        if state is not None:
+            module.save_pretrained(folder, state_dict=state, **options)
+            if dtype is not None:
+                set_dtype_of_config(Path(folder), dtype)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def remove_frozen(state: dict[str, Tensor], module: nn.Module, prefix: str) -> None:

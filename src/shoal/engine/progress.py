@@ -35,6 +35,8 @@ class Progress:
     """Backward passes reduce gradients; False within `no_sync`."""
     backward_begun: bool = False
     """A backward pass has begun since the last call of `step`."""
+    passes: int = 0
+    """Backward passes since the last call of `step`."""
     loss_scaled: bool = False
     """The loss of the next backward pass carries the factor that this engine needs."""
 
@@ -44,9 +46,15 @@ class Progress:
             return self.boundary_override
         return (self.micro_steps + 1) % accumulation == 0
 
+    def begin_backward(self) -> None:
+        """Note the begin of a backward pass."""
+        self.backward_begun = True
+        self.passes += 1
+
     def begin_step(self) -> None:
         """Note a call of `step`."""
         self.step_applied = self.backward_begun = False
+        self.passes = 0
 
     def count_step(self, samples: int, *, applied: bool) -> None:
         """Count an optimizer step over `samples` samples; one that was not `applied` is skipped."""
@@ -62,6 +70,7 @@ class Progress:
     def restart_accumulation(self, accumulation: int) -> None:
         """Discard the microbatches of an unfinished step."""
         self.backward_begun = False
+        self.passes = 0
         self.micro_steps -= self.micro_steps % accumulation
 
     def change_accumulation(self, accumulation: int) -> None:

@@ -118,6 +118,10 @@ class Config(Section):
     comms_logger: CommsLoggerSettings = CommsLoggerSettings()
     """The log of collectives."""
 
+    broadcast_buffers: Switch = True
+    """After each step give all data ranks rank 0's buffers that have changed, such as the running statistics of BatchNorm,
+    as DistributedDataParallel does before a forward; false: each rank keeps its own."""
+
     steps_per_print: Every = None
     """Interval of progress reports, in steps; null or infinity: never."""
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UsageError
 
 __all__ = ["add_arguments", "main"]
 
@@ -23,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("out", help="a new folder", metavar="OUT")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="cast parameters (default: as saved, in the precision of their masters)")
+    export.add_argument("--model", metavar="MODEL", help="a folder or a name of a Hugging Face model, whose configuration "
+                        "and tokenizer are exported too, so that from_pretrained(OUT) works")
     export.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE",
                         help="largest file, for example 500MB or 2GiB (default 5GB)")
 
@@ -76,14 +84,61 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     from shoal.checkpoint.snapshot import read
-    from shoal.checkpoint.state_dict_export import export
+    from shoal.checkpoint.state_dict_export import export, set_dtype_of_config
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
+    model = None if args.model is None else _ModelFiles(args.model)
     with read(args.folder, args.tag) as snapshot:
         files = export(snapshot, args.out, dtype=dtypes[args.dtype], shard_bytes=args.max_shard_size)
+    if model is not None:
+        files += model.write(Path(args.out))
+        if (dtype := dtypes[args.dtype]) is not None:
+            set_dtype_of_config(Path(args.out), dtype)
     for file in files:
         print(file)
     return 0
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+"""Ends of the names of files that hold or list weights."""
+
+
+class _ModelFiles:
+    """The files of a Hugging Face model beside its weights: configuration, tokenizer, generation, code of its own."""
+
+    def __init__(self, model: str):
+        """Find the files of `model`, a folder or a name. Raises `UsageError` where it has no configuration."""
+        self._model = model
+        self._is_folder = Path(model).is_dir()
+        if self._is_folder and not (Path(model) / "config.json").is_file():
+            raise UsageError(f"--model {model}: the folder has no config.json; give the folder of a Hugging Face model, or "
+                             f"its name")
+        self._loaded = [] if self._is_folder else self._load()
+
+    def _load(self) -> list[Any]:
+        """Load what the name stands for, by transformers."""
+        try:
+            from transformers import AutoConfig, AutoTokenizer
+        except ImportError:
+            raise UsageError(f"--model {self._model}: is no folder, and a name needs the package transformers; install it, "
+                             f"or give a folder") from None
+        try:
+            loaded: list[Any] = [AutoConfig.from_pretrained(self._model)]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--model {self._model}: is neither a folder nor a known model: {error}") from error
+        with suppress(OSError, ValueError):  # a model without text
+            loaded.append(AutoTokenizer.from_pretrained(self._model))
+        return loaded
+
+    def write(self, out: Path) -> list[Path]:
+        """Write the files into `out`; return them."""
+        before = set(out.iterdir())
+        for part in self._loaded:
+            part.save_pretrained(out)
+        for file in sorted(Path(self._model).iterdir()) if self._is_folder else ():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copyfile(file, out / file.name)
+        return sorted(set(out.iterdir()) - before)
 
 
 def _size(text: str) -> int:

@@ -26,12 +26,14 @@ class BackwardStepper:
     """Steps a unit by `step_fn` when the backward pass within `context` has reduced its gradient."""
 
     def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, scheduler: StepScheduler,
-                 step_fn: StepFunction, *, native: bool):
+                 step_fn: StepFunction, *, native: bool, measures: bool):
+        """With `measures`, compute the norm of each gradient, which `step` asks for."""
         self._model = model
         self._views = views
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._step_fn = step_fn
+        self._measures = measures
         self._native_step_fn = native_step_fn(optimizer) if native else None
         self._factor = 1.0
         self._options: Options | None = None
@@ -101,6 +103,8 @@ class BackwardStepper:
         if not whole or gradient.late_recompute or replicated or in_use:
             unit.residency.unpin()
             return False
+        if self._measures:
+            gradient.norm()  # before the step consumes the sum
         assert self._options is not None
         native = self._native_step_fn is not None and can_step_natively(self._optimizer, views, self._options)
         step = self._native_step_fn if native and self._native_step_fn is not None else self._step_fn

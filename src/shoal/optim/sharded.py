@@ -6,10 +6,11 @@ The inner optimizer is an elementwise one (torch's own, or the user's), or LAMB.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from shoal.optim.step_scheduler import StepScheduler
 from shoal.optim.views import OffloadedStateView, Views
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
+from shoal.zero.grad_attribute import clear_raw_grads
 from shoal.zero.gradient import OnReduced
 from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
@@ -63,6 +65,8 @@ class StepRules:
     """Largest global L2 norm of the gradients; 0 disables clipping."""
     check_overflow: bool
     """Skip a step whose gradients contain an infinity or NaN."""
+    compute_norm: bool = False
+    """Compute the norm for readers, where neither clipping nor an overflow check needs it."""
     allow_unused: bool = True
     """Accept parameters without a gradient on any rank."""
     piece_elements: int = sys.maxsize
@@ -81,15 +85,36 @@ class StepRules:
     @property
     def needs_norm(self) -> bool:
         """Whether a step needs the global gradient norm."""
-        return self.clipping > 0 or self.check_overflow
+        return self.clipping > 0 or self.check_overflow or self.compute_norm
 
 
-class ShardedOptimizer:
-    """The optimizer of one engine: steps the sharded masters by an inner optimizer."""
+class StepOwner(Protocol):
+    """The engine whose optimizer this is: it counts microbatches, and decides whether a call of `step` is a step."""
 
-    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, loss_scale: LossScale, rules: StepRules):
+    def step_by_optimizer(self) -> None:
+        """Take the step that a call of `optimizer.step()` asks for."""
+        ...
+
+    def zero_grad_by_optimizer(self) -> None:
+        """Discard the gradients that a call of `optimizer.zero_grad()` means."""
+        ...
+
+
+class ShardedOptimizer(Optimizer):
+    """The optimizer of one engine: steps the sharded masters by an inner optimizer.
+
+    It is a torch optimizer by its interface alone: schedules and scripts use its groups, and its `step` is the engine's.
+    """
+
+    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, loss_scale: LossScale,
+                 rules: StepRules):  # torch's own __init__ would take parameters over
         self.optimizer = optimizer
         """The inner optimizer, over views of the masters."""
+        self.defaults = optimizer.defaults
+        self.param_groups = optimizer.param_groups
+        """The inner optimizer's groups, with the model's parameters."""
+        vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+        self._owner: ReferenceType[StepOwner] | None = None
         self.views = views
         self.scaler = loss_scale
         self.rules = rules
@@ -113,7 +138,8 @@ class ShardedOptimizer:
                                         fetches_ahead=rules.fetches_ahead, commits_behind=rules.commits_behind,
                                         max_waiting_bytes=rules.max_waiting_bytes, lanes=model.storage.lanes)
         self._backward_stepper = BackwardStepper(model, views, optimizer, self._scheduler, self._step_fn,
-                                                 native=rules.native) if rules.in_backward else None
+                                                 native=rules.native,
+                                                 measures=rules.needs_norm) if rules.in_backward else None
         if isinstance(optimizer, CompressedOptimizer):
             optimizer.set_communicates(model.parameter_groups.state_shards > 1)
         self.set_compression()
@@ -125,12 +151,18 @@ class ShardedOptimizer:
                 move_moments_to_store(view, optimizer)
                 view.unit.state.commit(view.part, moments).wait()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+    def set_owner(self, owner: StepOwner) -> None:
+        """Have `step` and `zero_grad` be those of the engine `owner`."""
+        self._owner = ref(owner)
+
+    def _engine(self, call: str) -> StepOwner:
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            raise UsageError(f"optimizer.{call}: the engine of this optimizer is gone; keep what initialize returns first")
+        return owner
 
     @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  read only
         """The inner optimizer's state, for reading; access reads a copy of moments that are on disk."""
         return OffloadedStateView(self.views, self.optimizer, self._finish_before_read)
 
@@ -160,11 +192,28 @@ class ShardedOptimizer:
         """Whether a step failed halfway, so that the weights are invalid."""
         return self._scheduler.failed
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the engine's step, after `closure`, whose loss is returned: the same as `engine.step()`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine("step").step_by_optimizer()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard gradients as `engine.zero_grad()` does, which keeps those of an accumulation under way.
+
+        Where boundaries are set by hand, all are discarded.
+        """
+        self._engine("zero_grad").zero_grad_by_optimizer()
+
     @torch.no_grad()
-    def step(self) -> bool:
+    def take_step(self) -> bool:
         """Apply the accumulated gradients; return False if an overflow skipped the step. All ranks return the same."""
         units = self._model.trainable
         self._scheduler.check()
+        self._model.close_grads(keep=True)
         parameter_groups = self._model.parameter_groups
         if units and not self.pending:
             raise UsageError(f"rank {self._model.parameter_groups.world.rank}: step() without gradients; call "
@@ -195,7 +244,7 @@ class ShardedOptimizer:
             if self._backward_stepper is not None:
                 self._backward_stepper.finish()
             if not self.failed:
-                self.zero_grad()
+                self.discard_gradients()
                 self.rescale(self.scaler.value / loss_scale)
         self.set_compression()
         if not self.overflow:
@@ -229,7 +278,8 @@ class ShardedOptimizer:
 
     def _count_step(self) -> None:
         """Count an applied step."""
-        vars(self.optimizer)["_opt_called"] = True  # torch's schedules warn if the optimizer has not stepped
+        for each in (self, self.optimizer):
+            vars(each)["_opt_called"] = True  # torch's schedules warn if the optimizer has not stepped
         if isinstance(self.optimizer, CompressedOptimizer):
             self.optimizer.count_step()
 
@@ -270,15 +320,14 @@ class ShardedOptimizer:
             raise UsageError(f"{call}: backward has begun the next step already (offload_optimizer.step_in_backward); call "
                              f"engine.step() first, once after each backward that ends an accumulation")
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def discard_gradients(self) -> None:
         """Discard the accumulated gradients, except those that a deferred step still needs."""
         self.check_not_begun("zero_grad")
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  reading them would gather weights
-            for unit in self._model.trainable:
-                if not (unit.awaits_step or unit.gradient.is_reset):
-                    unit.gradient.reset()
-                for member in unit.members:  # left by an interrupted pass
-                    member.parameter.grad = None
+        self._model.close_grads(keep=False)
+        for unit in self._model.trainable:
+            if not (unit.awaits_step or unit.gradient.is_reset):
+                unit.gradient.reset()
+        clear_raw_grads(member.parameter for unit in self._model.trainable for member in unit.members)  # interrupted passes
 
     def set_compression(self) -> None:
         """Set the wire format of the next step as the optimizer asks."""

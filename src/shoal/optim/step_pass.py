@@ -74,7 +74,7 @@ def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
     """Return the step function that attaches gradients and calls `optimizer.step`."""
     def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
         views.attach_grads(batch, factor)
-        with _use_options(optimizer, options):
+        with _use_groups(optimizer, options, batch):
             optimizer.step()
         views.detach_grads(batch)
         for view in batch:
@@ -85,17 +85,19 @@ def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
 
 
 @contextmanager
-def _use_options(optimizer: Optimizer, options: Options) -> Generator[None]:
-    """Replace group options that changed since the step was decided by `options`; restore them at the end."""
+def _use_groups(optimizer: Optimizer, options: Options, views: Sequence[MasterView]) -> Generator[None]:
+    """Put `views` and the `options` of the step into the groups of `optimizer`, and restore what was there."""
     changed = [{name: group[name] for name, value in then.items() if not _equal(group[name], value)}
-               for group, then in zip(optimizer.param_groups, options, strict=False)]
-    for group, now, then in zip(optimizer.param_groups, changed, options, strict=False):
-        group.update({name: then[name] for name in now})
+               for group, then in zip(optimizer.param_groups, options, strict=True)]
+    former = [{"params": group["params"], **now} for group, now in zip(optimizer.param_groups, changed, strict=True)]
+    for index, (group, now) in enumerate(zip(optimizer.param_groups, changed, strict=True)):
+        group.update({name: options[index][name] for name in now})
+        group["params"] = [view.parameter for view in views if view.group == index]
     try:
         yield
     finally:
-        for group, now in zip(optimizer.param_groups, changed, strict=False):
-            group.update(now)
+        for group, values in zip(optimizer.param_groups, former, strict=True):
+            group.update(values)
 
 
 def _equal(one: object, other: object) -> bool:

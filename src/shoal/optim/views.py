@@ -7,7 +7,9 @@ part keeps its own state and step count. (docs/decisions/0004-views-split-where-
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -95,8 +97,6 @@ class Views:
         if len(views) == len(self.views):
             return
         self.views = views
-        for group, options in enumerate(optimizer.param_groups[:self.groups]):
-            options["params"] = self.of_group(group)
 
     def states(self, optimizer: Optimizer) -> Iterator[tuple[MasterView, str, Tensor | float]]:
         """Yield every piece of optimizer state: (view, name, tensor of the view's shape or a scalar)."""
@@ -167,6 +167,8 @@ class OptimizerGroups:
     """
 
     options: tuple[dict[str, Any], ...]
+    params: tuple[list[nn.Parameter], ...]
+    """The parameters of each group, frozen ones too: what scripts find in `param_groups`."""
     group_of: dict[nn.Parameter, int]
 
     @classmethod
@@ -178,9 +180,11 @@ class OptimizerGroups:
             given = [{"params": given}]
         names = {parameter: name for name, parameter in model.named_parameters()}
         options: list[dict[str, Any]] = []
+        members: list[list[nn.Parameter]] = []
         groups: dict[nn.Parameter, int] = {}
         for index, group in enumerate(cast("list[Mapping[str, Any]]", given)):
             params: Any = group["params"]
+            members.append([])
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
                 if not isinstance(parameter, nn.Parameter) or parameter not in names:
@@ -190,8 +194,10 @@ class OptimizerGroups:
                     raise UsageError(f"optimizer group {index}: parameter '{names[parameter]}' appears a second time "
                                      f"(first in group {groups[parameter]}); each parameter belongs to one group")
                 groups[parameter] = index
+                members[-1].append(parameter)
             options.append({key: value for key, value in group.items() if key != "params"})
-        return cls(options=tuple(options), group_of={p: group for p, group in groups.items() if p.requires_grad})
+        return cls(options=tuple(options), params=tuple(members),
+                   group_of={p: group for p, group in groups.items() if p.requires_grad})
 
     def build(self, factory: OptimizerFactory, views: Views) -> Optimizer:
         """Build the optimizer over the views of the masters."""
@@ -204,17 +210,23 @@ class OptimizerGroups:
             raise UsageError(f"initialize: the {type(optimizer).__name__} has stepped already and holds state for whole "
                              f"parameters; pass it before its first step, or resume from a checkpoint")
 
-    def rebind(self, optimizer: Optimizer, views: Views) -> Optimizer:
-        """Replace the parameters of the user's optimizer by the views."""
+    def copy_over(self, optimizer: Optimizer, views: Views) -> Optimizer:
+        """Return a copy of the user's optimizer that steps the views; both have the same groups, options and hooks."""
         self.check_new(optimizer)
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = views.of_group(index)
+        inner = copy(optimizer)
+        vars(inner)["state"] = defaultdict(dict)
+        if hasattr(vars(inner).get("step"), "_wrapped_by_lr_sched"):  # bound to the other one
+            del vars(inner)["step"]
         if optimizer.state:  # allocated at construction, as by Adagrad: allocate it for the views
-            fresh = type(optimizer)(optimizer.param_groups, **{name: value for name, value in optimizer.defaults.items()
-                                                               if name in signature(type(optimizer)).parameters})
-            optimizer.state.clear()
-            optimizer.state.update(fresh.state)
-        return optimizer
+            groups = [{**group, "params": views.of_group(index)} for index, group in enumerate(optimizer.param_groups)]
+            inner.state.update(type(optimizer)(groups, **{name: value for name, value in optimizer.defaults.items()
+                                                          if name in signature(type(optimizer)).parameters}).state)
+        return inner
+
+    def show_params(self, optimizer: Optimizer) -> None:
+        """Put the model's parameters into the groups of `optimizer`, where a step puts the views instead (step_pass.py)."""
+        for group, params in zip(optimizer.param_groups, self.params, strict=True):
+            group["params"] = list(params)
 
 
 class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):

@@ -25,6 +25,7 @@ from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.compiled import opaque
+from shoal.zero.readable_grads import ReadableGrads
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
@@ -63,9 +64,12 @@ class BackwardHooks:
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
         self._handles: list[RemovableHandle] = []
         self._refuses_create_graph = refuses_create_graph
+        self.grads = ReadableGrads([unit for found in units.values() for unit in found])
+        self._shows_grads = not announced
 
     def install(self) -> None:
         """Attach to the parameters."""
+        self.grads.install()
         found = [unit for units in self._units.values() for unit in units]
         training = any(isinstance(unit, TrainableUnit) for unit in found)
         for unit in found:
@@ -78,6 +82,7 @@ class BackwardHooks:
 
     def remove(self) -> None:
         """Detach from the parameters, and from the engine: it goes with its last reference."""
+        self.grads.remove()
         while self._handles:
             self._handles.pop().remove()
         self._begin_pass = _detached
@@ -125,6 +130,7 @@ class BackwardHooks:
         self._passes += 1
         self._task = graph_task()
         Variable._execution_engine.queue_callback(self._end)  # pyright: ignore  no annotation, no other way
+        self.grads.close(keep=True)
         self._pass = self._begin_pass()
         self._window.begin("backward")
         self.reducer.begin(self._pass)
@@ -197,6 +203,8 @@ class BackwardHooks:
             self._done(unit)
         self._entered = []
         self.release_all()
+        if self._shows_grads and self._pass is not None:
+            self.grads.open(self._pass.grad_refusal)
         self._pass = None
         self._scope.close()
 

@@ -98,6 +98,22 @@ class GradAccumulator:
         """The compression error of the whole unit, an addend of the mean; None where there is none."""
         return None
 
+    @property
+    def open_addend(self) -> Tensor | None:
+        """The open buffer (size,), None if it holds nothing; slots without a gradient are undefined there."""
+        return self._open if self._filled else None
+
+    def has_slot(self, slot: int) -> bool:
+        """Whether this rank has a gradient of `slot`."""
+        return bool(self.slots_with_grad >> slot & 1)
+
+    def set_slot(self, slot: int, *, present: bool) -> None:
+        """Note that a script has written the gradient of `slot`, or, if not `present`, taken it away."""
+        bit = 1 << slot
+        self.slots_with_grad = self.slots_with_grad | bit if present else self.slots_with_grad & ~bit
+        if self._filled:
+            self._filled |= bit
+
     def begin(self) -> None:
         """Start a backward pass."""
         self._seen, self.complete = 0, False

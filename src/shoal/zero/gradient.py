@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shoal.errors import UsageError
 from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, mirrored, offset_names
 from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 from shoal.zero.unit_transport import DenseTransport, InFlight, UnitWire
@@ -39,8 +40,10 @@ class Gradient:
         self._replicas = wire.replica_group.replicas
         self._flight: InFlight | None = None
         self._norm: Tensor | None = None
+        self._gathered: Tensor | None = None
         communicator = wire.replica_group.communicator
         partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
+        self._own_span, self._ranks = own, communicator.ranks
         self._span, self.rest = mirrored(
             wire.pool.device, store, layout.size if partial else len(own), wire.dtypes.accumulate,
             f"gradient of unit '{wire.name}'", offset_names(layout.names, 0 if partial else own.start))
@@ -163,6 +166,58 @@ class Gradient:
     def consumed_early(self) -> bool:
         """Whether a step may still take the sum within the present backward pass."""
         return self._consumed_early
+
+    # Reading by scripts
+
+    @property
+    def can_gather(self) -> bool:
+        """Whether there is a gradient on this rank, or a sum over the ranks."""
+        return self.has_sum or self.accumulator.open_addend is not None
+
+    @torch.no_grad()
+    def gathered(self) -> Tensor:
+        """Return the gradient of the whole unit (size,), to read and to write until `end_gather`.
+
+        Where the sum rests sharded it takes all ranks to gather it. Raises `UsageError` before several ranks have reduced
+        it, and for a sum that rests in another tier.
+        """
+        if self._gathered is None:
+            self.wait_reduced()
+            self._gathered = self._gather()
+        return self._gathered
+
+    def _gather(self) -> Tensor:
+        addend = self.accumulator.open_addend
+        if addend is not None and (self.has_sum or self._ranks > 1):
+            raise UsageError("p.grad was read before it was reduced over the ranks (within an accumulation at stages 0 and "
+                             "1, or after no_sync): read it at the end of the accumulation, or call "
+                             "engine.allreduce_gradients() on every rank first")
+        if addend is not None:
+            return addend
+        if not isinstance(self._span, ResidentSpan):
+            raise UsageError("p.grad was read while gradients rest in another tier: set gradient_clipping to clip them, and "
+                             "register hooks on parameters to read them, or leave offload_optimizer out")
+        if self.reduced.numel() == self.layout.size:
+            return self.reduced
+        whole = self._span.tensor
+        if whole.numel() < self.layout.size:  # of its own: a script may keep a gradient
+            whole = torch.empty(self.layout.size, dtype=self.own.dtype, device=self.own.device)
+            self._own_part(whole).copy_(self.own)
+        self.transport.gather_sum(whole)
+        return whole
+
+    @torch.no_grad()
+    def end_gather(self, *, keep: bool) -> None:
+        """End a `gathered`; with `keep` what was written counts."""
+        whole, self._gathered = self._gathered, None
+        if whole is not None and self.has_sum:
+            self._norm = None
+            if keep and whole.data_ptr() not in (self._span.tensor.data_ptr(), self.reduced.data_ptr()):
+                self.own.copy_(self._own_part(whole))
+
+    def _own_part(self, whole: Tensor) -> Tensor:
+        """Return this rank's span of `whole` (size,)."""
+        return whole[self._own_span.start:self._own_span.stop]
 
     def join_replicas(self) -> None:
         """Add the sums of the other copies of the state: once, when a step begins."""

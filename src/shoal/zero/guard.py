@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ReleasedError, UsageError
 from shoal.zero.compiled import opaque
+from shoal.zero.grad_attribute import hide_grad, read_grad, show_grad, write_grad
 
 
 class Owner(Protocol):
@@ -67,6 +68,7 @@ _CREATES_LIKE: frozenset[Callable[..., Any]] = frozenset({
 _PERMITTED = _READS_METADATA | _CREATES_LIKE | {
     *(getattr(torch.Tensor, name) for name in _OF_LEAVES),
     *(descriptor.__set__ for name in _METADATA if hasattr(descriptor := getattr(torch.Tensor, name), "__set__"))}
+_ACCESSES_GRAD = frozenset({cast("Any", torch.Tensor.grad).__get__, cast("Any", torch.Tensor.grad).__set__})
 _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach,
                                                       cast("Any", torch.Tensor.data).__get__})
 
@@ -79,6 +81,8 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
         owner = owner_of(args[0])
         if owner is not None and not owner.serves_reads:
             return DetachedParameter(args[0])
+    if function in _ACCESSES_GRAD:
+        return read_grad(args[0]) if len(args) == 1 else write_grad(*args)
     if function not in _PERMITTED:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
@@ -183,6 +187,7 @@ def clear_owner(parameter: nn.Parameter) -> None:
 
 def guard(parameter: nn.Parameter) -> None:
     """Send every later read of the parameter's data to its owner."""
+    hide_grad(parameter)
     plain = type(parameter)
     if plain in _guarded.values():
         return
@@ -197,6 +202,7 @@ def unguard(parameter: nn.Parameter) -> None:
     """Give the parameter its own class back."""
     if is_guarded(parameter):
         parameter.__class__ = type(parameter).__mro__[1]
+        show_grad(parameter)
 
 
 def released_error(what: str, rank: int, ranks: int) -> ReleasedError:

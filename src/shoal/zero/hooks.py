@@ -104,6 +104,7 @@ class Hooks:
                 unit.gradient.expect_recompute()  # a re-entrant pass will run this once more, and give it gradients
         if module is self._model and not _recomputing():
             self._abandon()
+            self.backward.grads.hide()
             self.replaced.check(training=torch.is_grad_enabled())
             self._in_forward = True
             self._scope.open()
@@ -137,6 +138,7 @@ class Hooks:
             self._in_forward = False
             self._scope.close()
             self._window.end()
+            self.backward.grads.show()
             if not torch.is_grad_enabled():
                 self.backward.release_all()
 

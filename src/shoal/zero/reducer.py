@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shoal.zero.grad_attribute import take_raw_grad
 from shoal.zero.gradient import Gradient, OnReduced
 from shoal.zero.trainable_unit import TrainableUnit
 
@@ -33,6 +34,8 @@ class BackwardPass:
     """Whether it communicates."""
     on_reduced: OnReduced | None = None
     """Offered each sum as soon as it is there; returns whether a step has taken it, so that it need not rest."""
+    grad_refusal: str = ""
+    """Why a script cannot read `p.grad` after it; empty where it can."""
 
 
 class Reducer:
@@ -150,6 +153,5 @@ def _taken(parameter: nn.Parameter) -> Tensor | None:
     if type(parameter) is nn.Parameter:
         gradient, parameter.grad = parameter.grad, None
     else:  # released, or of the script's own class
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            gradient, parameter.grad = parameter.grad, None
+        gradient = take_raw_grad(parameter)
     return gradient

@@ -29,8 +29,8 @@ class ReplacedParameters:
         self._root = root
         self._units = [unit for unit in units if not unit.is_sharded]  # the guard refuses to replace those of the others
         self._released = [unit for unit in self._units if unit.reshards]
-        self._places = [(module._parameters, key, parameter, names[parameter]) for module in root.modules()
-                        for key, parameter in module._parameters.items() if parameter is not None and parameter in names]
+        self._places = [(place, key, parameter, names[parameter]) for place in map(_parameters_of, root.modules())
+                        for key, parameter in place.items() if isinstance(parameter, nn.Parameter) and parameter in names]
 
     def check(self, *, training: bool) -> None:
         """Look for such parameters before a forward; take over the values of those that are released after their use.
@@ -73,6 +73,11 @@ class ReplacedParameters:
                     f"forward: parameter '{name}' is {'no part of the model' if other is None else 'another object'} since "
                     f"initialize, and the engine would go on to train the old one. Write into the parameter instead "
                     f"(p.data = value, load_state_dict without assign=True), or change the model before initialize")
+
+
+def _parameters_of(module: nn.Module) -> dict[str, object]:
+    """Return the dict that `module` keeps its own parameters in."""
+    return vars(module)["_parameters"]
 
 
 @torch.no_grad()

@@ -69,6 +69,10 @@ class ZeroSettings(Section):
     """Ranks that share one copy of the sharded state (MiCS, hybrid sharding); the data ranks divided by this number is
     the number of copies. -1: one copy over all data ranks. The same as `mesh.shard`."""
 
+    compute_grad_norm: Switch = True
+    """Compute the global gradient norm at every step, for `get_global_grad_norm`: one read of the gradients that rest on a
+    rank. Clipping and overflow checks compute it in any case."""
+
     offload_param: OffloadParam = OffloadParam()
     """Offload of the weights between their uses."""
 
@@ -130,7 +134,6 @@ class ZeroSettings(Section):
         "mics_hierarchical_params_gather": later("gather within nodes first (MiCS)", False),
         "save_muon_momentum_buffer_in_memory": later("keep Muon's momentum gathered", False),
         "leaf_module": later_block("modules gathered whole", {"classes": [], "names": [], "name_suffixes": []}),
-        "compute_grad_norm": later("do without the gradient norm", True),
         "parameter_alignment": later("pad parameters to 16 bytes", False),
         "zenflow": later_block("updates that hide behind the next steps"),
     }

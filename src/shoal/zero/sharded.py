@@ -119,6 +119,7 @@ class ShardedModel:
     def flush(self) -> None:
         """Reduce what backward passes left unreduced: a step needs it."""
         for each in self.passes:
+            each.backward.grads.end_gather(keep=True)
             each.backward.reducer.flush()
         for unit in self.late:
             unit.gradient.reduce()
@@ -131,6 +132,11 @@ class ShardedModel:
         """Take over the values of parameters that scripts have given other memory: a step changes the buffers alone."""
         for each in self.passes:
             each.replaced.adopt()
+
+    def close_grads(self, *, keep: bool) -> None:
+        """Let scripts read `p.grad` no more until the next backward pass; with `keep` what they wrote there counts."""
+        for each in self.passes:
+            each.backward.grads.close(keep=keep)
 
     def refuse_replaced(self, call: str) -> None:
         """Raise `UsageError` from `call` for a parameter that a script has given another value than the engine trains."""

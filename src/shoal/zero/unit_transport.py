@@ -181,6 +181,10 @@ class DenseTransport(WeightTransport):
         """Give every rank the spans of the sum `whole` (1-D)."""
         return self._replicate_over(self._communicator, whole)
 
+    def gather_sum(self, whole: Tensor) -> None:
+        """Give every rank the spans of the sum `whole` (1-D), unrounded."""
+        self._communicator.all_gather(whole, self._replicate_label).wait()
+
     def sum_over_replicas(self, own: Tensor, replicas: Communicator) -> None:
         """Sum `own`, this rank's span, over the other copies of the state."""
         part = own[replicas.rank * (own.numel() // replicas.ranks):][:own.numel() // replicas.ranks]

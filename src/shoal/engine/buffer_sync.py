@@ -1,0 +1,70 @@
+"""Buffers on several data ranks: rank 0's values count, as in DistributedDataParallel.
+
+All ranks begin with rank 0's. Forwards then change some on every rank, each from its own samples: the running statistics of
+BatchNorm. After each step those that have changed on rank 0 are sent to the others, so that an evaluation, a checkpoint and
+the next step find the same everywhere. Buffers that are in no state dict are caches, and stay each rank's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]  of all norms with statistics
+
+from shoal.transport.collectives import Communicator
+
+__all__ = ["BufferSync", "move_buffers"]
+
+
+def move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
+    """Move the model's buffers to the device, and give all data ranks rank 0's values, as parameters get them."""
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(device)
+        if buffer.numel():
+            values = buffer.data.contiguous()
+            communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
+            buffer.data.copy_(values)
+
+
+class BufferSync:
+    """Sends rank 0's changed buffers to the data ranks."""
+
+    def __init__(self, model: nn.Module, communicator: Communicator):
+        persistent = set(model.state_dict(keep_vars=True))
+        self._communicator = communicator
+        self._places = [(module, key) for path, module in model.named_modules() for key, buffer in module.named_buffers(
+            recurse=False) if buffer.numel() and (f"{path}.{key}" if path else key) in persistent]
+        self._seen = self._versions()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to send."""
+        return self._communicator.ranks > 1 and bool(self._places)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Give all data ranks the buffers that have changed on rank 0 since the last call. A collective call."""
+        now, device = self._versions(), self._buffer(0).device
+        changed = torch.tensor([new != old or _writes_uncounted(module) for new, old, (module, _) in zip(
+            now, self._seen, self._places, strict=True)], dtype=torch.uint8).to(device)
+        self._communicator.broadcast(changed, 0, "which buffers have changed")
+        chosen = [self._buffer(index) for index, is_changed in enumerate(changed.tolist()) if is_changed]
+        if chosen:
+            flat = torch.cat([buffer.detach().to(device).contiguous().view(-1).view(torch.uint8) for buffer in chosen])
+            self._communicator.broadcast(flat, 0, "changed buffers")
+            for buffer, values in zip(chosen, flat.split([buffer.nbytes for buffer in chosen]), strict=True):
+                buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
+        self._seen = self._versions()
+
+    def _buffer(self, index: int) -> Tensor:
+        module, key = self._places[index]
+        return module.get_buffer(key)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return what tells that a buffer was written, or replaced by another tensor."""
+        buffers = (self._buffer(index) for index in range(len(self._places)))
+        return [(id(buffer), buffer._version) for buffer in buffers]
+
+
+def _writes_uncounted(module: nn.Module) -> bool:
+    """Whether forwards of `module` write running statistics: torch's kernels do not count these writes as versions."""
+    return isinstance(module, _NormBase) and module.training

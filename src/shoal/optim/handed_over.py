@@ -1,0 +1,89 @@
+"""The torch optimizer that a script handed to `initialize`: its calls reach the engine.
+
+    step              the engine's step
+    zero_grad         the engine's
+    param_groups      the model's parameters, and the options of the next step: schedules and scripts change them here
+    state_dict        the sharded optimizer's, as load_state_dict and add_param_group
+
+The engine steps slices by a copy of it. Its own `step` would step whole parameters past the engine, or nothing at all. So
+its class is changed to a subclass of the same name, as that of a released parameter is (zero/guard.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.optim.sharded import ShardedOptimizer
+
+__all__ = ["hand_back", "hand_over"]
+
+_sharded: WeakKeyDictionary[Optimizer, ref[ShardedOptimizer]] = WeakKeyDictionary()
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def hand_over(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
+    """Have the calls of the script's `optimizer` reach `sharded`."""
+    plain = hand_back(optimizer)
+    if plain not in _classes:
+        kept = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
+        _classes[plain] = type(plain.__name__, (plain,), {**_METHODS, **kept})
+    vars(optimizer).pop("step", None)  # of a schedule, or of the script; the copy that steps has the script's
+    optimizer.__class__ = _classes[plain]
+    _sharded[optimizer] = ref(sharded)
+
+
+def hand_back(optimizer: Optimizer) -> type[Optimizer]:
+    """Give the script's `optimizer` its own class back, and return it: another engine may take the optimizer over."""
+    plain = type(optimizer)
+    if plain in _classes.values():
+        plain = plain.__mro__[1]
+        optimizer.__class__ = plain
+        del _sharded[optimizer]
+    return plain
+
+
+def _target(optimizer: Optimizer, call: str) -> ShardedOptimizer:
+    sharded = _sharded[optimizer]()
+    if sharded is None:
+        raise UsageError(f"optimizer.{call}: the engine that took this {type(optimizer).__name__} over is gone; hand it to "
+                         f"shoal.initialize again, or build another optimizer")
+    return sharded
+
+
+def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    return _target(self, "step").step(closure)
+
+
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    _target(self, "zero_grad").zero_grad(set_to_none)
+
+
+def _state_dict(self: Optimizer) -> dict[str, Any]:
+    return _target(self, "state_dict").state_dict()
+
+
+def _load_state_dict(self: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    _target(self, "load_state_dict").load_state_dict(state_dict)
+
+
+def _add_param_group(self: Optimizer, param_group: Mapping[str, Any]) -> None:
+    _target(self, "add_param_group").add_param_group(param_group)
+
+
+def _no_scaling(self: Optimizer) -> bool:
+    return False
+
+
+def _ignore(self: Optimizer, value: object) -> None:
+    """Keep `_no_scaling`: torch's fused optimizers say that they divide by the scale of a GradScaler themselves."""
+
+
+vars(_step)["_wrapped_by_lr_sched"] = True  # torch's schedules wrap `step` to warn if it was not called before theirs
+_METHODS: dict[str, Any] = {
+    "step": _step, "zero_grad": _zero_grad, "state_dict": _state_dict, "load_state_dict": _load_state_dict,
+    "add_param_group": _add_param_group, "_opt_called": True, "_step_supports_amp_scaling": property(_no_scaling, _ignore)}

@@ -1,0 +1,136 @@
+"""`p.grad` between a backward pass and the step: the gradient that the step consumes, for scripts to read and to change.
+
+    on one rank, and at stage 0    a view of the buffer where the gradient rests
+    on several, at stages 1, 2     gathered at the first read, of all parameters: a collective call
+    before it is reduced           not on several ranks: within an accumulation at stages 0 and 1, and after `no_sync`
+
+The engine takes every gradient from the attribute as autograd writes it. So from the end of a pass to the step the attribute
+that a script sees is another one (grad_attribute.py). A forward sees plain parameters, for which compiled code was made.
+Where the gradient cannot be had, reading it raises, and says what to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import CollectiveTimeout, UsageError
+from shoal.zero.grad_attribute import answer_grad, hide_grad, note_open, show_grad
+from shoal.zero.guard import is_guarded
+from shoal.zero.trainable_unit import TrainableUnit
+from shoal.zero.unit import Unit
+
+__all__ = ["ReadableGrads"]
+
+
+class ReadableGrads:
+    """The gradients of the units of one root."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self._units = [unit for unit in units if isinstance(unit, TrainableUnit)]
+        self._places = {member.parameter: (unit, slot) for unit in self._units for slot, member in enumerate(unit.members)}
+        self._views: dict[TrainableUnit, list[Tensor]] = {}
+        self._gathered = self._shown = False
+        self._refusal: str | None = None  # None: no backward pass since the last step
+
+    def install(self) -> None:
+        """Answer for the `grad` of the parameters."""
+        for parameter in self._places:
+            answer_grad(parameter, self)
+
+    def remove(self) -> None:
+        """Answer no more."""
+        self.close(keep=False)
+        for parameter in self._places:
+            answer_grad(parameter, None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass has ended that no step has consumed, and no forward runs."""
+        return self._shown
+
+    def open(self, refusal: str) -> None:
+        """Let scripts read the gradients of the pass that has ended; with a `refusal` raise it where they do."""
+        self._refusal = refusal
+        self.show()
+
+    def close(self, *, keep: bool) -> None:
+        """Let scripts read no more: a pass or a step begins. With `keep` what they wrote counts."""
+        self.hide()
+        self._refusal = None
+        self.end_gather(keep=keep)
+
+    def end_gather(self, *, keep: bool) -> None:
+        """Take over what was written, if `keep`; the next read gathers again."""
+        views, self._views, self._gathered = self._views, {}, False
+        for unit in views:
+            if keep:
+                for view, place in zip(views[unit], unit.layout.views(unit.gradient.gathered()), strict=True):
+                    if view.data_ptr() != place.data_ptr():  # `p.grad.data = value`
+                        place.copy_(view)
+            unit.gradient.end_gather(keep=keep)
+
+    def show(self) -> None:
+        """Have scripts find the gradients, if a pass has ended that no step has consumed."""
+        if self._refusal is not None and not self._shown:
+            self._shown = True
+            note_open(self, is_open=True)
+            for parameter in self._places:
+                if not is_guarded(parameter):
+                    show_grad(parameter)
+
+    def hide(self) -> None:
+        """Give the parameters their own class back."""
+        if self._shown:
+            self._shown = False
+            note_open(self, is_open=False)
+            for parameter in self._places:
+                hide_grad(parameter)
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of `parameter`, None where it has none. Raises `UsageError` where it cannot be had."""
+        unit, slot = self._gather(parameter)
+        views = self._views.get(unit)
+        if views is None or not (unit.gradient.accumulator.has_slot(slot) or (unit.gradient.has_sum and views[slot].any())):
+            return None
+        return views[slot]
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of `parameter`; None: the step skips it, unless another rank has a gradient of it."""
+        unit, slot = self._gather(parameter)
+        name = unit.members[slot].name
+        if value is not None and value.shape != parameter.shape:
+            raise UsageError(f"p.grad of '{name}': got shape {tuple(value.shape)}; set one of {tuple(parameter.shape)}")
+        if unit not in self._views:
+            if value is not None:
+                raise UsageError(f"p.grad of '{name}' was set, and backward has given no parameter of its block a gradient, "
+                                 f"so that none is collected there: lead the loss through the block")
+            return
+        view = self._views[unit][slot]
+        if value is None:
+            view.zero_()
+        elif value is not view:
+            view.copy_(value)
+        unit.gradient.accumulator.set_slot(slot, present=value is not None)
+
+    def _gather(self, parameter: nn.Parameter) -> tuple[TrainableUnit, int]:
+        """Gather the gradients of all units, the same on every rank, whichever of them a script reads first.
+
+        Returns the place of `parameter`.
+        """
+        unit, slot = self._places[parameter]
+        if self._refusal:
+            raise UsageError(f"p.grad of '{unit.members[slot].name}' {self._refusal}")
+        if not self._gathered:
+            try:
+                self._views = {each: each.layout.views(each.gradient.gathered()) for each in self._units
+                               if each.gradient.can_gather}
+                self._gathered = True
+            except CollectiveTimeout as error:
+                error.add_note("a script read p.grad, for which all ranks gather the gradients at stages 1 and 2: read it "
+                               "on every rank, or train at zero_optimization.stage 0")
+                raise
+        return unit, slot

@@ -1,0 +1,284 @@
+"""The loop of plain PyTorch around an engine: `loss.backward()`, `p.grad`, `clip_grad_norm_`, the script's optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import run_ranks
+
+Change = Callable[[nn.Module, Optimizer], object]
+STEPS = 3
+
+
+class Unused(nn.Sequential):
+    """The last layer takes part in no forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in list(self)[:-1]:
+            x = layer(x)
+        return x
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Unused(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 3))
+
+
+def sgd(whole: nn.Module) -> Optimizer:
+    decayed = [p for p in whole.parameters() if p.dim() > 1]
+    others = [p for p in whole.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "timeout": 20,
+            "zero_optimization": {"stage": stage}, **more}
+
+
+def clip_by_groups(whole: nn.Module, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 0.05)
+
+
+def clamp_data(whole: nn.Module, optimizer: Optimizer) -> None:
+    for p in whole.parameters():
+        if p.grad is not None:
+            p.grad.data.clamp_(-0.02, 0.02)
+
+
+def replace(whole: nn.Module, optimizer: Optimizer) -> None:
+    for p in whole.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5 + p.detach()
+    whole[0].bias.grad = None
+    whole[2].bias.grad.data = torch.ones(6)
+
+
+def evaluate_between(whole: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        whole(batch(9, 0))
+    nn.utils.clip_grad_value_(whole.parameters(), 0.01)
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda whole, optimizer: None,
+    "clip_grad_norm_": lambda whole, optimizer: nn.utils.clip_grad_norm_(whole.parameters(), 0.1),
+    "clip by groups": clip_by_groups,
+    "clamp data": clamp_data,
+    "replace": replace,
+    "evaluate between": evaluate_between,
+}
+
+
+def plain(change: Change, ranks: int) -> list[Tensor]:
+    whole = model()
+    optimizer = sgd(whole)
+    schedule = StepLR(optimizer, 1, 0.5)
+    for step in range(STEPS):
+        replicas = [copy.deepcopy(whole) for _ in range(ranks)]
+        for rank, replica in enumerate(replicas):
+            replica(batch(step, rank)).square().mean().backward()
+        for p, *addends in zip(whole.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+            found = [addend.grad for addend in addends if addend.grad is not None]
+            p.grad = sum(found[1:], start=found[0]) / ranks if found else None
+        change(whole, optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in whole.parameters()]
+
+
+def sharded(stage: int, rank: int, names: list[str], *, handed: bool) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for name in names:
+        whole = model()
+        given = sgd(whole)
+        engine, returned, _, _ = shoal.initialize(model=whole, optimizer=given, config=config(stage))
+        optimizer = given if handed else returned
+        assert optimizer is not None and isinstance(given, torch.optim.SGD)
+        schedule = StepLR(optimizer, 1, 0.5)
+        for step in range(STEPS):
+            (whole if handed else engine)(batch(step, rank)).square().mean().backward()
+            CHANGES[name](whole, optimizer)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        assert engine.global_steps == STEPS and engine.get_lr() == pytest.approx([0.1 / 2**STEPS] * 2)
+        assert stage > 0 or {type(p) for p in whole.parameters()} == {nn.Parameter}
+        state = engine.consolidated_state_dict()
+        found[name] = [] if state is None else list(state.values())
+        engine.destroy()
+        with pytest.raises(UsageError, match="this engine was destroyed"):
+            given.step()
+    return found
+
+
+def all_stages() -> list[tuple[int, str, list[Tensor]]]:
+    rank = torch.distributed.get_rank()
+    found: list[tuple[int, str, list[Tensor]]] = []
+    for stage in range(4):
+        for handed in (True, False):  # the optimizer that was handed over, and the one that initialize returned
+            names = list(CHANGES) if stage < 3 else ["nothing"]
+            found += [(stage, name, values) for name, values in sharded(stage, rank, names, handed=handed).items()]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loop_of_plain_torch_trains_the_same_weights(ranks: int) -> None:
+    expected = {name: plain(change, ranks) for name, change in CHANGES.items()}
+    for stage, name, values in run_ranks(ranks, all_stages)[0]:
+        for value, other in zip(values, expected[name], strict=True):
+            assert torch.equal(value, other), (stage, name)
+
+
+def accumulated(stage: int) -> list[list[Tensor]]:
+    """Accumulate two microbatches: counted by the configuration, and by the script."""
+    found: list[list[Tensor]] = []
+    for counted in (True, False):
+        whole = model()
+        optimizer = sgd(whole)
+        engine = shoal.initialize(model=whole, optimizer=optimizer,
+                                  config=config(stage, gradient_accumulation_steps=2 if counted else 1))[0]
+        for micro in range(4):
+            (engine(batch(micro, torch.distributed.get_rank())).square().mean() / 2).backward()
+            if counted or micro % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert engine.global_steps == 2
+        found.append(list((engine.consolidated_state_dict() or {}).values()))
+    engine.set_train_batch_size(8 * engine.dp_world_size)
+    for micro in range(2):
+        engine(batch(micro, 0)).sum().backward()
+    with pytest.raises(UsageError, match=r"step: called after 2 backward passes, .* gradient_accumulation_steps 2"):
+        optimizer.step()
+    return found
+
+
+def test_an_optimizer_steps_at_the_end_of_an_accumulation() -> None:
+    for stage in range(4):
+        counted, by_hand = run_ranks(2, accumulated, stage)[0]
+        for one, other in zip(counted, by_hand, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def within_an_accumulation(ranks: int) -> None:
+    expected: list[list[Tensor | None]] = []
+    for rank in range(ranks):
+        whole = model()
+        whole(batch(0, rank)).square().mean().backward()
+        expected.append([p.grad for p in whole.parameters()])
+    for stage in range(3):
+        whole = model()
+        engine = shoal.initialize(model=whole, optimizer=sgd(whole), config=config(stage, gradient_accumulation_steps=2))[0]
+        engine(batch(0, torch.distributed.get_rank())).square().mean().backward()
+        if ranks > 1 and stage < 2:
+            with pytest.raises(UsageError, match=r"before it was reduced .* engine\.allreduce_gradients\(\)"):
+                _ = whole[0].weight.grad
+            engine.allreduce_gradients()
+        for p, *addends in zip(whole.parameters(), *expected, strict=True):
+            addends = [addend for addend in addends if addend is not None]
+            assert (p.grad is None) == (not addends)
+            assert p.grad is None or torch.equal(p.grad, sum(addends[1:], start=addends[0]) / ranks), stage
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_within_an_accumulation_grad_is_there_once_it_is_reduced(ranks: int) -> None:
+    run_ranks(ranks, within_an_accumulation, ranks)
+
+
+def scaled() -> list[float]:
+    """A GradScaler around fp32 weights: its first step overflows."""
+    losses: list[list[float]] = []
+    for stage in (None, 0, 2):
+        whole = model()
+        optimizer: Optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1, fused=True)
+        if stage is not None:
+            shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+        losses.append([])
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = whole(batch(step, 0)).square().mean()
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            losses[-1].append(loss.item())
+    first, *others = losses
+    assert first[0] != first[3] and all(other == pytest.approx(first, rel=1e-6) for other in others)
+    return first
+
+
+def test_a_grad_scaler_scales_unscales_and_skips_as_in_plain_torch() -> None:
+    run_ranks(1, scaled)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stage 3": ({"zero_optimization": {"stage": 3}}, r"p\.grad of '0\.weight' is sharded at stage 3.*set gradient_clipping"),
+    "fp16": ({"fp16": {"enabled": True, "loss_scale": 128}}, r"p\.grad of '0\.weight' is multiplied by the loss scale 128"),
+}
+
+
+def refused() -> None:
+    for more, expected in REFUSED.values():
+        for threshold in (0, 1000):  # whole parameters at stage 3 too
+            whole = model()
+            optimizer = sgd(whole)
+            more = copy.deepcopy(more)
+            if "zero_optimization" in more:
+                more["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+            engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(0, **more))[0]
+            assert whole[0].weight.grad is None
+            x = batch(0, 0).to(whole[0].weight.dtype)
+            engine.backward(engine(x).square().mean())
+            for parameters in (whole.parameters(), optimizer.param_groups[0]["params"]):
+                with pytest.raises(UsageError, match=expected):
+                    nn.utils.clip_grad_norm_(parameters, 1.0)
+            with shoal.gathered(whole), pytest.raises(UsageError, match=expected):
+                whole[0].weight.grad = torch.zeros(6, 5)
+            optimizer.step()
+            assert whole[0].weight.grad is None
+            if "fp16" in more:
+                with pytest.raises(UsageError, match="unscaled loss while the loss scale is 128"):
+                    torch.amp.GradScaler("cpu").scale(engine(x).square().mean()).backward()
+
+
+def test_gradients_that_cannot_be_read_say_what_to_call() -> None:
+    run_ranks(1, refused)
+
+
+def handed_over_again() -> None:
+    whole = model()
+    optimizer = sgd(whole)
+    engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(1))[0]
+    assert optimizer.param_groups[0]["params"][0] is whole[0].weight
+    with pytest.raises(UsageError, match=r"optimizer\.add_param_group"):
+        optimizer.add_param_group({"params": []})
+    loss = optimizer.step(lambda: engine.backward(engine(batch(0, 0)).square().mean()))
+    assert loss is not None and engine.global_steps == 1
+    engine.destroy()
+    again = shoal.initialize(model=whole, optimizer=optimizer, config=config(0))[0]
+    again(batch(0, 0)).square().mean().backward()
+    optimizer.step()
+    assert again.global_steps == 1
+
+
+def test_an_optimizer_may_be_handed_to_the_next_engine() -> None:
+    run_ranks(1, handed_over_again)
