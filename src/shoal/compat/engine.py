@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
 from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from shoal.compat.parameters import owned_by
 from shoal.compat.raising import as_published, published_errors
 from shoal.engine.base import BaseEngine
 from shoal.engine.engine import Engine
@@ -40,6 +41,9 @@ class PublishedEngine(BaseEngine):
         """Keep the configuration as it was given, for the published accessors."""
         self.published = DeepSpeedConfig(dict(given), mpu=self.mesh)
         self.managed = self.published.managed_gradient_accumulation
+        if self.sharded is not None:
+            members = (member.parameter for unit in self.sharded.units for member in unit.members)
+            owned_by(self.optimizer, members, stage=self.settings.zero_optimization.stage)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 
-__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "arithmetic_class", "check_elementwise",
-           "count_moments"]
+__all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "arithmetic_class", "blank_state",
+           "check_elementwise", "count_moments"]
 
 ADAM_MOMENTS = 2
 
@@ -95,16 +95,22 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
 
 def count_moments(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> int:
     """Return how many tensors of a weight's shape the optimizer keeps for it; Adam's two if the class cannot be probed."""
-    weight = torch.zeros(_SHAPE, requires_grad=True)
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            optimizer = optimizer_class([weight], **_keywords(optimizer_class, defaults))
-            weight.grad = torch.ones(_SHAPE)
-            optimizer.step()
+        return sum(value.dim() > 0 for value in blank_state(optimizer_class, defaults).values())
     except Exception:  # a foreign class may raise anything when it is built or stepped on a probe
         return ADAM_MOMENTS
+
+
+def blank_state(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that the optimizer keeps for a weight, with zeros in them: of a weight's shape, or one number."""
+    weight = torch.zeros(_SHAPE, requires_grad=True)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        optimizer = optimizer_class([weight], **_keywords(optimizer_class, defaults))
+        weight.grad = torch.ones(_SHAPE)
+        optimizer.step()
     state = optimizer.state.get(weight, {})
-    return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in state.values())
+    return {name: torch.zeros_like(value) for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape in (weight.shape, ())}
 
 
 def _keywords(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:

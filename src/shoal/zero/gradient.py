@@ -7,13 +7,14 @@ something is added to it, and offloaded when its pass or its sum is done. How it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shoal.errors import UsageError
-from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, mirrored, offset_names
+from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, fetched, mirrored, offset_names
 from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
 from shoal.zero.unit_transport import DenseTransport, InFlight, UnitWire
 
@@ -101,6 +102,14 @@ class Gradient:
     def commit(self, part: range) -> Transfer:
         """Be done with the elements that `at_rest` returned."""
         return self.rest.commit(self._start + part.start, self._start + part.stop, changed=False)
+
+    @contextmanager
+    def opened(self, part: range, *, changed: bool) -> Generator[Tensor]:
+        """Yield the elements `part` of the reduced gradient, counted as the master's; `changed`: the caller writes."""
+        with fetched(self.rest, self._start + part.start, self._start + part.stop, changed=changed) as values:
+            yield values
+        if changed:
+            self._norm = None
 
     def due(self, *, boundary: bool, sync: bool) -> bool:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""

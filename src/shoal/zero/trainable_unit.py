@@ -114,9 +114,14 @@ class TrainableUnit(Unit):
     @torch.no_grad()
     def gather_master(self) -> Tensor:
         """Return the master of all ranks, the whole buffer (size,), in memory of its own; each rank of the unit calls it."""
-        values = torch.zeros(self.layout.size, dtype=self.master.dtype, device=self.full.device)
         with fetched(self.state.master, changed=False) as own:
-            values[self.master_span.start:self.master_span.stop] = own
+            return self.gather_spans(own)
+
+    @torch.no_grad()
+    def gather_spans(self, own: Tensor) -> Tensor:
+        """Return the whole buffer (size,) of which `own` is this rank's part (master_span,); all its ranks call it."""
+        values = torch.zeros(self.layout.size, dtype=own.dtype, device=self.full.device)
+        values[self.master_span.start:self.master_span.stop] = own
         if self.stage.master is SHARD:
             self.communicator.all_gather(values, Label(kind="gather", unit=self.name, index=self.index)).wait()
         return values

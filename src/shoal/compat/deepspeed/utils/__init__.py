@@ -5,8 +5,12 @@ from shoal.compat.lazy import lazy_names
 _HERE = __name__
 
 __getattr__, __dir__ = lazy_names(_HERE, {
-    "logger": f"{_HERE}.logging",
-    "log_dist": f"{_HERE}.logging",
-    "log_dist_once": f"{_HERE}.logging",
-    "set_log_level_from_string": f"{_HERE}.logging",
+    **{name: f"{_HERE}.logging" for name in ("logger", "log_dist", "log_dist_once", "set_log_level_from_string")},
+    **{f"safe_{verb}_{part}_{kind}": f"{_HERE}.tensor_fragment" for verb in ("get", "set") for part in ("full", "local")
+       for kind in ("fp32_param", "grad", "optimizer_state")},
+    "safe_update_full_grad_vectorized": f"{_HERE}.tensor_fragment",
+    "fragment_address": f"{_HERE}.tensor_fragment",
+    **{name: f"{_HERE}.z3_leaf_module" for name in (
+        "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+        "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter")},
 })

@@ -1,0 +1,5 @@
+"""The published object that gathers parameters at stage 3."""
+
+from shoal.compat.optimizers import HookLists as DeepSpeedZeRoOffload
+
+__all__ = ["DeepSpeedZeRoOffload"]

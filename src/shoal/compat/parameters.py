@@ -1,0 +1,298 @@
+"""The published attributes of sharded parameters, and the published functions that read and write their state.
+
+A parameter that stage 3 or `zero.Init` shards answers `ds_id`, `ds_shape`, `ds_status` and their like; any other has no such
+attribute, which is how scripts tell (`hasattr(parameter, "ds_id")`). The answers are properties of `torch.nn.Parameter`,
+added when a model is first sharded under the published name: a parameter may belong to a sharded unit or to none at any
+time, and the unit alone knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal.compat.raising import as_published
+from shoal.errors import UsageError
+from shoal.optim.parameter_state import GRADIENT, MASTER, ParameterState
+from shoal.optim.sharded import ShardedOptimizer
+from shoal.tier import fetched
+from shoal.zero.gathered import gathered
+from shoal.zero.guard import is_guarded, owner_of
+from shoal.zero.placement import STAGES
+from shoal.zero.unit import Unit
+from shoal.zero.unit_state import Phase
+
+__all__ = ["ZeroParamStatus", "ZeroParamType", "add_attributes", "owned_by", "safe_get_full_fp32_param",
+           "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param", "safe_get_local_grad",
+           "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
+           "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
+           "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized", "sharding_unit"]
+
+
+class ZeroParamStatus(Enum):
+    """Whether a sharded parameter has its values."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """How a parameter rests."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+_STATUS = {Phase.GATHERED: ZeroParamStatus.AVAILABLE, Phase.IN_FLIGHT: ZeroParamStatus.INFLIGHT}
+_STAGE_3 = WeakIdKeyDictionary()
+"""The parameters of engines of stage 3, of which small ones may rest whole."""
+_numbers = count()
+_ids = WeakIdKeyDictionary()
+_optimizers = WeakIdKeyDictionary()
+
+
+def owned_by(optimizer: ShardedOptimizer | None, parameters: Iterable[nn.Parameter], *, stage: int) -> None:
+    """Have the functions below find the state of an engine's `parameters` in its `optimizer`."""
+    if stage == 3:
+        add_attributes()
+    for parameter in parameters:
+        if stage == 3:
+            _STAGE_3[parameter] = True
+        if optimizer is not None:
+            _optimizers[parameter] = optimizer
+
+
+# Attributes
+
+
+def sharding_unit(parameter: nn.Parameter) -> Unit | None:
+    """Return the unit of a parameter that stage 3 or `zero.Init` holds, None for any other."""
+    unit = owner_of(parameter)
+    return unit if isinstance(unit, Unit) and (unit.is_sharded or parameter in _STAGE_3) else None
+
+
+def _id(parameter: nn.Parameter, unit: Unit) -> int:
+    if parameter not in _ids:
+        _ids[parameter] = next(_numbers)
+    return _ids[parameter]
+
+
+def _status(parameter: nn.Parameter, unit: Unit) -> ZeroParamStatus:
+    return _STATUS.get(unit.phase, ZeroParamStatus.NOT_AVAILABLE)
+
+
+def _slice(parameter: nn.Parameter, unit: Unit) -> Tensor:
+    """Return a copy of this rank's slice of the weights, flat."""
+    index = next(index for index, member in enumerate(unit.members) if member.parameter is parameter)
+    slot, own = unit.layout.slots[index], unit.resting
+    start, stop = max(slot.start, own.start), min(slot.stop, own.stop)
+    if start >= stop:
+        return torch.empty(0, dtype=unit.full.dtype, device=unit.full.device)
+    with torch.no_grad(), fetched(unit.rest, start - own.start, stop - own.start, changed=False) as values:
+        return values.clone()
+
+
+def _gather(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
+    def all_gather(*unused: Any, **unused_too: Any) -> None:
+        unit.gather()
+        unit.expose()
+
+    return all_gather
+
+
+def _release(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
+    def partition(*unused: Any, **unused_too: Any) -> None:
+        unit.release()
+
+    return partition
+
+
+def _summary(parameter: nn.Parameter, unit: Unit) -> Callable[..., dict[str, Any]]:
+    def ds_summary(slf: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+        return {"id": _id(parameter, unit), "status": _status(parameter, unit).name, "numel": parameter.numel(),
+                "ds_numel": parameter.numel(), "shape": tuple(parameter.shape), "ds_shape": tuple(parameter.shape),
+                "requires_grad": parameter.requires_grad, "grad_shape": None, "persist": not unit.reshards,
+                "active_sub_modules": set(), "ds_tensor.shape": _slice(parameter, unit).shape}
+
+    return ds_summary
+
+
+_ATTRIBUTES: dict[str, Callable[[nn.Parameter, Unit], Any]] = {
+    "ds_id": _id,
+    "ds_shape": lambda parameter, unit: parameter.shape,
+    "ds_numel": lambda parameter, unit: parameter.numel(),
+    "ds_tensor": _slice,
+    "ds_status": _status,
+    "ds_param_type": lambda parameter, unit: ZeroParamType.PARTITIONED,
+    "ds_persist": lambda parameter, unit: not unit.reshards,
+    "ds_active_sub_modules": lambda parameter, unit: set[int](),
+    "ds_process_group": lambda parameter, unit: unit.communicator.group,
+    "ds_secondary_tensor": lambda parameter, unit: None,
+    "is_external_param": lambda parameter, unit: False,
+    "nvme_swapper": lambda parameter, unit: None,
+    "all_gather": _gather,
+    "all_gather_coalesced": _gather,
+    "partition": _release,
+    "ds_summary": _summary,
+    "partition_numel": lambda parameter, unit: lambda: _slice(parameter, unit).numel(),
+    "aligned_size": lambda parameter, unit: lambda: parameter.numel(),
+    "padding_size": lambda parameter, unit: lambda: 0,
+}
+"""The published attributes of a sharded parameter."""
+
+
+def add_attributes() -> None:
+    """Add the published attributes to `torch.nn.Parameter`."""
+    for name, answer in _ATTRIBUTES.items():
+        if name not in vars(nn.Parameter):
+            setattr(nn.Parameter, name, property(_answering(name, answer)))
+
+
+def _answering(name: str, answer: Callable[[nn.Parameter, Unit], Any]) -> Callable[[nn.Parameter], Any]:
+    def get(self: nn.Parameter) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  metadata of a released parameter
+            unit = sharding_unit(self)
+            if unit is None:
+                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            return answer(self, unit)
+
+    get.__doc__ = f"The published `{name}` of a sharded parameter."
+    return get
+
+
+# State
+
+
+def _state(parameter: nn.Parameter) -> ParameterState | None:
+    optimizer = _optimizers.get(parameter)
+    return None if optimizer is None else ParameterState.of(optimizer, parameter)
+
+
+def _local(parameter: nn.Parameter) -> ParameterState | None:
+    if sharding_unit(parameter) is None:
+        raise UsageError(f"a slice of a parameter {tuple(parameter.shape)} that is not sharded; at stages 0 to 2 use the "
+                         f"functions named safe_get_full_ and safe_set_full_")
+    return _state(parameter)
+
+
+def _known(state: ParameterState, kind: str) -> str:
+    """Return the name of a moment; raises if the optimizer keeps none of this name."""
+    if kind not in state.kinds():
+        raise UsageError(f"{state.slot.name}: the {type(state.optimizer.optimizer).__name__} keeps no '{kind}'; it keeps "
+                         f"{', '.join(state.kinds()) or 'nothing'}")
+    return kind
+
+
+@as_published
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return the whole fp32 value of a parameter; None if no engine trains it. Ranks call it together."""
+    state = _state(param)
+    if state is not None:
+        return state.full(MASTER)
+    if owner_of(param) is None:
+        return None
+    with gathered(param):
+        return param.detach().float().clone()
+
+
+@as_published
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """Return the whole reduced gradient in fp32, without the loss scale; None between a step and the next backward.
+
+    Raises `ValueError` in place of None at stages 1 and 2, as published.
+    """
+    state = _state(param)
+    if state is None:
+        return None if is_guarded(param) else param.grad
+    gradient = state.full(GRADIENT)
+    if gradient is None and state.unit.stage in (STAGES[1], STAGES[2]):
+        raise UsageError(f"{state.slot.name}: there is no gradient now; read it after backward and before step")
+    return gradient
+
+
+@as_published
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return the whole moment of this name, None if the optimizer keeps none."""
+    state = _state(param)
+    return None if state is None else state.full(_known(state, optim_state_key))
+
+
+@as_published
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write the whole fp32 value of a parameter; its weights follow at once."""
+    if (state := _state(param)) is not None:
+        state.write_full(MASTER, value)
+
+
+@as_published
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Write the whole reduced gradient, which the next step takes."""
+    if (state := _state(param)) is not None:
+        state.write_full(GRADIENT, value)
+
+
+@as_published
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Write the whole moment of this name."""
+    if (state := _state(param)) is not None:
+        state.write_full(_known(state, optim_state_key), value)
+
+
+@as_published
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's slice of the fp32 value, at stage 3."""
+    state = _local(param)
+    return None if state is None else state.local(MASTER)
+
+
+@as_published
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's slice of the reduced gradient, at stage 3."""
+    state = _local(param)
+    return None if state is None else state.local(GRADIENT)
+
+
+@as_published
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return this rank's slice of the moment of this name, at stage 3."""
+    state = _local(param)
+    return None if state is None else state.local(_known(state, optim_state_key))
+
+
+@as_published
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's slice of the fp32 value, at stage 3."""
+    if (state := _local(param)) is not None:
+        state.write_local(MASTER, value)
+
+
+@as_published
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's slice of the reduced gradient, at stage 3."""
+    if (state := _local(param)) is not None:
+        state.write_local(GRADIENT, value)
+
+
+@as_published
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Write this rank's slice of the moment of this name, at stage 3."""
+    if (state := _local(param)) is not None:
+        state.write_local(_known(state, optim_state_key), value)
+
+
+@as_published
+def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter],
+                                     update_func: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+    """Replace each parameter's reduced gradient by `update_func(gradient, parameter)`."""
+    for parameter in param_list:
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update_func(gradient, parameter))

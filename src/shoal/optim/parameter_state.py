@@ -1,0 +1,184 @@
+"""The state that rests of one parameter: its master, its reduced gradient, its moments; for reading and for writing.
+
+    state = ParameterState.of(optimizer, parameter)
+    state.full(MASTER)                 every rank calls it, and gets the whole value in fp32
+    state.write_full("exp_avg", value)
+    state.local(GRADIENT)              this rank's slice, flat; may be empty
+
+Every value is in fp32 and without the loss scale, whatever the dtype and the tier in which it rests. A moment that the
+optimizer has not allocated yet reads as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UsageError
+from shoal.optim.elementwise import blank_state
+from shoal.optim.sharded import ShardedOptimizer
+from shoal.optim.views import MasterView
+from shoal.tier import fetched
+from shoal.zero.guard import owner_of
+from shoal.zero.layout import Slot
+from shoal.zero.trainable_unit import TrainableUnit
+
+__all__ = ["GRADIENT", "MASTER", "ParameterState"]
+
+MASTER = "master"
+GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Elements of the parameter, from `start` on, as they rest."""
+
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterState:
+    """The state of one trained parameter. `MASTER`, `GRADIENT` and names of moments are its kinds."""
+
+    optimizer: ShardedOptimizer
+    unit: TrainableUnit
+    slot: Slot
+
+    @classmethod
+    def of(cls, optimizer: ShardedOptimizer, parameter: nn.Parameter) -> ParameterState | None:
+        """Return the state of `parameter`, None if `optimizer` does not step it."""
+        unit = owner_of(parameter)
+        if not isinstance(unit, TrainableUnit) or not any(view.unit is unit for view in optimizer.views.views):
+            return None
+        index = next(index for index, member in enumerate(unit.members) if member.parameter is parameter)
+        return cls(optimizer=optimizer, unit=unit, slot=unit.layout.slots[index])
+
+    def kinds(self) -> list[str]:
+        """Return the names of the moments."""
+        inner = self.optimizer.optimizer
+        return [kind for kind, value in blank_state(type(inner), inner.defaults).items() if value.dim()]
+
+    @torch.no_grad()
+    def local(self, kind: str) -> Tensor | None:
+        """Return this rank's slice in fp32, flat; None where there is no such state at present."""
+        if not self._exists(kind):
+            return None
+        with self._pieces(kind, changed=False) as pieces:
+            return torch.cat([torch.empty(0), *(piece.values.float().cpu() for piece in pieces)]).div_(
+                self._factor(kind)).to(self.unit.full.device)
+
+    @torch.no_grad()
+    def full(self, kind: str) -> Tensor | None:
+        """Return the whole value in fp32, of the parameter's shape; None where there is none. Ranks call it together."""
+        if not self._exists(kind):
+            return None
+        span = self.unit.master_span
+        own = torch.zeros(len(span), device=self.unit.full.device)
+        with self._pieces(kind, changed=False) as pieces:
+            for piece in pieces:
+                at = self.slot.start + piece.start - span.start
+                own[at:at + piece.values.numel()].copy_(piece.values)
+        whole = self.unit.gather_spans(own)
+        return whole[self.slot.start:self.slot.stop].view(self.slot.shape).div_(self._factor(kind)).clone()
+
+    @torch.no_grad()
+    def write_local(self, kind: str, value: Tensor) -> bool:
+        """Write this rank's slice, flat; returns False where there is no such state at present."""
+        if not self._exists(kind):
+            return False
+        with self._pieces(kind, changed=True) as pieces:
+            size = sum(piece.values.numel() for piece in pieces)
+            if value.numel() != size:
+                raise UsageError(f"{self.slot.name}: got {value.numel()} elements for this rank's slice of {kind}, which "
+                                 f"has {size}")
+            flat, at = value.reshape(-1).to(torch.float32) * self._factor(kind), 0
+            for piece in pieces:
+                piece.values.copy_(flat[at:at + piece.values.numel()])
+                at += piece.values.numel()
+        self._written(kind)
+        return True
+
+    @torch.no_grad()
+    def write_full(self, kind: str, value: Tensor) -> bool:
+        """Write the whole value, which is the same on every rank; returns False where there is no such state at present."""
+        if not self._exists(kind):
+            return False
+        if value.numel() != self.slot.stop - self.slot.start:
+            raise UsageError(f"{self.slot.name}: got a tensor of shape {tuple(value.shape)}; it must have the parameter's "
+                             f"shape {self.slot.shape}")
+        flat = value.reshape(-1).to(torch.float32) * self._factor(kind)
+        with self._pieces(kind, changed=True) as pieces:
+            for piece in pieces:
+                piece.values.copy_(flat[piece.start:piece.start + piece.values.numel()])
+        self._written(kind)
+        return True
+
+    def _exists(self, kind: str) -> bool:
+        """Finish what is under way, and say whether there is state of this kind."""
+        if self.unit.pending is not None:
+            self.unit.pending.finish()
+        if not self.unit.is_released:
+            self.unit.gather()
+        if kind == GRADIENT:
+            self.unit.gradient.wait_reduced()
+            return self.unit.gradient.has_sum
+        return kind == MASTER or kind in self.kinds()
+
+    def _factor(self, kind: str) -> float:
+        return self.optimizer.loss_scale if kind == GRADIENT else 1.0
+
+    @contextmanager
+    def _pieces(self, kind: str, *, changed: bool) -> Generator[list[_Piece]]:
+        """Yield the elements of the parameter that rest on this rank, fetched within the context."""
+        span = self.unit.master_span
+        own = range(max(self.slot.start, span.start), min(self.slot.stop, span.stop))
+        with ExitStack() as within:
+            if not own:
+                yield []
+            elif kind == MASTER:
+                part = fetched(self.unit.state.master, own.start - span.start, own.stop - span.start, changed=changed)
+                yield [_Piece(start=own.start - self.slot.start, values=within.enter_context(part))]
+            elif kind == GRADIENT:
+                part = self.unit.gradient.opened(range(own.start - span.start, own.stop - span.start), changed=changed)
+                yield [_Piece(start=own.start - self.slot.start, values=within.enter_context(part))]
+            else:
+                yield [piece for view in self._views() for piece in self._moments(view, kind, within, changed=changed)]
+
+    def _views(self) -> Iterator[MasterView]:
+        for view in self.optimizer.views.views:
+            if view.unit is self.unit and any(self.unit.layout.slots[part.slot] is self.slot for part in view.parts):
+                yield view
+
+    def _moments(self, view: MasterView, kind: str, within: ExitStack, *, changed: bool) -> Iterator[_Piece]:
+        """Yield the parameter's elements of a moment of one view."""
+        inner = self.optimizer.optimizer
+        state = inner.state.get(view.parameter)
+        if not state:
+            blank = blank_state(type(inner), inner.defaults)
+            state = {name: self.unit.state.moment(name, torch.float32)[view.start:view.stop] if value.dim() else value
+                     for name, value in blank.items()}
+            if changed:
+                inner.state[view.parameter] = state
+        for part in view.parts:
+            if self.unit.layout.slots[part.slot] is not self.slot:
+                continue
+            size = part.stop - part.start
+            if kind in self.unit.state.moments:
+                moment = fetched(self.unit.state.moments[kind], part.offset, part.offset + size, changed=changed)
+                yield _Piece(start=part.start, values=within.enter_context(moment))
+            else:
+                at = part.offset - view.start
+                yield _Piece(start=part.start, values=state[kind][at:at + size])
+
+    def _written(self, kind: str) -> None:
+        """Have the weights follow a written master."""
+        if kind == MASTER:
+            self.unit.cast_master_to_weights()
+            self.unit.publish()
+            if not self.unit.is_released:
+                self.unit.gather()

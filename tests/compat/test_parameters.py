@@ -1,0 +1,171 @@
+"""The published functions that read and write the state of a parameter, and the attributes of sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal.compat.deepspeed as deepspeed
+from shoal.compat.deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+from shoal.testing import run_ranks
+
+LR = 0.1
+HOST = {"offload_optimizer": {"device": "cpu"}}
+CASES: list[dict[str, Any]] = [
+    {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "stage3_param_persistence_threshold": 0},
+    {"stage": 1, **HOST}, {"stage": 3, "stage3_param_persistence_threshold": 0, **HOST},
+]
+
+
+def engine_of(zero: dict[str, Any], half: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    return deepspeed.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "bf16": {"enabled": half}, "zero_optimization": zero,
+        "optimizer": {"type": "Adam", "params": {"lr": LR, "eps": 1e-8}}})[0]
+
+
+def train(engine: Any, *, step: bool = True) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.ones(2, 6, dtype=dtype) * (1 + engine.global_rank)).square().mean())
+    if step:
+        engine.step()
+
+
+def full_values(cases: list[dict[str, Any]], half: bool) -> bool:
+    """Read and write whole values in every case; assert what each read gives."""
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    for zero in cases:
+        engine = engine_of(zero, half)
+        parameters = list(engine.module.parameters())
+        torch.manual_seed(0)
+        for layer in plain:
+            layer.reset_parameters()
+        for parameter, wanted in zip(parameters, plain.parameters(), strict=True):
+            found = safe_get_full_fp32_param(parameter)
+            assert found is not None
+            assert found.dtype == torch.float32
+            assert torch.equal(found, wanted.detach()), zero
+            assert torch.equal(safe_get_full_optimizer_state(parameter, "exp_avg"), torch.zeros_like(found))
+        train(engine, step=False)
+        check_gradient(engine, parameters, half)
+        first = parameters[0]
+        safe_set_full_fp32_param(first, torch.full(first.shape, 4.0))
+        safe_set_full_optimizer_state(first, torch.zeros(first.shape), "exp_avg_sq")
+        safe_set_full_grad(first, torch.full(first.shape, 2.0))
+        safe_update_full_grad_vectorized(parameters[:1], lambda gradient, _: -gradient)
+        engine.step()
+        # Adam's first step is lr in the direction of the gradient, whatever its size
+        assert torch.allclose(safe_get_full_fp32_param(first), torch.full(first.shape, 4.0 + LR), atol=1e-5), zero
+        assert torch.allclose(safe_get_full_optimizer_state(first, "exp_avg"), torch.full(first.shape, -0.2), atol=1e-6)
+        safe_set_full_fp32_param(first, torch.full(first.shape, 0.5))
+        with deepspeed.zero.GatheredParameters(parameters):
+            assert torch.equal(first.detach().float(), torch.full(first.shape, 0.5))
+        train(engine)
+        engine.destroy()
+    return True
+
+
+def check_gradient(engine: Any, parameters: list[nn.Parameter], half: bool) -> None:
+    """Assert that reduced gradients are the mean over ranks of plain ones."""
+    with deepspeed.zero.GatheredParameters(parameters):
+        copies = [parameter.detach().float().requires_grad_() for parameter in parameters]
+    means = [torch.zeros_like(copy) for copy in copies]
+    for rank in range(engine.world_size):
+        hidden = torch.ones(2, 6) * (1 + rank) @ copies[0].T + copies[1]
+        out = hidden @ copies[2].T + copies[3]
+        for mean, gradient in zip(means, torch.autograd.grad(out.square().mean(), copies), strict=True):
+            mean += gradient / engine.world_size
+    for parameter, mean in zip(parameters, means, strict=True):
+        found: Tensor = safe_get_full_grad(parameter)
+        assert torch.allclose(found, mean, rtol=0.05 if half else 1e-5, atol=0.05 if half else 1e-6)
+
+
+def test_whole_values_are_read_and_written_on_one_rank() -> None:
+    assert run_ranks(1, full_values, CASES, False) == [True]
+
+
+def test_whole_values_are_read_and_written_on_two_ranks() -> None:
+    assert run_ranks(2, full_values, CASES, False) == [True, True]
+
+
+def test_16_bit_training_has_whole_values_of_its_fp32_state() -> None:
+    assert run_ranks(2, full_values, [CASES[1], CASES[4]], True) == [True, True]
+
+
+def local_values() -> list[int]:
+    """Read and write this rank's slices at stage 3; return their sizes."""
+    engine = engine_of({"stage": 3, "stage3_param_persistence_threshold": 0})
+    first = next(engine.module.parameters())
+    train(engine)
+    train(engine, step=False)
+    mine = safe_get_local_fp32_param(first)
+    assert safe_get_local_grad(first).shape == safe_get_local_optimizer_state(first, "exp_avg").shape == mine.shape
+    safe_set_local_fp32_param(first, torch.full_like(mine, 3.0))
+    safe_set_local_optimizer_state(first, torch.full_like(mine, 7.0), "exp_avg")
+    assert torch.equal(safe_get_full_fp32_param(first), torch.full(first.shape, 3.0))
+    assert torch.equal(safe_get_full_optimizer_state(first, "exp_avg"), torch.full(first.shape, 7.0))
+    size = mine.numel()
+    engine.step()
+    engine.destroy()
+    return [size]
+
+
+def test_slices_of_two_ranks_make_up_the_whole() -> None:
+    assert sum(size for sizes in run_ranks(2, local_values) for size in sizes) == 30
+
+
+def attributes() -> bool:
+    zero = deepspeed.zero
+    plain = nn.Parameter(torch.zeros(3))
+    engine = engine_of({"stage": 3, "stage3_param_persistence_threshold": 0})
+    first, bias = list(engine.module.parameters())[:2]
+    assert not hasattr(plain, "ds_id")
+    assert first.ds_id != bias.ds_id
+    assert (first.ds_shape, first.ds_numel) == ((5, 6), 30)
+    assert first.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+    with zero.GatheredParameters(first):
+        assert first.ds_status is zero.ZeroParamStatus.AVAILABLE
+        first.ds_active_sub_modules.clear()
+    assert first.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+    assert first.ds_tensor.numel() == 30
+    engine.destroy()
+    assert not hasattr(first, "ds_id")
+    small = engine_of({"stage": 3})
+    parameter = next(small.module.parameters())
+    assert parameter.ds_persist
+    assert parameter.detach().shape == (5, 6)
+    small.destroy()
+    other = engine_of({"stage": 2})
+    assert not hasattr(next(other.module.parameters()), "ds_id")
+    with pytest.raises(AssertionError, match="not sharded"):
+        safe_get_local_fp32_param(next(other.module.parameters()))
+    with pytest.raises(ValueError, match="no gradient now"):
+        safe_get_full_grad(next(other.module.parameters()))
+    with pytest.raises(ValueError, match="keeps no 'momentum'"):
+        safe_get_full_optimizer_state(next(other.module.parameters()), "momentum")
+    other.destroy()
+    with zero.Init():
+        built = nn.Linear(4, 2)
+    assert built.weight.ds_numel == 8
+    return True
+
+
+def test_sharded_parameters_alone_have_the_published_attributes() -> None:
+    assert run_ranks(1, attributes) == [True]
