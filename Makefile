@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install train train-3d train-megatron memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
 	bench-slow-network bench-communication peers docs dist clean
 .DEFAULT_GOAL := help
 
@@ -88,6 +88,9 @@ dist: .venv/.installed  ## build wheel and sdist in dist/; install each without 
 	rm -rf dist
 	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/pyproject-build
 	$(BIN)/python tools/check_dist.py dist $(TORCH)
+
+deepspeed-wheel: .venv/.installed  ## build dist/deepspeed/deepspeed-*.whl: Shoal under that name, for local installation alone
+	$(BIN)/python tools/deepspeed_wheel.py dist/deepspeed
 
 clean:  ## remove what was made, but for the environments
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis

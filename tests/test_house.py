@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "sharding": ("zero",),
     "capabilities": ("checkpoint", "data", "optim", "pipeline", "schedule"),
-    "layers": ("tensor_parallel",),
+    "layers": ("interchange", "tensor_parallel"),
     "engine": ("engine",),
     "planning": ("plan",),
     "root": ("__init__",),
@@ -56,7 +56,8 @@ LATER: dict[tuple[str, str], str] = {
 LONG, TOO_LONG = 500, 700
 """Lines of a file: past the first it is printed for a reviewer, past the second it fails."""
 
-ENVIRONMENT = ("compat/environment.py", "launch/", "native/build.py", "transport/process_group.py", "testing.py")
+ENVIRONMENT = ("compat/deepspeed/launcher/launcher_helper.py", "compat/environment.py", "compat/ranks_command.py", "launch/",
+                "native/build.py", "transport/process_group.py", "testing.py")
 """Where `os.environ` is read. (`launcher_env.py` reads the mapping that `process_group.py` hands it.)"""
 
 COLLECTIVE_FILES = ("transport/", "checkpoint/ranks.py", "comm.py", "pipeline/wire.py", "tensor_parallel/axis.py",
@@ -71,7 +72,8 @@ COLLECTIVES = frozenset({
 GROUPS = ("dist", "distributed", "group", "_group", "WORLD")
 """The names under which torch.distributed and its groups are spoken to."""
 
-PRINTS = {"zero/memory_needs.py": "DeepSpeed's published estimators print their table, and scripts call them for that"}
+PRINTS = {"compat/deepspeed/launcher/runner.py": "the command `deepspeed`",
+          "zero/memory_needs.py": "DeepSpeed's published estimators print their table, and scripts call them for that"}
 
 
 def sources() -> Iterator[Path]:

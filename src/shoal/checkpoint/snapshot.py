@@ -1,7 +1,7 @@
 """A snapshot is an open checkpoint; it fills any piece of a saved tensor, regardless of how the tensor was sharded.
 
-A request is checked against the index before any byte is read. Files are opened on first use and read in blocks, each with
-its own checksum. Nothing is unpickled.
+`Snapshot` is what loading needs of a checkpoint, in any format; `IndexedSnapshot` reads Shoal's own. A request is checked
+before any byte is read. Files are opened on first use and read in blocks, each with its own checksum. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from shoal.checkpoint.values import decode
 from shoal.checkpoint.writer import PRIVATE, SHARED
 from shoal.errors import CheckpointError
 
-__all__ = ["Snapshot", "read"]
+__all__ = ["IndexedSnapshot", "Snapshot", "read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class _BlockRead:
 
 
 def read(folder: str | os.PathLike[str], tag: str | None = None, *, ranks: Ranks | None = None,
-         verify: bool = True) -> Snapshot:
+         verify: bool = True) -> IndexedSnapshot:
     """Open the checkpoint `folder/tag`; a tag of None means the latest. A collective call of `ranks`.
 
     With `verify` the checksum of every block that is read is compared. Raises CheckpointError on every rank if the folder
@@ -61,7 +63,7 @@ def read(folder: str | os.PathLike[str], tag: str | None = None, *, ranks: Ranks
         return ranks.run_collectively("could not load", lambda: _open(path, name, ranks, verify))
 
 
-def _open(folder: Path, tag: str, ranks: Ranks, verify: bool) -> Snapshot:
+def _open(folder: Path, tag: str, ranks: Ranks, verify: bool) -> IndexedSnapshot:
     path = folders.locate(folder, tag)
     if path is None:
         raise CheckpointError(f"{folder}: rank 0 sees the checkpoint {tag!r}, this rank does not; "
@@ -72,24 +74,22 @@ def _open(folder: Path, tag: str, ranks: Ranks, verify: bool) -> Snapshot:
             raise CheckpointError("\n  ".join([f"{path}: damaged", *faults]))
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {folders.intact_alternative(folder, tag)}") from None
-    return Snapshot(path, index, ranks, verify=verify)
+    return IndexedSnapshot(path, index, ranks, verify=verify)
 
 
-class Snapshot:
-    """A checkpoint open for reading, locked against removal until it is closed. It is its own context manager."""
+class Snapshot(ABC):
+    """A checkpoint open for reading, until it is closed. It is its own context manager.
 
-    def __init__(self, path: Path, index: Index, ranks: Ranks, *, verify: bool) -> None:
+    A subclass knows one format: its names, shapes and values, and how the data of a piece is read.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path = path
-        self.index = index
         self._ranks = ranks
-        self._verify = verify
         self._resources = ExitStack()
         self.close = weakref.finalize(self, self._resources.close)
-        self._folder = self._resources.enter_context(folders.lock(path, shared=True))
-        self._open: dict[str, int] = {}
-        self._block = torch.empty(BLOCK, dtype=torch.uint8)
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,41 +100,42 @@ class Snapshot:
         return self.path.name.removeprefix(folders.REPLACED)
 
     @property
+    @abstractmethod
     def step(self) -> int:
-        return self.index.step
+        """The optimizer steps that had been taken."""
 
     @property
+    @abstractmethod
     def ranks(self) -> int:
         """The number of ranks that saved the checkpoint."""
-        return len(self.index.private)
 
+    @abstractmethod
     def names(self) -> list[str]:
         """Return the names of all tensors."""
-        return [name for name in self.index.tensors if not name.startswith((SHARED, PRIVATE))]
 
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
-        return self._stored(name).shape
+        """Return the shape of a full tensor. Raises CheckpointError if there is no such tensor."""
 
+    @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the tensor was saved."""
-        return DTYPES[self._stored(name).dtype]
+        """Return the dtype in which a tensor was saved."""
 
     @cached_property
+    @abstractmethod
     def shared(self) -> dict[str, object]:
-        """The `shared` values that rank 0 saved."""
-        return cast("dict[str, object]", decode(self.index.shared, lambda at: self.tensor(f"{SHARED}{at}")))
+        """The values that are the same on every rank."""
 
+    @abstractmethod
     def private(self, rank: int) -> dict[str, object]:
         """Return the `private` values that `rank` saved. Raises CheckpointError if no such rank saved."""
-        if not 0 <= rank < self.ranks:
-            raise CheckpointError(f"{self.path}: saved by ranks 0 to {self.ranks - 1}, got rank {rank}")
-        json = self.index.private[rank]
-        return cast("dict[str, object]", decode(json, lambda at: self.tensor(f"{PRIVATE}{rank}/{at}")))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one full tensor on the CPU, in `dtype` (None: as saved). Not a collective call."""
-        data = torch.empty(self._stored(name).elements, dtype=dtype or self.dtype(name))
+        data = torch.empty(prod(self.shape(name)), dtype=dtype or self.dtype(name))
         self._fill([Piece(name=name, shape=self.shape(name), start=0, stop=data.numel(), data=data)])
         return data.view(self.shape(name))
 
@@ -148,6 +149,64 @@ class Snapshot:
         requested = list(pieces)
         with self._ranks.lock:
             self._ranks.run_collectively(f"could not load {self.path}", lambda: self._fill(requested))
+
+    @abstractmethod
+    def _fill(self, pieces: list[Piece]) -> None:
+        """Fill the data of `pieces`."""
+
+    def _fault(self, piece: Piece) -> str | None:
+        """Return why the checkpoint cannot serve `piece`, whatever elements it has, or None."""
+        if piece.name not in self:
+            close = get_close_matches(piece.name, self.names(), n=1)
+            return f"{piece.name}: not in the checkpoint" + (f"; did you mean {close[0]}?" if close else "")
+        if (shape := self.shape(piece.name)) != tuple(piece.shape):
+            return f"{piece.name}: saved with shape {shape}, requested with {tuple(piece.shape)}"
+        if fault := piece.fault():
+            return f"{piece.name}: {fault}"
+        return None if piece.data.is_contiguous() else f"{piece.name}: the data to fill is not contiguous"
+
+
+class IndexedSnapshot(Snapshot):
+    """A checkpoint in Shoal's own format, locked against removal until it is closed."""
+
+    def __init__(self, path: Path, index: Index, ranks: Ranks, *, verify: bool) -> None:
+        super().__init__(path, ranks)
+        self.index = index
+        self._verify = verify
+        self._folder = self._resources.enter_context(folders.lock(path, shared=True))
+        self._open: dict[str, int] = {}
+        self._block = torch.empty(BLOCK, dtype=torch.uint8)
+
+    @property
+    def step(self) -> int:
+        return self.index.step
+
+    @property
+    def ranks(self) -> int:
+        return len(self.index.private)
+
+    def names(self) -> list[str]:
+        return [name for name in self.index.tensors if not name.startswith((SHARED, PRIVATE))]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.index.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._stored(name).dtype]
+
+    @cached_property
+    def shared(self) -> dict[str, object]:
+        """The `shared` values that rank 0 saved."""
+        return cast("dict[str, object]", decode(self.index.shared, lambda at: self.tensor(f"{SHARED}{at}")))
+
+    def private(self, rank: int) -> dict[str, object]:
+        if not 0 <= rank < self.ranks:
+            raise CheckpointError(f"{self.path}: saved by ranks 0 to {self.ranks - 1}, got rank {rank}")
+        json = self.index.private[rank]
+        return cast("dict[str, object]", decode(json, lambda at: self.tensor(f"{PRIVATE}{rank}/{at}")))
 
     @torch.no_grad()
     def _fill(self, pieces: list[Piece]) -> None:
@@ -187,17 +246,6 @@ class Snapshot:
         if faults:
             raise CheckpointError("\n  ".join(["the checkpoint does not match the request:", *faults]))
         return reads.values()
-
-    def _fault(self, piece: Piece) -> str | None:
-        stored = self.index.tensors.get(piece.name)
-        if stored is None:
-            close = get_close_matches(piece.name, self.names(), n=1)
-            return f"{piece.name}: not in the checkpoint" + (f"; did you mean {close[0]}?" if close else "")
-        if stored.shape != tuple(piece.shape):
-            return f"{piece.name}: saved with shape {stored.shape}, requested with {tuple(piece.shape)}"
-        if fault := piece.fault():
-            return f"{piece.name}: {fault}"
-        return None if piece.data.is_contiguous() else f"{piece.name}: the data to fill is not contiguous"
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.index.tensors:

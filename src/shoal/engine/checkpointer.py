@@ -14,12 +14,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, latest, read, rng, settle, tags
+from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, rng, settle, tags
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
     PUBLISHED,
     compression_to_save,
+    group_names,
     moments_to_load,
     moments_to_save,
     parameter_shapes,
@@ -30,6 +31,7 @@ from shoal.engine.training_state import (
     weights_to_save,
 )
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
+from shoal.interchange import latest, open_checkpoint
 from shoal.log import logger, warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.masks import MASK
@@ -127,9 +129,11 @@ class Checkpointer:
             raise CheckpointError(f"load_checkpoint: only ranks {ranks} see a file 'latest' in {load_dir}; give a folder "
                                   f"that all ranks share")
         training.sharded.settle()
-        with read(load_dir, None if tag is None else str(tag), ranks=self._open_writer().ranks) as snapshot:
+        moments = optimizer_states and not module_only
+        groups = group_names(training.sharded, training.optimizer) if moments and training.optimizer is not None else None
+        with open_checkpoint(load_dir, None if tag is None else str(tag), ranks=self._open_writer().ranks,
+                             groups=groups) as snapshot:
             private = self._read_values(snapshot)
-            moments = optimizer_states and not module_only
             self._check_fit(training, snapshot, strict=strict, optimizer=moments, data=not module_only)
             self._load_tensors(training, snapshot, strict=strict, moments=moments)
             if not module_only:
@@ -170,6 +174,7 @@ class Checkpointer:
             "optimizer": None if optimizer is None else type(optimizer.optimizer).__name__,
             "groups": [{key: value for key, value in group.items() if key not in ("params", MASK)}
                        for group in ([] if optimizer is None else optimizer.param_groups)],
+            "group_names": None if optimizer is None else self._names_of_groups(sharded, optimizer),
             "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
             "residual_scale": 1.0 if optimizer is None else optimizer.scaler.value,
             "lr_scheduler": None if training.lr_scheduler is None else dict(training.lr_scheduler.state_dict()),
@@ -181,6 +186,11 @@ class Checkpointer:
         """Return the union of the `facts` of all pipeline stages."""
         gathered = self._parameter_groups.communicator("pipeline").gather_objects(facts)
         return {name: fact for each in gathered for name, fact in each.items()}
+
+    def _names_of_groups(self, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[list[str]]:
+        """Return the names of the parameters of each optimizer group, of all pipeline stages."""
+        stages = self._parameter_groups.communicator("pipeline").gather_objects(group_names(sharded, optimizer))
+        return [list(dict.fromkeys(name for names in groups for name in names)) for groups in zip(*stages, strict=True)]
 
     def _load_tensors(self, training: TrainingObjects, snapshot: Snapshot, *, strict: bool, moments: bool) -> None:
         sharded = training.sharded
@@ -279,5 +289,5 @@ class Checkpointer:
         if private is not None:
             rng.restore(cast("dict[str, object]", private["random"]))
         else:
-            logger.info("%s was saved by %d ranks and is loaded by %d, or on another mesh: random states are not restored",
-                        snapshot.path, snapshot.ranks, self._parameter_groups.world.ranks)
+            logger.info("%s was saved by %d ranks and is loaded by %d, or on another mesh, or by DeepSpeed: random states "
+                        "are not restored", snapshot.path, snapshot.ranks, self._parameter_groups.world.ranks)

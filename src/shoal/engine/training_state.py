@@ -139,6 +139,13 @@ def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
             for name, shape in ((name, tuple(parameter.shape)) for name, parameter in model.named().items())}
 
 
+def group_names(model: ShardedModel, optimizer: ShardedOptimizer) -> list[list[str]]:
+    """Return the names of this rank's parameters in each optimizer group, in the order of the model."""
+    group_of = {slot.name: slot.group for unit in model.trainable for slot in unit.layout.slots}
+    return [[name for name in model.named() if group_of.get(name) == group]
+            for group in range(len(optimizer.param_groups))]
+
+
 def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
     at = span.start + part.offset - unit.precise_range.start

@@ -52,11 +52,12 @@ def launch(plan: LaunchPlan, mark: str, folder: str) -> int:
     shares = _shares(plan, ranks)
     options = rank.RankOptions(parent=os.getpid(), kind=plan.kind,
                                cores=tuple(share.cores for share in shares) if all(share.cores for share in shares) else (),
-                               threads=tuple(share.threads for share in shares))
+                               threads=tuple(share.threads for share in shares), as_deepspeed=plan.as_deepspeed,
+                               local_rank_argument=plan.local_rank_argument)
     command = ("-P", rank.__file__, str(options), plan.target, *plan.args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_exit_signals())
     try:
-        rendezvous = (SingleNodeRendezvous(plan.job) if plan.rendezvous is None else
+        rendezvous = (SingleNodeRendezvous(plan.job, plan.port) if plan.rendezvous is None else
                       multi_node_rendezvous(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous))
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=rendezvous,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
@@ -174,13 +175,15 @@ class Agent(LocalElasticAgent):
 class SingleNodeRendezvous(RendezvousHandler):
     """The rendezvous of a single node. It completes at once and gives the ranks of every attempt a new store."""
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, port: int = 0) -> None:
         self.job = job
+        self.port = port
         self._server: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next attempt, on a port that the system chooses."""
-        self._server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+        """Open the store of the next attempt, on the given port or one that the system chooses."""
+        self._server = None  # a given port is free again for the next attempt
+        self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
 
     @property

@@ -1,7 +1,8 @@
 """The entry point of a rank process: bind it to its launcher and cores, then run the user's program as `__main__`.
 
-The launcher executes this file by path. It imports the standard library only, so that a rank imports nothing that the
-user's script does not need. An exception that ends the rank is written to an error file; the launcher reports it once.
+The launcher executes this file by path. It imports the standard library only, and what its options ask for, so that a
+rank imports nothing that the user's script does not need. An exception that ends the rank is written to an error file; the
+launcher reports it once.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class RankOptions:
     """The cores of each local rank; empty: ranks are not bound."""
     threads: tuple[int, ...] = ()
     """OMP_NUM_THREADS of each local rank, unless the environment sets it."""
+    as_deepspeed: bool = False
+    """Whether `import deepspeed` gives Shoal."""
+    local_rank_argument: bool = False
+    """Whether the first argument is `--local_rank=N`."""
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -51,6 +56,8 @@ def main(argv: list[str]) -> None:
     options, target, args = RankOptions(**json.loads(argv[1])), argv[2], argv[3:]
     die_with(options.parent)
     bind_to_cores(options, int(os.environ["LOCAL_RANK"]))
+    if options.local_rank_argument:
+        args = [f"--local_rank={os.environ['LOCAL_RANK']}", *args]
     if options.kind == "program":
         os.execvp(target, [target, *args])
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -61,6 +68,10 @@ def main(argv: list[str]) -> None:
         faulthandler.enable(faults)
     atexit.register(destroy_gloo_groups)
     try:
+        if options.as_deepspeed:
+            from shoal.compat.install import install
+
+            install()
         execute(options.kind, target, args)
     except SystemExit as end:
         if end.code not in (None, 0):

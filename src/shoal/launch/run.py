@@ -46,6 +46,12 @@ class LaunchPlan:
     bind_cores: bool
     grace: float
     """Seconds that ranks have to finish after a signal, before SIGKILL."""
+    as_deepspeed: bool = False
+    """Whether `import deepspeed` gives Shoal in the ranks."""
+    local_rank_argument: bool = False
+    """Whether the first argument of each rank is `--local_rank=N`."""
+    port: int = 0
+    """The port of the ranks' store on a single node; 0: the system chooses."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", metavar="DIR", help="also write the output of each rank to files in DIR")
     parser.add_argument("--bind-cores", action=argparse.BooleanOptionalAction, default=True,
                         help="bind each rank to its own share of the cores")
+    parser.add_argument("--as-deepspeed", action="store_true",
+                        help="`import deepspeed` in SCRIPT gives Shoal under that name")
+    parser.add_argument("--local-rank-argument", action="store_true",
+                        help="pass --local_rank=N to each rank as its first argument, as older launchers do")
+    parser.add_argument("--port", type=int, default=0, metavar="PORT",
+                        help="MASTER_PORT on a single node (default: a free one)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable for all ranks")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS",
                         help="time to finish after Ctrl-C or SIGTERM before ranks are killed (default 30)")
@@ -105,6 +117,13 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError(f"--nodes {args.nodes}: several nodes need --rendezvous HOST:PORT, the same on each of them")
     if args.rendezvous is None and args.node_rank is not None:
         raise UsageError("--node-rank: it selects the node that hosts the rendezvous; give --rendezvous HOST:PORT too")
+    if args.as_deepspeed and args.no_python:
+        raise UsageError("--as-deepspeed and --no-python: a program that is not started as Python cannot be given the name; "
+                         "install the wheel of `make deepspeed-wheel`, and drop --as-deepspeed")
+    if args.port and args.rendezvous is not None:
+        raise UsageError("--port and --rendezvous: the rendezvous has a port of its own; drop --port")
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port: got {args.port}; choose 1 to 65535, or 0 for a free one")
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: got {args.max_restarts}; choose 0 (never restart) or more")
     if args.grace < 0:
@@ -115,7 +134,8 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         ranks=None if args.ranks == "auto" else _count("--ranks", args.ranks, least=1),
         nodes=nodes, rendezvous=_endpoint(args.rendezvous),
         hosts_rendezvous=None if args.node_rank is None else args.node_rank == 0,
-        job=args.job, max_restarts=args.max_restarts, log_dir=args.log_dir, bind_cores=args.bind_cores, grace=args.grace)
+        job=args.job, max_restarts=args.max_restarts, log_dir=args.log_dir, bind_cores=args.bind_cores, grace=args.grace,
+        as_deepspeed=args.as_deepspeed, local_rank_argument=args.local_rank_argument, port=args.port)
 
 
 def _count(option: str, text: str, *, least: int) -> int:

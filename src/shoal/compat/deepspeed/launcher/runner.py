@@ -1,0 +1,304 @@
+"""`deepspeed.launcher.runner`: the command `deepspeed`. One machine runs through Shoal's own launcher, `shoal run`.
+
+Hostfiles, filters and the command lines of the multi-node back ends are those that are published. Starting the other nodes
+is not supported yet: the error shows the command of each node, and `--no_ssh` runs it by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.compat import ranks_command
+from shoal.compat.deepspeed.launcher import multinode_runner
+from shoal.compat.deepspeed.launcher.constants import (
+    IMPI_LAUNCHER,
+    MPICH_LAUNCHER,
+    MVAPICH_LAUNCHER,
+    OPENMPI_LAUNCHER,
+    PDSH_LAUNCHER,
+    PDSH_MAX_FAN_OUT,
+    SLURM_LAUNCHER,
+    TORCH_DISTRIBUTED_DEFAULT_PORT,
+)
+from shoal.errors import NotSupportedYet, ShoalError
+from shoal.log import logger
+
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "IMPI_LAUNCHER", "MPICH_LAUNCHER",
+           "MVAPICH_LAUNCHER", "OPENMPI_LAUNCHER", "PDSH_LAUNCHER", "PDSH_MAX_FAN_OUT", "SLURM_LAUNCHER",
+           "TORCH_DISTRIBUTED_DEFAULT_PORT", "apply_num_nodes_and_gpus", "command", "encode_world_info", "fetch_hostfile",
+           "main", "parse_args", "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list",
+           "parse_resource_filter"]
+
+DLTS_HOSTFILE = "/job/hostfile"
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+DEEPSPEED_ENVIRONMENT_NAME = ranks_command.exports_file()
+"""The file of variables for other nodes; accelerate writes its own into it."""
+DEEPSPEED_ENVIRONMENT_PATHS = [str(Path.home()), "."]
+LOCALHOST = "localhost"
+
+Resources = OrderedDict[str, list[int]]
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line of `deepspeed`."""
+    parser = argparse.ArgumentParser(prog="deepspeed", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                                     description="Start a training script on the ranks of one or more nodes.")
+    add = parser.add_argument
+    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="lines of `NAME slots=N`; without such a file: this machine")
+    add("-i", "--include", default="", help="resources to use: NAME[:SLOT[,SLOT...]] joined by @")
+    add("-e", "--exclude", default="", help="resources not to use, in the same form")
+    add("--num_nodes", type=int, default=-1, help="use the first N hosts")
+    add("--min_elastic_nodes", type=int, default=-1, help="fewest nodes of elastic training")
+    add("--max_elastic_nodes", type=int, default=-1, help="most nodes of elastic training")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="use slots 0 to N-1 of each host")
+    add("--master_port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="port of rank 0's store")
+    add("--master_addr", default="", help="address of rank 0's node")
+    add("--node_rank", type=int, default=-1, help="the number of this node, with --no_ssh")
+    add("--launcher", default=PDSH_LAUNCHER, help="multi-node back end: pdsh, openmpi, mpich, mvapich, slurm, impi")
+    add("--launcher_args", default="", help="options for the back end, as one word")
+    add("--module", action="store_true", help="run the script as `python -m`")
+    add("--no_python", action="store_true", help="execute the script itself, without python")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    add("--no_ssh", action="store_true", help="this command is started on each node by hand, with --node_rank")
+    add("--no_ssh_check", action="store_true", help="skip the test of connections")
+    add("--force_multi", action="store_true", help="use the multi-node back end for one node too")
+    add("--save_pid", action="store_true", help="write the process id of the launcher to /tmp/PID.deepspeed")
+    add("--enable_each_rank_log", default="None", metavar="DIR", help="write the output of each rank to files in DIR")
+    add("--autotuning", default="", choices=["", "tune", "run"], help="search for a configuration")
+    add("--elastic_training", action="store_true", help="restart on another number of nodes")
+    add("--bind_cores_to_rank", action="store_true", help="bind each rank to its share of the cores")
+    add("--bind_core_list", default=None, help="the cores to share, such as 0-7,16")
+    add("--ssh_port", type=int, default=None, help="port of ssh")
+    add("--venv_script", default=None, help="script that each node sources first")
+    add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"], help="messages to show")
+    add("-q", "--quiet", action="store_true", help="show errors alone")
+    add("user_script", help="the script, module or program")
+    add("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+# Resources
+
+
+def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
+    """Return the slots of each host of a hostfile, in its order; None, with a warning, where there is no file."""
+    if not Path(hostfile_path).is_file():
+        logger.warning("no hostfile %s: the job runs on this machine alone", hostfile_path)
+        return None
+    return _parse_hostfile(Path(hostfile_path).read_text().splitlines())
+
+
+def _parse_hostfile(hostfile_lines: Sequence[str]) -> OrderedDict[str, int]:
+    """Return the slots of each host. Raises ValueError for a line of another form, a repeated host, and no host."""
+    slots: OrderedDict[str, int] = OrderedDict()
+    for line in hostfile_lines:
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        if found is None:
+            raise ValueError(f"Hostfile contains a bad entry: {line.strip()}, unable to proceed with launching; write "
+                             "`NAME slots=N`")
+        if found[1] in slots:
+            raise ValueError(f"Hostfile contains multiple entries for {found[1]}, unable to proceed with launching")
+        slots[found[1]] = int(found[2])
+    if not slots:
+        raise ValueError("Hostfile is empty or not formatted correctly, unable to proceed with launching.")
+    return slots
+
+
+def _stable_remove_duplicates(  # pyright: ignore[reportUnusedFunction]  a published name
+        data: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(data))
+
+
+def parse_node_config(node_config: str) -> tuple[str, list[int]]:
+    """Return the host of `NAME[:SLOT[,SLOT...]]` and its slots; none stands for all."""
+    host, _, slots = node_config.partition(":")
+    return host.strip(), [int(slot) for slot in slots.split(",")] if slots else []
+
+
+def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
+    """Return the slots of each host of a list of such words."""
+    return dict(parse_node_config(each) for each in node_config_list)
+
+
+def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Resources:
+    """Return the slots of each host that a filter leaves, in the order of `host_info`.
+
+    A filter is `NAME[:SLOT[,SLOT...]]` joined by `@`. Raises ValueError for both filters at once, and for a host or a slot
+    that does not exist.
+    """
+    if include_str and exclude_str:
+        raise ValueError("include_str and exclude_str are mutually exclusive.")
+    named: dict[str, set[int]] = {}
+    for each in filter(None, (include_str or exclude_str).split("@")):
+        host, slots = parse_node_config(each)
+        if host not in host_info:
+            raise ValueError(f"Hostname '{host}' not found in hostfile")
+        for slot in slots:
+            if slot not in host_info[host]:
+                raise ValueError(f"No slot '{slot}' specified on host '{host}'")
+        named.setdefault(host, set()).update(slots or host_info[host])
+    if not named:
+        return OrderedDict((host, list(slots)) for host, slots in host_info.items())
+    left = OrderedDict((host, [slot for slot in slots if (slot in named.get(host, ())) is bool(include_str)])
+                       for host, slots in host_info.items())
+    return OrderedDict((host, slots) for host, slots in left.items() if slots)
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Resources:
+    """Return the slots of each host of a hostfile that the filters leave."""
+    return parse_resource_filter({host: range(slots) for host, slots in resource_pool.items()}, inclusion, exclusion)
+
+
+def apply_num_nodes_and_gpus(active_resources: Mapping[str, Sequence[int]], num_nodes: int, num_gpus: int) -> Resources:
+    """Return the first `num_nodes` hosts, each with slots 0 to `num_gpus` - 1; a count below 1 changes nothing."""
+    hosts = list(active_resources)[:num_nodes if num_nodes > 0 else None]
+    return OrderedDict((host, list(range(num_gpus) if num_gpus > 0 else active_resources[host])) for host in hosts)
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    """Return the resources as one word: JSON in urlsafe base64."""
+    return base64.urlsafe_b64encode(json.dumps({host: list(slots) for host, slots in world_info.items()}).encode()).decode()
+
+
+def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> None:
+    """Raise `NotSupportedYet`."""
+    raise NotSupportedYet("deepspeed --autotuning: is not supported yet; `shoal config show` prices a configuration")
+
+
+def job_resources(options: argparse.Namespace) -> tuple[Resources, bool]:
+    """Return the slots of each host that the job uses, and whether the multi-node back end is to start them.
+
+    Raises ValueError for options that exclude each other, and RuntimeError where this machine has no device.
+    """
+    pool = fetch_hostfile(options.hostfile)
+    filtered = bool(options.include or options.exclude)
+    if filtered and (options.num_nodes >= 0 or options.num_gpus >= 0):
+        raise ValueError("Cannot specify num_nodes/gpus with include/exclude")
+    if pool is not None:
+        active = parse_inclusion_exclusion(pool, options.include, options.exclude)
+    elif options.num_nodes > 1:
+        raise ValueError(f"--num_nodes {options.num_nodes}: Num nodes is >1 but no extra nodes available via hostfile")
+    else:
+        active = _local_resources(options, filtered)
+    active = apply_num_nodes_and_gpus(active, options.num_nodes, options.num_gpus)
+    if not active:
+        raise ValueError("--include, --exclude: no slot is left to run on")
+    return active, options.force_multi or len(active) > 1
+
+
+def _local_resources(options: argparse.Namespace, filtered: bool) -> Resources:
+    """Return the slots of this machine: those of the filters, else of CUDA_VISIBLE_DEVICES, else all."""
+    visible = ranks_command.visible_devices()
+    if filtered and visible is not None:
+        logger.warning("CUDA_VISIBLE_DEVICES=%s is ignored: --include or --exclude selects the devices", visible)
+    elif visible is not None:
+        return OrderedDict({LOCALHOST: [int(slot) for slot in visible.split(",")]})
+    count = options.num_gpus if options.num_gpus > 0 else ranks_command.device_count()
+    if count == 0:
+        raise RuntimeError("Unable to proceed, no GPU resources available")
+    return parse_inclusion_exclusion({LOCALHOST: count}, options.include, options.exclude)
+
+
+# The command
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command `deepspeed`; raises SystemExit with the exit code of a job that failed.
+
+    Raises ValueError and RuntimeError as published for wrong options, and `NotSupportedYet` for what is not built.
+    """
+    options = parse_args(args)
+    if options.elastic_training:
+        raise NotSupportedYet("deepspeed --elastic_training: is not supported yet; `shoal run --nodes A:B --max-restarts K` "
+                              "restarts on another number of nodes")
+    if options.module and options.no_python:
+        raise ValueError("--module and --no_python: the script cannot be both a module and a program; drop one")
+    active, several = job_resources(options)
+    if options.autotuning:
+        run_autotuning(options, active)
+    if options.no_ssh:
+        _run_here(options, active, options.node_rank)
+    elif several:
+        _refuse_to_start_nodes(options, active)
+    else:
+        _run_here(options, active, 0)
+
+
+def command() -> int:
+    """Run `main`, and print an error of the user in one line."""
+    try:
+        main()
+    except (ShoalError, ValueError, RuntimeError, AssertionError) as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None:
+    """Run the ranks of node `node` on this machine. With `--no_ssh` the user starts the others, and all meet."""
+    hosts = list(active)
+    assert 0 <= node < len(hosts), f"--node_rank: got {node}; with --no_ssh give this node's number, 0 to {len(hosts) - 1}"
+    if len(hosts) > 1 and not options.master_addr:
+        raise NotSupportedYet("deepspeed --no_ssh: the address of the first node is not looked up over ssh yet; give "
+                              "--master_addr")
+    more: list[str] = []
+    if len(hosts) > 1:
+        more = ["--nodes", str(len(hosts)), "--rendezvous", f"{options.master_addr}:{options.master_port}",
+                "--node-rank", str(node)]
+    elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        more = ["--port", str(options.master_port)]
+    log_dir = None if options.enable_each_rank_log == "None" else options.enable_each_rank_log
+    slots = active[hosts[node]]
+    words = ranks_command.command(
+        options.user_script, options.user_args, ranks=len(slots), module=options.module, program=options.no_python,
+        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, log_dir=log_dir, more=more)
+    cores = ranks_command.cores(options.bind_core_list) if options.bind_cores_to_rank else None
+    with _pid_file(options.save_pid):
+        code = ranks_command.run(words, devices=slots, node=node, nodes=len(hosts), cores=cores, ranks=len(slots))
+    if code:
+        raise SystemExit(code)
+
+
+@contextmanager
+def _pid_file(wanted: bool) -> Generator[None]:
+    """Keep the id of this process in /tmp/PID.deepspeed while the job runs: a signal to it ends the job."""
+    file = Path("/tmp") / f"{os.getpid()}.deepspeed"
+    if wanted:
+        file.write_text(json.dumps([os.getpid()]))
+    try:
+        yield
+    finally:
+        if wanted:
+            file.unlink(missing_ok=True)
+
+
+def _refuse_to_start_nodes(options: argparse.Namespace, active: Resources) -> None:
+    """Raise `NotSupportedYet` with the command of the back end, once the options are known to be valid."""
+    options.master_addr = options.master_addr or next(iter(active))
+    runner = multinode_runner.make_runner(options, encode_world_info(active), active)
+    runner.validate_args()
+    for name, value in ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME).items():
+        runner.add_export(name, value)
+    made = runner.get_cmd(ranks_command.variables(), active)
+    words: Sequence[str] = made[0] if isinstance(made, tuple) else made
+    raise NotSupportedYet(
+        f"deepspeed --launcher {options.launcher}: starting other nodes arrives with a later version of Shoal. Start this "
+        f"command on each of {', '.join(active)} instead, with --no_ssh --node_rank 0 to {len(active) - 1} and "
+        f"--master_addr {options.master_addr}. The back end would run: {' '.join(words)}")
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,121 @@
+"""The ranks of the command `deepspeed` on one machine: a command line of `shoal run`, and the environment of the job.
+
+The command runs in a process of its own, which a signal to this one ends as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["command", "cores", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
+
+PR_SET_PDEATHSIG = 1
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def exports_file() -> str:
+    """Return the name of the file with variables for other nodes."""
+    return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+
+def visible_devices() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES, None where it is not set or empty."""
+    return os.environ.get(VISIBLE) or None
+
+
+def variables() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str) -> dict[str, str]:
+    """Return the variables that other nodes get: those whose names begin so, and those of the first file there is.
+
+    Raises ValueError for a line of a file without `=`.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith(tuple(prefixes))}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), found.get("PYTHONPATH")]))
+    for file in (Path(folder) / file_name for folder in folders):
+        if file.is_file():
+            for line in file.read_text().splitlines():
+                name, equals, value = line.partition("=")
+                if not equals:
+                    raise ValueError(f"{file}: got the line {line!r}; write NAME=VALUE")
+                found[name] = value
+    return found
+
+
+def device_count() -> int:
+    """Return how many accelerators this machine has, visible or not, else how many ranks LOCAL_SIZE asks for (1)."""
+    masked = os.environ.pop(VISIBLE, None)
+    try:
+        import torch
+
+        from shoal.compat.environment import local_size
+
+        return torch.cuda.device_count() or local_size()
+    finally:
+        if masked is not None:
+            os.environ[VISIBLE] = masked
+
+
+def cores(text: str | None) -> list[int] | None:
+    """Return the cores of a list such as 0-7,16; None for none. Raises ValueError for another form."""
+    if text is None:
+        return None
+    if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text) is None:
+        raise ValueError(f"--bind_core_list: got {text!r}; write numbers and ranges, such as 0-7,16")
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [core for part in ends for core in range(part[0], part[-1] + 1)]
+
+
+def command(script: str, args: Sequence[str], *, ranks: int, module: bool, program: bool, local_rank: bool, bind: bool,
+            log_dir: str | None, more: Sequence[str] = ()) -> list[str]:
+    """Return the command that starts `ranks` ranks of a script, a module or a program on this node."""
+    words = [sys.executable, "-m", "shoal", "run", "--ranks", str(ranks), *more]
+    if module:
+        words.append("--module")
+    words.append("--no-python" if program else "--as-deepspeed")
+    if local_rank:
+        words.append("--local-rank-argument")
+    if not bind:
+        words.append("--no-bind-cores")
+    if log_dir is not None:
+        words += ["--log-dir", log_dir]
+    return [*words, script, *args]
+
+
+def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, nodes: int = 1,
+        cores: Sequence[int] | None = None, ranks: int) -> int:
+    """Run the command to its end and return its exit code, 128 + N where signal N ended it.
+
+    `devices` are those that the ranks may see, and `cores` those that they share.
+    """
+    shown = {} if devices is None else {VISIBLE: ",".join(map(str, devices))}
+    job = {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}
+
+    def begin() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job}, preexec_fn=begin)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        job_process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = job_process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

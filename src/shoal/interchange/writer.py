@@ -1,0 +1,257 @@
+"""`write_folder` writes a snapshot as a checkpoint of DeepSpeed, for any ZeRO stage and any number of data ranks.
+
+A run can so go back, or on, to an installation of DeepSpeed. One rank's part is in memory at a time; its elements are filled
+from the snapshot straight into the flat buffers of the layout (`layout.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import Piece, Snapshot
+from shoal.checkpoint.folder import LATEST
+from shoal.errors import CheckpointError, UsageError
+from shoal.interchange.layout import (
+    HYPERPARAMETERS,
+    RESERVED,
+    Fragment,
+    flat_fragments,
+    flat_part,
+    model_file,
+    optimizer_file,
+    sliced_fragments,
+)
+from shoal.interchange.published_objects import loss_scaler, save_archive
+from shoal.log import warn_once
+
+__all__ = ["Target", "write_folder"]
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose layout is written."""
+SCALAR = "scalar."
+NEUTRAL: Mapping[str, object] = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
+                                 "differentiable": False, "fused": None}
+"""Options of torch's optimizers that choose an implementation, as DeepSpeed leaves them."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The run that is to load the checkpoint."""
+
+    stage: int
+    ranks: int
+    """Data-parallel ranks."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of compute."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in range(4):
+            raise UsageError(f"stage: got {self.stage}; choose 0, 1, 2 or 3")
+        if self.ranks < 1:
+            raise UsageError(f"ranks: got {self.ranks}; choose 1 or more")
+        if self.stage == 0 and self.dtype != torch.float32:
+            raise UsageError(f"stage 0 in {self.dtype}: DeepSpeed's layout then depends on the optimizer's class; choose "
+                             "stage 1, which holds the same state, or float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """The parameters of a snapshot as the optimizer groups them."""
+
+    groups: list[Shapes]
+    frozen: Shapes
+    buffers: list[str]
+    tied: dict[str, str]
+    kinds: list[str]
+    """The optimizer's tensors of a parameter's shape."""
+    numbers: list[str]
+    """The optimizer's numbers, one for each parameter."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Model:
+        names = snapshot.names()
+        kinds = sorted({kind for kind, _, _ in (name.partition("/") for name in names)} - {"weight", "buffer", "published"})
+        shapes = {name.partition("/")[2]: snapshot.shape(name) for name in names if name.startswith("weight/")}
+        groups = [{name: shapes[name] for name in group} for group in _group_names(snapshot, shapes)]
+        trained = {name for group in groups for name in group}
+        return cls(groups=groups, frozen={name: shape for name, shape in shapes.items() if name not in trained},
+                   buffers=[name.partition("/")[2] for name in names if name.startswith("buffer/")],
+                   tied=cast("dict[str, str]", snapshot.shared.get("tied") or {}),
+                   kinds=[kind for kind in kinds if "." not in kind],
+                   numbers=[kind.removeprefix(SCALAR) for kind in kinds if kind.startswith(SCALAR)])
+
+    @property
+    def trained(self) -> Shapes:
+        return {name: shape for group in self.groups for name, shape in group.items()}
+
+
+def write_folder(snapshot: Snapshot, out: str | os.PathLike[str], tag: str, target: Target) -> Path:
+    """Write `out/tag` with its files, point `out/latest` to it, and return its path.
+
+    The folder appears under its tag when it is complete. Raises CheckpointError if it exists, or the snapshot does not tell
+    the groups of its parameters.
+    """
+    parent = Path(out)
+    path = parent / tag
+    if path.exists():
+        raise CheckpointError(f"{path}: exists; choose another folder or tag, or remove it")
+    model = _Model.of(snapshot)
+    parent.mkdir(parents=True, exist_ok=True)
+    draft = parent / f".{tag}.{uuid.uuid4().hex}"
+    draft.mkdir()
+    try:
+        for rank in range(target.ranks):
+            if rank == 0 or target.stage == 3:
+                save_archive(_model_state(snapshot, model, target, rank), draft / model_file(target.stage, rank))
+            if target.stage:
+                state = {"optimizer_state_dict": _optimizer_state(snapshot, model, target, rank), "ds_config": {},
+                         "ds_version": VERSION}
+                save_archive(state, draft / optimizer_file(rank, bf16=target.dtype == torch.bfloat16))
+        os.rename(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    (parent / LATEST).write_text(tag)
+    return path
+
+
+def _group_names(snapshot: Snapshot, shapes: Shapes) -> Sequence[Sequence[str]]:
+    """Return the parameters of each optimizer group."""
+    options = cast("list[object]", snapshot.shared.get("groups") or [])
+    named = cast("list[list[str]] | None", snapshot.shared.get("group_names"))
+    if named is not None:
+        return named
+    if len(options) > 1:
+        raise CheckpointError(f"{snapshot.path}: has {len(options)} optimizer groups, and does not tell which parameters "
+                              "they hold; save it again with this version of Shoal")
+    return [list(shapes)]
+
+
+def _model_state(snapshot: Snapshot, model: _Model, target: Target, rank: int) -> dict[str, Any]:
+    """Return what a model file holds: the module, counters, and the client's state."""
+    shared = snapshot.shared
+    client = cast("dict[str, object]", shared.get("client_state") or {})
+    if taken := sorted(RESERVED & client.keys()):
+        raise CheckpointError(f"client_state: the keys {', '.join(taken)} are DeepSpeed's own; save under other names")
+    sharded, zero = target.stage == 3, target.stage > 0
+    trained, frozen = model.trained, model.frozen
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in model.groups]
+    return {
+        "module": _module(snapshot, model, target), "buffer_names": model.buffers,
+        "optimizer": None if zero else _whole_optimizer(snapshot, model),
+        "param_shapes": shapes if zero else None,
+        "frozen_param_shapes": {name: torch.Size(shape) for name, shape in frozen.items()} if sharded and frozen else None,
+        "frozen_param_fragments": _frozen_slices(snapshot, frozen, target, rank) if sharded and frozen else None,
+        "shared_params": {alias: name for alias, name in model.tied.items() if name in trained} if zero else None,
+        "lr_scheduler": shared.get("lr_scheduler"), "data_sampler": None, "random_ltd": None,
+        **{name: shared.get(name, 0) for name in ("skipped_steps", "global_steps", "global_samples")},
+        "dp_world_size": target.ranks, "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_config": {}, "ds_version": VERSION, **client}
+
+
+def _module(snapshot: Snapshot, model: _Model, target: Target) -> dict[str, Tensor]:
+    """Return the state dict of the module; at stage 3 weights are empty there. Tied names share one tensor."""
+    state = {name: snapshot.tensor(f"buffer/{name}") for name in model.buffers}
+    for name in (*model.trained, *model.frozen):
+        state[name] = (torch.empty(0, dtype=target.dtype) if target.stage == 3 else
+                       snapshot.tensor(f"weight/{name}", target.dtype))
+    return state | {alias: state[name] for alias, name in model.tied.items() if name in state}
+
+
+def _frozen_slices(snapshot: Snapshot, frozen: Shapes, target: Target, rank: int) -> dict[str, Tensor]:
+    """Return one rank's slice of each frozen parameter, padded."""
+    slices: dict[str, Tensor] = {}
+    for fragment in list(sliced_fragments(frozen, target.ranks))[rank]:
+        slices[fragment.name] = torch.zeros(-(-prod(fragment.shape) // target.ranks), dtype=target.dtype)
+        _fill(snapshot, "weight", fragment, slices[fragment.name])
+    return slices
+
+
+def _optimizer_state(snapshot: Snapshot, model: _Model, target: Target, rank: int) -> dict[str, Any]:
+    """Return what an optimizer file holds: one rank's part of masters and moments."""
+    groups: list[tuple[list[Fragment], int]] = []
+    for shapes in model.groups:
+        if target.stage == 3:
+            fragments = list(sliced_fragments(shapes, target.ranks))[rank]
+            groups.append((fragments, sum(-(-prod(shape) // target.ranks) for shape in shapes.values())))
+        else:
+            groups.append((flat_fragments(shapes, target.ranks)[rank], flat_part(shapes, target.ranks)))
+    masters = [_flat(snapshot, "weight", fragments, width) for fragments, width in groups]
+    base = {"state": {index: {**_steps(snapshot, model, [*model.groups[index]]),
+                              **{kind: _flat(snapshot, kind, *group) for kind in model.kinds}}
+                      for index, group in enumerate(groups)} if model.kinds or model.numbers else {},
+            "param_groups": [{**options, "params": [index]} for index, options in enumerate(_options(snapshot, model))]}
+    scale = cast("dict[str, float]", snapshot.shared.get("loss_scale") or {})
+    common = {"dynamic_loss_scale": bool(scale), "overflow": False, "zero_stage": target.stage,
+              "loss_scaler": loss_scaler(scale)}
+    if target.stage == 3:
+        return {**common, "partition_count": target.ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+    paddings = [flat_part(shapes, target.ranks) * target.ranks - sum(map(prod, shapes.values())) for shapes in model.groups]
+    last = rank == target.ranks - 1
+    return {**common, "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": [_lean(master, fragments) for master, (fragments, _)
+                                                in zip(masters, groups, strict=True)],
+            "group_paddings": [padding if last else 0 for padding in paddings],
+            "param_alignment_paddings": [[0] * len(shapes) for shapes in model.groups],
+            "partition_count": [target.ranks] * len(groups), "ds_version": VERSION}
+
+
+def _flat(snapshot: Snapshot, kind: str, fragments: list[Fragment], width: int) -> Tensor:
+    """Return one rank's flat buffer of `width` elements; padding is zero, as is state that a parameter does not have."""
+    flat = torch.zeros(width)
+    for fragment in fragments:
+        _fill(snapshot, kind, fragment, flat[fragment.at:fragment.at + fragment.count])
+    return flat
+
+
+def _fill(snapshot: Snapshot, kind: str, fragment: Fragment, data: Tensor) -> None:
+    if f"{kind}/{fragment.name}" in snapshot and fragment.count:
+        snapshot.fill([Piece(name=f"{kind}/{fragment.name}", shape=fragment.shape, start=fragment.start,
+                             stop=fragment.start + fragment.count, data=data[:fragment.count])])
+
+
+def _lean(master: Tensor, fragments: list[Fragment]) -> Tensor:
+    """Return a flat buffer without the padding at its end, as DeepSpeed saves masters."""
+    return master[:max((fragment.at + fragment.count for fragment in fragments), default=0)].clone()
+
+
+def _steps(snapshot: Snapshot, model: _Model, names: list[str]) -> dict[str, Tensor]:
+    """Return the numbers of a group: DeepSpeed has one for all of its parameters."""
+    numbers: dict[str, Tensor] = {}
+    for kind in model.numbers:
+        values = {snapshot.tensor(f"{SCALAR}{kind}/{name}").item() for name in names
+                  if f"{SCALAR}{kind}/{name}" in snapshot}
+        if len(values) > 1:
+            warn_once(f"{snapshot.path}: parameters of one optimizer group were stepped {sorted(values)} times; DeepSpeed "
+                      "keeps one count for all of them, and the largest is written")
+        if values:
+            numbers[kind] = torch.tensor(max(values))
+    return numbers
+
+
+def _options(snapshot: Snapshot, model: _Model) -> Iterator[dict[str, object]]:
+    saved = cast("list[dict[str, object]]", snapshot.shared.get("groups") or [{} for _ in model.groups])
+    for options in saved:
+        yield {**NEUTRAL, **{key: value for key, value in options.items() if key in HYPERPARAMETERS}}
+
+
+def _whole_optimizer(snapshot: Snapshot, model: _Model) -> dict[str, Any]:
+    """Return the optimizer's state of stage 0: torch's own, by the number of the parameter."""
+    numbers = {name: number for number, name in enumerate(model.trained)}
+    state = {number: {**_steps(snapshot, model, [name]),
+                      **{kind: snapshot.tensor(f"{kind}/{name}") for kind in model.kinds if f"{kind}/{name}" in snapshot}}
+             for name, number in numbers.items()}
+    groups = [{**options, "params": [numbers[name] for name in shapes]}
+              for options, shapes in zip(_options(snapshot, model), model.groups, strict=True)]
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,253 @@
+"""`deepspeed.launcher`: hostfiles, filters, the command lines of back ends, and a real job on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from shoal.compat import ranks_command
+from shoal.compat.deepspeed.launcher import launch, launcher_helper, multinode_runner, runner
+from shoal.errors import NotSupportedYet
+
+HOSTS = OrderedDict([("w0", [0, 1, 2, 3]), ("w1", [0, 1])])
+
+
+@pytest.mark.parametrize(("include", "exclude", "left"), [
+    ("", "", {"w0": [0, 1, 2, 3], "w1": [0, 1]}),
+    ("w1", "", {"w1": [0, 1]}),
+    ("w1:1@w0:2,0", "", {"w0": [0, 2], "w1": [1]}),
+    ("w0:1@w0:1", "", {"w0": [1]}),
+    ("", "w1", {"w0": [0, 1, 2, 3]}),
+    ("", "w0:0,1", {"w0": [2, 3], "w1": [0, 1]}),
+    ("", "w1:0,1", {"w0": [0, 1, 2, 3]}),
+])  # fmt: skip
+def test_filters_leave_slots_in_the_order_of_the_hosts(include: str, exclude: str, left: dict[str, list[int]]) -> None:
+    found = runner.parse_resource_filter(HOSTS, include_str=include, exclude_str=exclude)
+    assert list(found.items()) == list(left.items())
+
+
+@pytest.mark.parametrize(("include", "exclude", "message"), [
+    ("w0", "w1", "mutually exclusive"),
+    ("w9", "", "Hostname 'w9' not found"),
+    ("", "w9", "Hostname 'w9' not found"),
+    ("w0:9", "", "No slot '9' specified on host 'w0'"),
+    ("", "w0:9", "No slot '9' specified on host 'w0'"),
+    ("w0:0-2", "", "invalid literal"),
+])  # fmt: skip
+def test_a_wrong_filter_says_what_is_wrong(include: str, exclude: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        runner.parse_resource_filter(HOSTS, include, exclude)
+
+
+def test_a_hostfile_gives_the_slots_of_each_host(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\n# none\n\nb slots=3  # more\n")
+    assert runner.fetch_hostfile(str(tmp_path / "hosts")) == OrderedDict(a=2, b=3)
+    assert runner.fetch_hostfile(str(tmp_path / "missing")) is None
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("a slots=2\na slots=3", "multiple entries for a"),
+    ("a slots=x", "bad entry: a slots=x"),
+    ("a", "bad entry: a"),
+    ("# none", "empty"),
+])  # fmt: skip
+def test_a_wrong_hostfile_names_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        runner.fetch_hostfile(str(tmp_path / "hosts"))
+
+
+def test_counts_of_nodes_and_gpus_cut_the_resources() -> None:
+    both = OrderedDict(h1=[0, 1], h2=[0, 1])
+    assert runner.apply_num_nodes_and_gpus(both, 1, -1) == {"h1": [0, 1]}
+    assert runner.apply_num_nodes_and_gpus(both, -1, 1) == {"h1": [0], "h2": [0]}
+    assert runner.apply_num_nodes_and_gpus(both, -1, 3) == {"h1": [0, 1, 2], "h2": [0, 1, 2]}
+    assert runner.parse_inclusion_exclusion({"h1": 2, "h2": 2}, "h2", "") == {"h2": [0, 1]}
+
+
+def test_world_info_is_json_in_urlsafe_base64() -> None:
+    word = runner.encode_world_info({"localhost": [0, 1]})
+    assert json.loads(base64.urlsafe_b64decode(word)) == {"localhost": [0, 1]}
+
+
+# The command line
+
+
+@pytest.mark.parametrize(("words", "kind", "message"), [
+    ("--include localhost:0 --num_gpus 1 train.py", ValueError, "Cannot specify num_nodes/gpus"),
+    ("--num_nodes 2 --num_gpus 1 train.py", ValueError, "no extra nodes available"),
+    ("--num_gpus 1 --no_python --module train.py", ValueError, "both a module and a program"),
+    ("--num_gpus 1 --no_ssh train.py", AssertionError, "--node_rank: got -1"),
+    ("--num_gpus 1 --force_multi --launcher bogus train.py", NotImplementedError, "Unknown launcher bogus"),
+    ("--num_gpus 1 --elastic_training train.py", NotSupportedYet, "--max-restarts"),
+    ("--num_gpus 1 --autotuning tune train.py", NotSupportedYet, "autotuning"),
+    ("--num_gpus 1 --force_multi --launcher PDSH train.py", NotSupportedYet, "pdsh -S -f 1024 -w localhost"),
+    ("--num_gpus 1 --bind_cores_to_rank --bind_core_list x train.py", ValueError, "--bind_core_list: got 'x'"),
+])  # fmt: skip
+def test_a_wrong_command_line_starts_nothing(words: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        runner.main(words.split())
+
+
+def command_of(monkeypatch: pytest.MonkeyPatch, words: str) -> tuple[list[str], dict[str, object]]:
+    """Return the command that `deepspeed` would run, and its resources."""
+    made: list[tuple[list[str], dict[str, object]]] = []
+
+    def keep(command: list[str], **options: object) -> int:
+        made.append((command, options))
+        return 0
+
+    monkeypatch.setattr(ranks_command, "run", keep)
+    runner.main(words.split())
+    ((command, options),) = made
+    assert command[:4] == [sys.executable, "-m", "shoal", "run"]
+    return command[4:], options
+
+
+def test_options_become_those_of_shoal_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found, options = command_of(monkeypatch, "--num_gpus 2 train.py --deepspeed --x 1")
+    assert found == ["--ranks", "2", "--as-deepspeed", "--local-rank-argument", "--no-bind-cores", "train.py", "--deepspeed",
+                     "--x", "1"]
+    assert (options["devices"], options["cores"]) == ([0, 1], None)
+    found, options = command_of(monkeypatch, "--num_gpus 1 --master_port 12345 --module --no_local_rank "
+                                             "--bind_cores_to_rank --bind_core_list 0-1,3 --enable_each_rank_log logs "
+                                             "package.train")
+    assert found == ["--ranks", "1", "--port", "12345", "--module", "--as-deepspeed", "--log-dir", "logs", "package.train"]
+    assert options["cores"] == [0, 1, 3]
+    found, _ = command_of(monkeypatch, "--num_gpus 1 --no_python program")
+    assert found == ["--ranks", "1", "--no-python", "--local-rank-argument", "--no-bind-cores", "program"]
+
+
+def test_visible_devices_are_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    found, options = command_of(monkeypatch, "train.py")
+    assert (found[:2], options["devices"]) == (["--ranks", "2"], [3, 1])
+
+
+def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=3\n")
+    found, options = command_of(monkeypatch, f"-H {tmp_path}/hosts --no_ssh --node_rank 1 --master_addr a train.py")
+    assert found[:8] == ["--ranks", "3", "--nodes", "2", "--rendezvous", "a:29500", "--node-rank", "1"]
+    assert (options["node"], options["nodes"]) == (1, 2)
+
+
+# Back ends
+
+TWO = OrderedDict(h1=[0, 1], h2=[0, 1])
+SCRIPT = [sys.executable, "-u", "train.py", "--a", "b c"]
+SHARED = ["-genv", "FOO", '"bar baz"', "-genv", "MASTER_ADDR", "m1", "-genv", "MASTER_PORT", "1234",
+          "-genv", "WORLD_SIZE", "4", "-genv", "LOCAL_SIZE", "2"]
+COMMANDS = {
+    "openmpi": ["mpirun", "-n", "4", "-hostfile", "hf", "--mca", "btl", "^openib", "--mca", "btl_tcp_if_include", "eth0",
+                "-x", "UCX_TLS=tcp", "-x", 'FOO="bar baz"', *SCRIPT],
+    "mpich": ["mpirun", "-n", "4", "-ppn", "2", *SHARED, "-hosts", "h1,h2", sys.executable, "-u", launcher_helper.__file__,
+              "--launcher", "mpich", "train.py", "--a", "b c"],
+    "impi": ["mpirun", "-ppn", "2", *SHARED, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2",
+             *[word for rank in range(4) for word in (*([":"] if rank else []), "-n", "1", "-env", "RANK", str(rank),
+                                                      "-env", "LOCAL_RANK", str(rank % 2), *SCRIPT)]],
+    "slurm": ["srun", "-n", "4", '--export=ALL,FOO="bar baz"', *SCRIPT],
+    "mvapich": ["mpirun", "-np", "4", "-ppn", "2", "--hostfile", "/tmp/deepspeed_mvapich_hostfile",
+                "-env", "MV2_SMP_USE_CMA=0", "-env", "MV2_DEBUG_SHOW_BACKTRACE=1", "-env", "MV2_SUPPORT_DL=1",
+                "-env", "MV2_ENABLE_AFFINITY=0", "-env",
+                "MV2_INTER_ALLGATHER_TUNING=5", "-env", "MV2_CUDA_USE_NAIVE=0", "-env", 'FOO="bar baz"', *SCRIPT],
+}
+"""The command lines of DeepSpeed 0.19.8 for two nodes of two slots."""
+
+
+def back_end(name: str, *options: str) -> multinode_runner.MultiNodeRunner:
+    args = runner.parse_args(["--hostfile", "hf", "--master_addr", "m1", "--master_port", "1234", "--launcher", name,
+                              *options, "train.py", "--a", "b c"])
+    made = multinode_runner.make_runner(args, "WORLD", TWO)
+    made.add_export("FOO", "bar baz")
+    return made
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_back_ends_have_the_published_command_lines(name: str) -> None:
+    made = back_end(name.upper())
+    assert (made.name, made.get_cmd({}, TWO)) == (name, COMMANDS[name])
+
+
+def test_pdsh_starts_one_launcher_on_each_host() -> None:
+    environment: dict[str, str] = {}
+    words, end, same = back_end("pdsh", "--module", "--ssh_port", "22").get_cmd(environment, TWO)
+    assert words[:6] == ["pdsh", "-S", "-f", "1024", "-w", "h1,h2"]
+    assert words[6:8] == ['export FOO="bar baz"; ', f"cd {os.getcwd()};"]
+    assert words[8:] == [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--world_info=WORLD", "--node_rank=%n",
+                         "--master_addr=m1", "--master_port=1234", "--module", "--enable_each_rank_log=None", "train.py",
+                         "--a", '"b c"']
+    assert end[6] == "pkill -f " and same is environment
+    assert environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 22"}
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "impi", "mvapich"])
+def test_back_ends_of_mpi_refuse_what_they_cannot_honour(name: str) -> None:
+    with pytest.raises(ValueError, match="does not support worker include/exclusion"):
+        back_end(name, "--include", "h1")
+    with pytest.raises(ValueError, match="does not support limiting"):
+        back_end(name, "--num_gpus", "1")
+    if name != "openmpi":
+        with pytest.raises(ValueError, match=r"same number of devices per node; got \[1, 2\]"):
+            back_end(name).get_cmd({}, OrderedDict(h1=[0, 1], h2=[0]))
+
+
+def test_variables_for_other_nodes_come_from_names_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    (tmp_path / ".deepspeed_env").write_text("A=1=2\n")
+    found = ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env")
+    assert (found["NCCL_DEBUG"], found["A"], found["PYTHONPATH"].split(":")[0]) == ("INFO", "1=2", os.getcwd())
+    (tmp_path / ".deepspeed_env").write_text("\n")
+    with pytest.raises(ValueError, match="write NAME=VALUE"):
+        ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env")
+
+
+def test_the_helper_of_mpich_translates_ranks() -> None:
+    assert launcher_helper.env_mapping({"PMI_RANK": "3", "MPI_LOCALRANKID": "1"})["LOCAL_RANK"] == "1"
+    with pytest.raises(OSError, match=r"RANK: expected one value in PMIX_RANK, PMI_RANK, got none"):
+        launcher_helper.env_mapping({})
+
+
+# A real job
+
+
+def test_a_job_on_this_machine_has_the_published_environment(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import argparse, json, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+import deepspeed
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
+with open(f"{os.path.dirname(__file__)}/{args.local_rank}.json", "w") as file:
+    json.dump([{name: os.environ[name] for name in names}, args.deepspeed, args.deepspeed_config], file)
+sys.exit(5 if os.environ["RANK"] == "1" else 0)
+""")
+    command = [sys.executable, "-m", "shoal.compat.deepspeed.launcher.runner", "--num_gpus", "2", str(script), "--deepspeed",
+               "--deepspeed_config", "x.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5, done.stderr
+    for rank in range(2):
+        variables, enabled, config = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert variables == {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2",
+                             "CROSS_RANK": "0", "CROSS_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
+        assert (enabled, config) == (True, "x.json")
+
+
+def test_the_launcher_of_one_node_runs_the_slots_of_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(ranks_command, "run", lambda words, **options: made.append(words) or 0)
+    world = runner.encode_world_info({"h1": [0], "h2": [0, 1]})
+    launch.main([f"--world_info={world}", "--node_rank=1", "--master_addr=h1", "--master_port=1234", "train.py", "--a"])
+    assert made[0][4:12] == ["--ranks", "2", "--nodes", "2", "--rendezvous", "h1:1234", "--node-rank", "1"]
+    with pytest.raises(AssertionError, match="must provide world info dict"):
+        launch.main(["train.py"])
