@@ -53,7 +53,7 @@ def refused() -> None:
     for read in (lambda: weight + 1, weight.sum, lambda: torch.cat([weight, weight]), lambda: nn.init.zeros_(weight),
                  lambda: copy.deepcopy(weight), weight.numpy, weight.tolist, lambda: model.blocks[0].up(torch.randn(1, 12)),
                  weight.untyped_storage, lambda: bool(weight.isnan().any()), lambda: detached[0], detached.clone,
-                 detached.tolist, detached.numpy, detached.untyped_storage, lambda: weight.data.zero_(),
+                 detached.tolist, detached.numpy, detached.data_ptr, lambda: weight.data.zero_(),
                  lambda: detached.requires_grad_(), lambda: torch.save(detached, io.BytesIO()),
                  lambda: copy.deepcopy(detached)):
         with pytest.raises(ReleasedError, match=wanted):
@@ -67,6 +67,10 @@ def named_without_values() -> None:
     state = model.state_dict()
     assert {name: (value.shape, value.dtype, value.device, value.stride()) for name, value in state.items()} == plain
     weight, detached = model.blocks[0].up.weight, state["blocks.0.up.weight"]
+    assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(state)
+    assert detached.untyped_storage().nbytes() == detached.nbytes
+    with pytest.raises(ReleasedError, match=r"'tolist' read the data of parameter 'blocks\.0\.up\.weight'"):
+        detached.untyped_storage().tolist()
     assert not detached.requires_grad and detached.numel() == weight.numel() and len(detached) == len(weight)
     assert "shape=(25, 12)" in repr(detached) and torch.zeros_like(detached).shape == detached.detach().shape
     assert weight.new_ones(2).tolist() == [1, 1] and not torch.zeros_like(weight).any()

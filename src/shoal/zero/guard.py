@@ -71,6 +71,7 @@ _PERMITTED = _READS_METADATA | _CREATES_LIKE | {
 _ACCESSES_GRAD = frozenset({cast("Any", torch.Tensor.grad).__get__, cast("Any", torch.Tensor.grad).__set__})
 _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach,
                                                       cast("Any", torch.Tensor.data).__get__})
+_STORAGES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
 
 
 @opaque
@@ -86,22 +87,47 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
     if function not in _PERMITTED:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
-                _read(cast("nn.Parameter", leaf), function)
+                _read(cast("nn.Parameter", leaf), _name_of(function))
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  the documented way out
         return function(*args, **kwargs)
 
 
-def _read(parameter: nn.Parameter, function: Callable[..., Any]) -> None:
-    """Have the owner bring back the values of a guarded parameter, which `function` reads."""
+def _name_of(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", str(function))
     if name == "__get__":  # a property: its own name says more
         name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return name
+
+
+def _read(parameter: nn.Parameter, name: str) -> None:
+    """Have the owner bring back the values of a guarded parameter, which the operation `name` reads."""
     owner = owner_of(parameter)
     if owner is None:
         raise ReleasedError(f"'{name}' read a sharded parameter {tuple(parameter.shape)} whose engine is gone "
                             f"without giving it back: build the model again. Engines give it back by destroy(), "
                             f"not when they are dropped, or when initialize failed on this rank alone")
     owner.read(parameter, name)
+
+
+class ReleasedStorage:
+    """The identity of the storage of a parameter without memory: equal for tied names, and no bytes."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self._parameter = parameter
+
+    def data_ptr(self) -> int:
+        """Return a number of this parameter alone, which is no address."""
+        return id(self._parameter)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the parameter's values."""
+        return self._parameter.numel() * self._parameter.element_size()
+
+    size = nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        _read(self._parameter, name)
+        return getattr(self._parameter.untyped_storage(), name)
 
 
 class DetachedParameter(torch.Tensor):
@@ -125,6 +151,8 @@ class DetachedParameter(torch.Tensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func in _DETACHES:
             return args[0]
+        if func in _STORAGES and is_guarded(args[0]._parameter):
+            return ReleasedStorage(args[0]._parameter)
         if func in _READS_METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))
@@ -136,7 +164,7 @@ class DetachedParameter(torch.Tensor):
         def values(detached: DetachedParameter) -> torch.Tensor:
             parameter = detached._parameter
             if is_guarded(parameter) and func not in _CREATES_LIKE:
-                _read(parameter, func)
+                _read(parameter, _name_of(func))
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return parameter.detach()
 
