@@ -120,6 +120,9 @@ class Clock:
         self.seconds: list[float] = []
         self._began = time.perf_counter()
 
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
     def tick(self) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self._began)

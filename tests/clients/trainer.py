@@ -21,6 +21,9 @@ class Losses(TrainerCallback):
         self.evaluated: list[float] = []
         self.clock = tiny.Clock()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.clock.start()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.clock.tick()
 
