@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: deepspeed-wheel help install train train-3d train-megatron memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
-	bench-slow-network bench-communication peers docs dist clean
+	bench-slow-network bench-communication peers clients docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -80,6 +80,9 @@ bench-communication: .venv/.installed  ## time and count what compressing and sp
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh
 
+clients: .venv-clients/.installed  ## run Trainer, Accelerate, Lightning, PEFT and TRL scripts in .venv-clients; ONLY=word PEERS=1 TIMES=n
+	.venv-clients/bin/python -m tests.clients$(if $(ONLY), --only '$(ONLY)')$(if $(PEERS), --peers)$(if $(TIMES), --times $(TIMES))
+
 docs: .venv/.docs  ## build the documentation site in out/site; check its links, and that it loads nothing from other hosts
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python tools/check_site.py out/site
@@ -104,6 +107,14 @@ clean:  ## remove what was made, but for the environments
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv-clients/.installed: .venv/.installed tests/clients/constraints.txt
+	test -x .venv-clients/bin/pip || $(BIN)/python -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --constraint constraints.txt $(TORCH)
+	.venv-clients/bin/pip install --quiet --constraint tests/clients/constraints.txt transformers accelerate lightning peft trl \
+		datasets pytest --editable .
+	.venv-clients/bin/python tests/clients/standin.py
 	@touch $@
 
 .venv/.docs: .venv/.installed

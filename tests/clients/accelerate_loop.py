@@ -15,10 +15,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 
 def main() -> None:
-    args = tiny.arguments(named={"action": "store_true"}, plain={"action": "store_true"})
+    args = tiny.arguments(**{name: {"action": "store_true"} for name in ("named", "plain", "launched")})
     PartialState(cpu=not torch.cuda.is_available())
-    config = None if args.plain else plugin_config(args)
-    plugin = (DeepSpeedPlugin(hf_ds_config=config) if config else
+    config = None if args.plain or args.launched else plugin_config(args)
+    plugin = (None if args.launched else DeepSpeedPlugin(hf_ds_config=config) if config else
               DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=args.accumulation, gradient_clipping=1.0,
                               offload_optimizer_device="cpu" if args.offload else "none", offload_param_device="none",
                               zero3_init_flag=False, zero3_save_16bit_model=True))

@@ -41,14 +41,19 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def arguments(args: Any, folder: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder / "run"), use_cpu=not torch.cuda.is_available(), report_to=[], max_steps=args.steps,
+        per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, bf16=args.dtype == "bf16", disable_tqdm=True,
+        save_strategy="no", seed=0, **more)
+
+
 def main() -> None:
     args = tiny.arguments(measure={"action": "store_true"})
     folder = args.folder / f"pretrained-{args.dtype}"
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     transformers.utils.logging.disable_progress_bar()
-    settings = TrainingArguments(output_dir=str(folder / "run"), use_cpu=not torch.cuda.is_available(), report_to=[],
-                                 max_steps=args.steps, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-                                 bf16=args.dtype == "bf16", disable_tqdm=True, save_strategy="no", seed=0)
+    settings = arguments(args, folder)
     if tiny.rank() == 0:
         tiny.build(args).to(dtype).save_pretrained(folder / "model", max_shard_size="64MB")
     torch.distributed.barrier()
@@ -64,13 +69,14 @@ def main() -> None:
         embedding = model.lm_head.weight.numel() * model.lm_head.weight.element_size()
         peaks = torch.tensor([peak.bytes], dtype=torch.float64)
         torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
-        tiny.report(whole_mb=whole >> 20, layer_mb=layer >> 20, embedding_mb=embedding >> 20, peak_above_mb=peaks.item() / 2**20)
+        tiny.report(whole_mb=whole >> 20, layer_mb=layer >> 20, embedding_mb=embedding >> 20,
+                    peak_above_mb=round(peaks.item() / 2**20))
         _end(folder)
         return
     model.resize_token_embeddings(tiny.VOCABULARY + 8)
     (folder / "ds_config.json").write_text(json.dumps({**config, "optimizer": {"type": "AdamW", "params": {
         "lr": 1e-2, "torch_adam": True}}}))
-    settings = TrainingArguments(**{**_given(settings), "deepspeed": str(folder / "ds_config.json")})
+    settings = arguments(args, folder, deepspeed=str(folder / "ds_config.json"))
     trainer = Trainer(model=model, args=settings, train_dataset=tiny.Sequences(32))
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -79,12 +85,6 @@ def main() -> None:
     del alive
     tiny.report(losses=losses, generated=generated.tolist())
     _end(folder)
-
-
-def _given(settings: TrainingArguments) -> dict[str, Any]:
-    names = ("output_dir", "use_cpu", "report_to", "max_steps", "per_device_train_batch_size", "learning_rate", "logging_steps",
-             "bf16", "disable_tqdm", "save_strategy", "seed")
-    return {name: getattr(settings, name) for name in names}
 
 
 def _end(folder: Path) -> None:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+
+def arguments(args: Any, folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder / "run"), deepspeed=str(folder / "ds_config.json"), use_cpu=not torch.cuda.is_available(),
+        max_steps=args.steps, per_device_train_batch_size=4, gradient_accumulation_steps=args.accumulation,
+        learning_rate=3e-2, max_grad_norm=1.0, warmup_steps=1, bf16=args.dtype == "bf16", logging_steps=1, report_to=[],
+        save_steps=args.steps // 2, disable_tqdm=True, seed=0)
 
 
 def main() -> None:
@@ -19,11 +29,7 @@ def main() -> None:
     config = tiny.zero(args)
     config["optimizer"]["params"]["torch_adam"] = True
     (folder / "ds_config.json").write_text(json.dumps(config))
-    settings = TrainingArguments(
-        output_dir=str(folder / "run"), deepspeed=str(folder / "ds_config.json"), use_cpu=not torch.cuda.is_available(),
-        max_steps=args.steps, per_device_train_batch_size=4, gradient_accumulation_steps=args.accumulation,
-        learning_rate=3e-2, max_grad_norm=1.0, warmup_steps=1, bf16=args.dtype == "bf16", logging_steps=1, report_to=[],
-        save_steps=args.steps // 2, disable_tqdm=True, seed=0)
+    settings = arguments(args, folder)
     torch.manual_seed(1)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.0,
                       target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
@@ -32,7 +38,8 @@ def main() -> None:
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
-    again = Trainer(model=get_peft_model(tiny.build(args), lora), args=settings,
+    torch.manual_seed(2)  # adapters of other values, which the checkpoint replaces
+    again = Trainer(model=get_peft_model(tiny.build(args), lora), args=arguments(args, folder),
                     train_dataset=tiny.Sequences(32 * args.accumulation))
     again.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{args.steps // 2}"))
     resumed = [row["loss"] for row in again.state.log_history if "loss" in row]

@@ -1,0 +1,26 @@
+"""Each client trains, saves and resumes under the published name; `make clients` runs all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.__main__ import ROOT, Row, run
+
+PYTHON = ROOT / ".venv-clients/bin/python"
+
+pytestmark = pytest.mark.skipif(not (ROOT / ".venv-clients/.installed").exists(),
+                                reason="`make clients` builds .venv-clients, where the clients are installed")
+
+
+@pytest.mark.parametrize("row", [
+    Row("Accelerate", "accelerate_loop.py", ("--stage", "2")),
+    Row("Trainer", "trainer.py", ("--stage", "3")),
+    Row("PEFT", "peft_lora.py", ("--stage", "3")),
+    Row("ShoalStrategy", "lightning_fit.py", ("--stage", "2", "--own")),
+], ids=lambda row: row.client)
+def test_a_client_trains_saves_and_resumes(row: Row, tmp_path: Path) -> None:
+    found = run(row, PYTHON, tmp_path)
+    assert "error" not in found, found.get("log")
+    assert found["losses"][-1] < found["losses"][0]
