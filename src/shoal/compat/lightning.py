@@ -3,8 +3,8 @@
     Trainer(strategy=ShoalStrategy(stage=3), accelerator="cpu", devices=2)
     Trainer(strategy="shoal_stage_2")                       after `import shoal.compat.lightning`
 
-The engine owns backward, accumulation, clipping and the step; Lightning owns the loop, the schedule and the hooks. A checkpoint
-is a folder, which any number of devices at any stage can load.
+The engine owns backward, accumulation, clipping and the step; Lightning owns the loop, the schedule and the hooks. A
+checkpoint is a folder, which any number of devices at any stage can load.
 """
 # Lightning is no dependency of Shoal: where it is missing its types are unknown.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
@@ -117,8 +117,8 @@ class ShoalStrategy(DDPStrategy):
         if fitting:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
             if len(optimizers) != 1:
-                raise UsageError(f"configure_optimizers returned {len(optimizers)} optimizers; ShoalStrategy steps one: give "
-                                 f"it several parameter groups, or train the other module in a Trainer of its own")
+                raise UsageError(f"configure_optimizers returned {len(optimizers)} optimizers; ShoalStrategy steps one: "
+                                 f"give it several parameter groups, or train the other module in a Trainer of its own")
             optimizer = optimizers[0]
         self.engine = shoal.initialize(model=self.lightning_module, optimizer=optimizer,
                                        config=self._configuration(trainer, fitting=fitting))[0]
