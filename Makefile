@@ -109,12 +109,13 @@ clean:  ## remove what was made, but for the environments
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-.venv-clients/.installed: .venv/.installed tests/clients/constraints.txt
+.venv-clients/.installed: .venv/.installed tests/clients/constraints.txt tools/deepspeed_wheel.py src/shoal/compat/distribution.py
 	test -x .venv-clients/bin/pip || $(BIN)/python -m venv .venv-clients
 	.venv-clients/bin/pip install --quiet --constraint constraints.txt $(TORCH)
 	.venv-clients/bin/pip install --quiet --constraint tests/clients/constraints.txt transformers accelerate lightning peft trl \
 		datasets pytest --editable .
-	.venv-clients/bin/python tests/clients/standin.py
+	$(BIN)/python tools/deepspeed_wheel.py dist/deepspeed
+	.venv-clients/bin/pip install --quiet --no-deps --force-reinstall dist/deepspeed/deepspeed-*.whl
 	@touch $@
 
 .venv/.docs: .venv/.installed

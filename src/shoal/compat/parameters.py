@@ -154,6 +154,18 @@ def add_attributes() -> None:
     for name, answer in _ATTRIBUTES.items():
         if name not in vars(nn.Parameter):
             setattr(nn.Parameter, name, property(_answering(name, answer)))
+    if "ds_status" not in vars(Tensor):
+        Tensor.ds_status = property(_status_of_view)  # pyright: ignore[reportAttributeAccessIssue]  the published name
+
+
+def _status_of_view(tensor: Tensor) -> ZeroParamStatus:
+    """AVAILABLE for a view of gathered weights: what a custom autograd function saved of a parameter is no parameter."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        units = {unit for parameter in _STAGE_3 if isinstance(unit := owner_of(parameter), Unit)}
+        if storage and any(unit.full.untyped_storage().data_ptr() == storage for unit in units):
+            return ZeroParamStatus.AVAILABLE
+    raise AttributeError(f"'{type(tensor).__name__}' object has no attribute 'ds_status'")
 
 
 def _answering(name: str, answer: Callable[[nn.Parameter, Unit], Any]) -> Callable[[nn.Parameter], Any]:
