@@ -72,7 +72,9 @@ COLLECTIVES = frozenset({
 GROUPS = ("dist", "distributed", "group", "_group", "WORLD")
 """The names under which torch.distributed and its groups are spoken to."""
 
-PRINTS = {"compat/deepspeed/launcher/runner.py": "the command `deepspeed`",
+PRINTS = {"compat/deepspeed/env_report.py": "the command `ds_report`",
+          "compat/deepspeed/launcher/runner.py": "the command `deepspeed`",
+          "compat/deepspeed/utils/zero_to_fp32.py": "the command `zero_to_fp32.py`",
           "zero/memory_needs.py": "DeepSpeed's published estimators print their table, and scripts call them for that"}
 
 

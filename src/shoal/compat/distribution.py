@@ -19,8 +19,8 @@ COMMANDS = {
     "ds": "shoal.compat.deepspeed.launcher.runner:command",
     "ds_report": "shoal.compat.deepspeed.env_report:cli_main",
     "dsr": "shoal.compat.deepspeed.env_report:cli_main",
-    "ds_elastic": "shoal.compat.deepspeed.elasticity.elastic_command:main",
-    "zero_to_fp32.py": "shoal.compat.deepspeed.utils.zero_to_fp32:main",
+    "ds_elastic": "shoal.compat.deepspeed.launcher.ds_elastic:command",
+    "zero_to_fp32.py": "shoal.compat.deepspeed.utils.zero_to_fp32:command",
 }
 """The commands, and the function that runs each."""
 

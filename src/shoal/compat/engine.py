@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
 from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from shoal.compat.deepspeed.utils.zero_to_fp32 import write_script
 from shoal.compat.parameters import owned_by
 from shoal.compat.raising import as_published, published_errors
 from shoal.engine.base import BaseEngine
@@ -84,8 +85,11 @@ class PublishedEngine(BaseEngine):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder")
         if RESERVED in (client_state or {}):
             raise KeyError(f"save_checkpoint: client_state has the key '{RESERVED}', which is reserved; rename it")
-        return super().save_checkpoint(save_dir, tag, client_state=client_state, save_latest=save_latest,
-                                       exclude_frozen_parameters=exclude_frozen_parameters)
+        saved = super().save_checkpoint(save_dir, tag, client_state=client_state, save_latest=save_latest,
+                                        exclude_frozen_parameters=exclude_frozen_parameters)
+        if self.settings.zero_optimization.stage and self.global_rank == 0:
+            write_script(save_dir)
+        return saved
 
     load_checkpoint = as_published(BaseEngine.load_checkpoint)
     load_module_state_dict = as_published(BaseEngine.load_module_state_dict)

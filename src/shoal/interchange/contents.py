@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -30,6 +30,8 @@ class ForeignCheckpoint:
     """Ranks that wrote the checkpoint."""
     shared: dict[str, object]
     pieces: dict[str, list[Piece]] = field(default_factory=dict[str, list[Piece]])
+    groups: list[list[str]] = field(default_factory=list[list[str]])
+    """The names of the parameters of each optimizer group; empty where they are not known."""
     unsure: set[str] = field(default_factory=set[str])
     """Names that are a parameter or a buffer: the checkpoint does not tell, and has them as both."""
 
@@ -55,9 +57,17 @@ class ForeignCheckpoint:
         names = {name.partition("/")[2]: pieces for name, pieces in self.pieces.items() if name.startswith("weight/")}
         return {name: list(pieces[0].shape) for name, pieces in names.items() if name not in self.unsure}
 
+    def add_groups(self, groups: Iterable[Iterable[str]]) -> None:
+        """Add names to the optimizer groups, each to that of its index: pipeline stages hold parts of all groups."""
+        for index, names in enumerate(groups):
+            if index == len(self.groups):
+                self.groups.append([])
+            self.groups[index] += [name for name in names if name not in self.groups[index]]
+
     def add_missing(self, other: ForeignCheckpoint) -> None:
         """Add the tensors of `other` that are not there: pipeline stages save copies of what they share."""
         self.pieces.update({name: pieces for name, pieces in other.pieces.items() if name not in self.pieces})
+        self.add_groups(other.groups)
 
     def rename(self, old: str, new: str) -> None:
         """Give the tensors of parameter `old` the name `new`."""
@@ -66,6 +76,7 @@ class ForeignCheckpoint:
             self.pieces[f"{kind}/{new}"] = [
                 Piece(name=f"{kind}/{new}", shape=piece.shape, start=piece.start, stop=piece.stop, data=piece.data)
                 for piece in self.pieces.pop(name)]
+        self.groups[:] = [[new if name == old else name for name in group] for group in self.groups]
 
     def check_complete(self, path: Path) -> None:
         """Raise CheckpointError unless every element of every tensor is in exactly one piece."""

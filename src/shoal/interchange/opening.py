@@ -13,12 +13,9 @@ from shoal.errors import CheckpointError
 from shoal.interchange.contents import ForeignCheckpoint, PieceSnapshot
 from shoal.interchange.layout import has_deepspeed_files
 from shoal.interchange.reader import read_folder
-from shoal.interchange.universal import is_universal, read_universal
+from shoal.interchange.universal import LATEST_UNIVERSAL, is_universal, read_universal
 
 __all__ = ["latest", "open_checkpoint"]
-
-LATEST_UNIVERSAL = "latest_universal"
-
 
 def latest(where: Path) -> str | None:
     """Return the tag that was saved last, of a universal checkpoint if there is no other; None if there is none."""

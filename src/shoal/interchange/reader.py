@@ -63,6 +63,7 @@ def read_folder(path: Path, groups: Groups | None = None, *, optimizer: bool = T
     contents.shared.update(shared_values(first, found[0]))
     contents.shared["tied"] = tied
     contents.shared["parameters"] = contents.parameters()
+    contents.shared["group_names"] = contents.groups or None
     return contents
 
 
@@ -109,6 +110,7 @@ def _read_optimizer(contents: ForeignCheckpoint, ranks: dict[int, State], states
     saved_shapes = cast("list[dict[str, Sequence[int]]] | None", model["param_shapes"])
     shapes = _shapes_from_files(states, model, files) if saved_shapes is None else [
         {name: tuple(shape) for name, shape in group.items()} for group in saved_shapes]
+    contents.add_groups(shapes)
     if "fp32_flat_groups" in states[0]:
         _add_sliced_groups(contents, states, shapes, optimizer=optimizer)
         add_frozen_slices(contents, ranks)
@@ -180,6 +182,7 @@ def _add_whole_states(contents: ForeignCheckpoint, model: State, inner: State, g
                               "load_optimizer_states=False, or let DeepSpeed save it at ZeRO stage 1")
     if named is None:
         return
+    contents.add_groups(named)
     masters = inner.get("fp32_groups")
     flat = inner.get("fp32_groups_flat")
     base = inner.get("optimizer_state_dict", inner)

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal form: one folder for each parameter, with its master and moments as whole tensors.
+"""`read_universal` and `write_universal` know DeepSpeed's universal form: a folder for each parameter, of whole tensors.
 
     DIR/TAG/zero/NAME/fp32.pt, exp_avg.pt, ...    a tensor, or {"param": tensor}
     DIR/TAG/zero/optimizer_state.pt               the values of the optimizer: its groups and their options
@@ -8,6 +8,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,17 +18,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import Snapshot
 from shoal.errors import CheckpointError
 from shoal.interchange.archive import integer, load_archive
 from shoal.interchange.contents import ForeignCheckpoint
-from shoal.interchange.layout import Files
+from shoal.interchange.layout import Files, model_file
+from shoal.interchange.published_objects import save_archive
 from shoal.interchange.reader import add_frozen_slices, add_module, add_numbers, shared_values
+from shoal.interchange.writer import SCALAR, SavedModel, Target, model_state, optimizer_values
 
-__all__ = ["is_universal", "read_universal"]
+__all__ = ["LATEST_UNIVERSAL", "is_universal", "read_universal", "write_universal"]
 
 ZERO = "zero"
 OPTIMIZER = "optimizer_state.pt"
 MASTER = "fp32"
+LATEST_UNIVERSAL = "latest_universal"
+UNIVERSAL_INFO = "universal_checkpoint_info"
+VERSION = 0.4
 
 
 def is_universal(path: Path) -> bool:
@@ -63,8 +72,42 @@ def read_universal(path: Path) -> ForeignCheckpoint:
         tied |= add_module(contents, ranks)
     contents.shared.update(shared_values(first, optimizer))
     contents.shared["tied"] = tied
+    for ranks in stages.values():
+        contents.add_groups(cast("list[dict[str, object]]", ranks[0].get("param_shapes") or []))
     contents.shared["parameters"] = contents.parameters()
+    contents.shared["group_names"] = contents.groups or None
     return contents
+
+
+def write_universal(snapshot: Snapshot, path: Path) -> Path:
+    """Write `snapshot` in the universal form as the folder `path`, point `latest_universal` beside it to it; return it.
+
+    The folder appears when it is complete. Raises CheckpointError if it exists.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path}: exists; choose another folder, or remove it")
+    model = SavedModel.of(snapshot)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    draft.mkdir()
+    try:
+        for name in model.trained:
+            folder = draft / ZERO / name
+            folder.mkdir(parents=True)
+            kinds = {MASTER: "weight", **{kind: kind for kind in model.kinds}}
+            kinds |= {kind: f"{SCALAR}{kind}" for kind in model.numbers}
+            for file, kind in ((file, kind) for file, kind in kinds.items() if f"{kind}/{name}" in snapshot):
+                save_archive({"param": snapshot.tensor(f"{kind}/{name}")} if kind == "weight" or file in model.kinds else
+                             snapshot.tensor(f"{kind}/{name}"), folder / f"{file}.pt")
+        target = Target(stage=1, ranks=1)
+        state = {UNIVERSAL_INFO: {"universal_checkpoint_version": VERSION}} | model_state(snapshot, model, target, 0)
+        save_archive(state, draft / model_file(1, 0))
+        save_archive(optimizer_values(snapshot, model, target), draft / ZERO / OPTIMIZER)
+        os.rename(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    (path.parent / LATEST_UNIVERSAL).write_text(path.name)
+    return path
 
 
 def _tensor(saved: object, file: Path) -> Tensor:

@@ -34,7 +34,7 @@ from shoal.interchange.layout import (
 from shoal.interchange.published_objects import loss_scaler, save_archive
 from shoal.log import warn_once
 
-__all__ = ["Target", "write_folder"]
+__all__ = ["SCALAR", "SavedModel", "Target", "model_state", "optimizer_values", "write_folder"]
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written."""
@@ -67,7 +67,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
+class SavedModel:
     """The parameters of a snapshot as the optimizer groups them."""
 
     groups: list[Shapes]
@@ -80,7 +80,7 @@ class _Model:
     """The optimizer's numbers, one for each parameter."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> _Model:
+    def of(cls, snapshot: Snapshot) -> SavedModel:
         names = snapshot.names()
         kinds = sorted({kind for kind, _, _ in (name.partition("/") for name in names)} - {"weight", "buffer", "published"})
         shapes = {name.partition("/")[2]: snapshot.shape(name) for name in names if name.startswith("weight/")}
@@ -107,14 +107,14 @@ def write_folder(snapshot: Snapshot, out: str | os.PathLike[str], tag: str, targ
     path = parent / tag
     if path.exists():
         raise CheckpointError(f"{path}: exists; choose another folder or tag, or remove it")
-    model = _Model.of(snapshot)
+    model = SavedModel.of(snapshot)
     parent.mkdir(parents=True, exist_ok=True)
     draft = parent / f".{tag}.{uuid.uuid4().hex}"
     draft.mkdir()
     try:
         for rank in range(target.ranks):
             if rank == 0 or target.stage == 3:
-                save_archive(_model_state(snapshot, model, target, rank), draft / model_file(target.stage, rank))
+                save_archive(model_state(snapshot, model, target, rank), draft / model_file(target.stage, rank))
             if target.stage:
                 state = {"optimizer_state_dict": _optimizer_state(snapshot, model, target, rank), "ds_config": {},
                          "ds_version": VERSION}
@@ -138,7 +138,7 @@ def _group_names(snapshot: Snapshot, shapes: Shapes) -> Sequence[Sequence[str]]:
     return [list(shapes)]
 
 
-def _model_state(snapshot: Snapshot, model: _Model, target: Target, rank: int) -> dict[str, Any]:
+def model_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int) -> dict[str, Any]:
     """Return what a model file holds: the module, counters, and the client's state."""
     shared = snapshot.shared
     client = cast("dict[str, object]", shared.get("client_state") or {})
@@ -160,7 +160,7 @@ def _model_state(snapshot: Snapshot, model: _Model, target: Target, rank: int) -
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_config": {}, "ds_version": VERSION, **client}
 
 
-def _module(snapshot: Snapshot, model: _Model, target: Target) -> dict[str, Tensor]:
+def _module(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, Tensor]:
     """Return the state dict of the module; at stage 3 weights are empty there. Tied names share one tensor."""
     state = {name: snapshot.tensor(f"buffer/{name}") for name in model.buffers}
     for name in (*model.trained, *model.frozen):
@@ -178,7 +178,7 @@ def _frozen_slices(snapshot: Snapshot, frozen: Shapes, target: Target, rank: int
     return slices
 
 
-def _optimizer_state(snapshot: Snapshot, model: _Model, target: Target, rank: int) -> dict[str, Any]:
+def _optimizer_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int) -> dict[str, Any]:
     """Return what an optimizer file holds: one rank's part of masters and moments."""
     groups: list[tuple[list[Fragment], int]] = []
     for shapes in model.groups:
@@ -191,10 +191,9 @@ def _optimizer_state(snapshot: Snapshot, model: _Model, target: Target, rank: in
     base = {"state": {index: {**_steps(snapshot, model, [*model.groups[index]]),
                               **{kind: _flat(snapshot, kind, *group) for kind in model.kinds}}
                       for index, group in enumerate(groups)} if model.kinds or model.numbers else {},
-            "param_groups": [{**options, "params": [index]} for index, options in enumerate(_options(snapshot, model))]}
-    scale = cast("dict[str, float]", snapshot.shared.get("loss_scale") or {})
-    common = {"dynamic_loss_scale": bool(scale), "overflow": False, "zero_stage": target.stage,
-              "loss_scaler": loss_scaler(scale)}
+            "param_groups": _numbered_options(snapshot, model)}
+    common = optimizer_values(snapshot, model, target)
+    common.pop("param_groups")
     if target.stage == 3:
         return {**common, "partition_count": target.ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters}
     paddings = [flat_part(shapes, target.ranks) * target.ranks - sum(map(prod, shapes.values())) for shapes in model.groups]
@@ -205,6 +204,18 @@ def _optimizer_state(snapshot: Snapshot, model: _Model, target: Target, rank: in
             "group_paddings": [padding if last else 0 for padding in paddings],
             "param_alignment_paddings": [[0] * len(shapes) for shapes in model.groups],
             "partition_count": [target.ranks] * len(groups), "ds_version": VERSION}
+
+
+def optimizer_values(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, Any]:
+    """Return the values of an optimizer file that are the same for all ranks, and the options of the groups."""
+    scale = cast("dict[str, float]", snapshot.shared.get("loss_scale") or {})
+    return {"dynamic_loss_scale": bool(scale), "overflow": False, "zero_stage": target.stage,
+            "loss_scaler": loss_scaler(scale), "param_groups": _numbered_options(snapshot, model)}
+
+
+def _numbered_options(snapshot: Snapshot, model: SavedModel) -> list[dict[str, object]]:
+    """Return the options of the groups, each of which is one flat parameter."""
+    return [{**options, "params": [index]} for index, options in enumerate(_options(snapshot, model))]
 
 
 def _flat(snapshot: Snapshot, kind: str, fragments: list[Fragment], width: int) -> Tensor:
@@ -226,7 +237,7 @@ def _lean(master: Tensor, fragments: list[Fragment]) -> Tensor:
     return master[:max((fragment.at + fragment.count for fragment in fragments), default=0)].clone()
 
 
-def _steps(snapshot: Snapshot, model: _Model, names: list[str]) -> dict[str, Tensor]:
+def _steps(snapshot: Snapshot, model: SavedModel, names: list[str]) -> dict[str, Tensor]:
     """Return the numbers of a group: DeepSpeed has one for all of its parameters."""
     numbers: dict[str, Tensor] = {}
     for kind in model.numbers:
@@ -240,13 +251,13 @@ def _steps(snapshot: Snapshot, model: _Model, names: list[str]) -> dict[str, Ten
     return numbers
 
 
-def _options(snapshot: Snapshot, model: _Model) -> Iterator[dict[str, object]]:
+def _options(snapshot: Snapshot, model: SavedModel) -> Iterator[dict[str, object]]:
     saved = cast("list[dict[str, object]]", snapshot.shared.get("groups") or [{} for _ in model.groups])
     for options in saved:
         yield {**NEUTRAL, **{key: value for key, value in options.items() if key in HYPERPARAMETERS}}
 
 
-def _whole_optimizer(snapshot: Snapshot, model: _Model) -> dict[str, Any]:
+def _whole_optimizer(snapshot: Snapshot, model: SavedModel) -> dict[str, Any]:
     """Return the optimizer's state of stage 0: torch's own, by the number of the parameter."""
     numbers = {name: number for number, name in enumerate(model.trained)}
     state = {number: {**_steps(snapshot, model, [name]),

@@ -1,4 +1,7 @@
-"""`shoal checkpoint inspect|verify|export DIR` lists a checkpoint's tensors, verifies every byte, or exports it."""
+"""`shoal checkpoint inspect|verify|export|convert DIR` lists a checkpoint's tensors, verifies every byte, or writes it anew.
+
+`export` and `convert` read DeepSpeed's checkpoints as well as Shoal's.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,23 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions `inspect`, `verify` and `export` with their arguments to `parser`."""
+    """Add the actions with their arguments to `parser`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     inspect = actions.add_parser("inspect", help="list the tensors with shape, dtype, bytes and ranks")
     verify = actions.add_parser("verify", help="check every checksum, and that no element is missing")
     export = actions.add_parser("export", help="write one Hugging Face style safetensors folder")
-    for action in (inspect, verify, export):
+    convert = actions.add_parser("convert", help="write a folder that DeepSpeed loads")
+    for action in (inspect, verify, export, convert):
         action.add_argument("folder", help="the folder given to save_checkpoint", metavar="DIR")
         action.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")
     export.add_argument("out", help="a new folder", metavar="OUT")
+    convert.add_argument("out", help="the folder to write the checkpoint to, under its tag", metavar="OUT")
+    convert.add_argument("--to", choices=("deepspeed", "universal"), default="deepspeed",
+                         help="DeepSpeed's layout of a ZeRO stage (default), or its universal form")
+    convert.add_argument("--stage", type=int, default=2, help="the ZeRO stage of the run that is to load it (default 2)")
+    convert.add_argument("--ranks", type=int, default=1, help="its data-parallel ranks (default 1)")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                         help="its dtype of compute (default float32)")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="cast parameters (default: as saved, in the precision of their masters)")
     export.add_argument("--model", metavar="MODEL", help="a folder or a name of a Hugging Face model, whose configuration "
@@ -44,6 +55,8 @@ def main(args: argparse.Namespace) -> int:
             return _verify(args)
         case "export":
             return _export(args)
+        case "convert":
+            return _convert(args)
         case _:
             raise AssertionError(args.action)
 
@@ -83,12 +96,12 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from shoal.checkpoint.snapshot import read
     from shoal.checkpoint.state_dict_export import export, set_dtype_of_config
+    from shoal.interchange import open_checkpoint
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
     model = None if args.model is None else _ModelFiles(args.model)
-    with read(args.folder, args.tag) as snapshot:
+    with open_checkpoint(args.folder, args.tag) as snapshot:
         files = export(snapshot, args.out, dtype=dtypes[args.dtype], shard_bytes=args.max_shard_size)
     if model is not None:
         files += model.write(Path(args.out))
@@ -139,6 +152,25 @@ class _ModelFiles:
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, out / file.name)
         return sorted(set(out.iterdir()) - before)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import torch
+
+    from shoal.interchange import open_checkpoint
+    from shoal.interchange.universal import write_universal
+    from shoal.interchange.writer import Target, write_folder
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    with open_checkpoint(args.folder, args.tag) as snapshot:
+        if args.to == "universal":
+            print(write_universal(snapshot, Path(args.out) / snapshot.tag))
+        else:
+            target = Target(stage=args.stage, ranks=args.ranks, dtype=dtypes[args.dtype])
+            print(write_folder(snapshot, args.out, snapshot.tag, target))
+    return 0
 
 
 def _size(text: str) -> int:
