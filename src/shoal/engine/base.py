@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shoal import comm
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
-from shoal.engine import full_state_dict
+from shoal.engine import full_optimizer_state, full_state_dict
 from shoal.engine.accessors import Accessors
 from shoal.engine.buffer_sync import BufferSync
 from shoal.engine.checkpointer import Checkpointer, TrainingObjects
@@ -374,6 +374,18 @@ class BaseEngine(Accessors, nn.Module):
         return self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the portable state dict of the optimizer: the same as `optimizer.state_dict()`."""
+        self.refuse_destroyed("optimizer.state_dict")
+        assert self.sharded is not None and self.optimizer is not None
+        return full_optimizer_state.consolidate(self.sharded, self.optimizer)
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a portable state dict into the optimizer: the same as `optimizer.load_state_dict(state_dict)`."""
+        self.refuse_destroyed("optimizer.load_state_dict")
+        assert self.sharded is not None and self.optimizer is not None
+        full_optimizer_state.load(self.sharded, self.optimizer, state_dict)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:

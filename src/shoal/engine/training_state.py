@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,7 +71,23 @@ def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterato
             yield from _moment(view, part, kind, value, model.cuts)
 
 
-def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: Snapshot) -> Iterator[Piece]:
+class MomentSource(Protocol):
+    """Saved state, by the names of pieces."""
+
+    def names(self) -> list[str]:
+        """Return the names of all pieces."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the whole value of a piece that is one number per parameter."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a piece."""
+        ...
+
+
+def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: MomentSource) -> Iterator[Piece]:
     """Allocate the optimizer's state as the checkpoint has it, and yield the tensors to fill.
 
     Slots whose saved scalars differ (one was stepped less often) end in views of their own.

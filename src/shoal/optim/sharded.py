@@ -99,6 +99,14 @@ class StepOwner(Protocol):
         """Discard the gradients that a call of `optimizer.zero_grad()` means."""
         ...
 
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the portable state dict of the optimizer."""
+        ...
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a portable state dict into the optimizer."""
+        ...
+
 
 class ShardedOptimizer(Optimizer):
     """The optimizer of one engine: steps the sharded masters by an inner optimizer.
@@ -366,14 +374,20 @@ class ShardedOptimizer(Optimizer):
         return list(self.coefficients.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise `UsageError`: the state is sharded, and the engine saves and loads it."""
-        raise UsageError("optimizer.state_dict: the optimizer's state is sharded over the ranks; call "
-                         "engine.save_checkpoint, which any number of ranks can load")
+        """Return the state by parameter names, of full shapes: on rank 0, and on the others the groups alone.
+
+        Every rank calls it. A torch optimizer over the same groups loads it too (engine/full_optimizer_state.py).
+        """
+        self._finish_before_read()
+        return self._engine("state_dict").optimizer_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise `UsageError`, as `state_dict` does."""
-        raise UsageError("optimizer.load_state_dict: the optimizer's state is sharded over the ranks; call "
-                         "engine.load_checkpoint")
+        """Load what `state_dict` returned, on any number of ranks, or the state dict of a torch optimizer of these groups.
+
+        Every rank calls it, with the state on one of them or on all. Raises `UsageError` for a dict that does not fit.
+        """
+        self._finish_before_read()
+        self._engine("load_state_dict").load_optimizer_state_dict(state_dict)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Raise `UsageError`: the parameters are laid out over the ranks once."""
