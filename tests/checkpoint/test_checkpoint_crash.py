@@ -1,5 +1,6 @@
 """After a crash at any point of a save, `latest` names a complete checkpoint and the next save succeeds."""
 
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -150,6 +151,45 @@ def test_a_process_exit_waits_for_a_running_save(tmp_path: Path, how: str, exit_
     assert ("CheckpointError: could not save" in message and "the cable was pulled" in message) == (how == "fail")
 
 
+EXITS = """
+import os, sys, time
+import torch, shoal, torch.distributed as dist
+import shoal.engine.build
+torch.set_num_threads(1)
+
+def train_and_save(rank, folder, how):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+    model = torch.nn.Sequential(*[torch.nn.Linear(100, 100) for _ in range(4)])
+    engine = shoal.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
+                                                   "optimizer": {"type": "Adam"}, "timeout": 20})[0]
+    engine.backward(engine(torch.randn(2, 100)).sum())
+    engine.step()
+    time.sleep(0.6 * rank)  # rank 0 looks at the failure board while it waits
+    engine.consolidated_state_dict()
+    engine.save_checkpoint(folder)
+    if how == "destroyed":
+        dist.destroy_process_group()
+
+for how in ("left", "destroyed"):
+    folder = f"{sys.argv[1]}/{how}"
+    os.mkdir(folder)
+    ranks = []
+    for rank in range(2):
+        if not (pid := os.fork()):
+            train_and_save(rank, folder, how)
+            sys.exit()
+        ranks.append(pid)
+    print(how, [os.waitpid(pid, 0)[1] for pid in ranks], os.path.exists(folder + "/latest"), flush=True)
+"""
+
+
+def test_ranks_that_end_during_a_save_finish_it_and_exit_cleanly(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["left [0, 0] True", "destroyed [0, 0] True"], done.stderr
+    assert "terminate" not in done.stderr
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
@@ -200,3 +240,15 @@ def test_a_running_save_of_another_process_is_not_removed(tmp_path: Path) -> Non
         assert (tmp_path / ".shoal-saving-b").exists()
     save(tmp_path, "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "latest"]
+
+
+def test_a_running_save_is_not_removed_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for tag, age in (("running", 0), ("old", 2 * writer.folders.WRITTEN_WITHIN), ("own", 0)):
+        os.mkdir(folder := tmp_path / f".shoal-saving-{tag}")
+        os.utime(folder, (folder.stat().st_mtime - age,) * 2)
+    save(tmp_path, "own")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".shoal-saving-running", "latest", "own"]

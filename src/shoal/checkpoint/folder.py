@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,8 @@ LATEST = "latest"
 SAVING = ".shoal-saving-"
 REPLACED = ".shoal-replaced-"
 REMOVED = ".shoal-removed-"
+WRITTEN_WITHIN = 3600.0
+"""Seconds within which a running save writes something, on a file system without locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,7 @@ def clean(folder: Path, tag: str) -> None:
             os.rename(path, visible)
         elif path.name.startswith(REPLACED):
             _remove(path)
-        elif path.is_dir() and not _in_use(path):
+        elif path.is_dir() and not _in_use(path, unknown=path != saving_path(folder, tag) and _written_lately(path)):
             shutil.rmtree(path)
     if saving_path(folder, tag).exists():
         raise CheckpointError(f"{folder}: another process is saving {tag!r} in this folder")
@@ -211,14 +214,20 @@ def lock(path: Path, *, shared: bool) -> Generator[int]:
         os.close(descriptor)
 
 
-def _in_use(path: Path) -> bool:
+def _written_lately(path: Path) -> bool:
+    """Whether something in the folder `path` was written so lately that the save may still be running."""
+    return time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) < WRITTEN_WITHIN
+
+
+def _in_use(path: Path, *, unknown: bool = False) -> bool:
+    """Whether another process holds a lock on the folder `path`; `unknown` where the file system has no locks."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
-        return False
+    except OSError:  # the file system has no locks
+        return unknown
     finally:
         os.close(descriptor)
     return False

@@ -144,8 +144,15 @@ _exiting = threading.Event()
 
 @cache
 def _start_watching() -> None:
-    threading.Thread(target=_watch, name="shoal-board", daemon=True).start()
-    atexit.register(_exiting.set)
+    thread = threading.Thread(target=_watch, name="shoal-board", daemon=True)
+    thread.start()
+    atexit.register(_stop_watching, thread)
+
+
+def _stop_watching(thread: threading.Thread) -> None:
+    """End the watching thread before the interpreter does: a call into the store that returns later aborts the process."""
+    _exiting.set()
+    thread.join(_POLL_INTERVAL)
 
 
 def _watch() -> None:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,10 +77,10 @@ def init_distributed(
             info = discover(os.environ, port=distributed_port, mpi=auto_mpi_discovery)
             _join(info, backend, wait)
             _set_world_size_origin("no launcher: this process is alone" if info.source == "alone" else info.source)
-            atexit.register(_leave)
             if verbose:
                 logger.info("rank %d of %d on %s, found by %s, over %s", info.rank, info.ranks, socket.gethostname(),
                             info.source, backend)
+    _leave_at_exit()
     set_rank(dist.get_rank())
     if (own_device := device()).type == "cuda":
         torch.cuda.set_device(own_device)
@@ -200,15 +201,22 @@ def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
             os.environ["LOCAL_WORLD_SIZE"] = str(info.local_ranks)
 
 
+@cache
+def _leave_at_exit() -> None:
+    """Have this process leave its process groups at exit, whoever has made them."""
+    atexit.register(_leave)
+
+
 def _leave() -> None:
     """Destroy gloo's process groups at exit; otherwise their threads sometimes abort the process.
 
-    A group that the script still references keeps its threads. These need the interpreter to release the last tensor they
-    sent, and abort if the interpreter is gone, so they get `GRACE` seconds.
+    A group that something still references keeps its threads, even if the script has destroyed the groups itself: that of a
+    save which has just ended, also beside NCCL. They need the interpreter to release the last tensor they sent, and abort if
+    the interpreter is gone, so they get `GRACE` seconds.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
-        time.sleep(GRACE)
+    time.sleep(GRACE)
 
 
 def _check_devices(info: RankInfo, backend: str) -> None:
