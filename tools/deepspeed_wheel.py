@@ -25,7 +25,7 @@ import sys
 
 __version__ = "{distribution.VERSION}"
 
-from shoal.compat.install import install
+from shoal.compat import install
 
 install()
 import shoal.compat.deepspeed

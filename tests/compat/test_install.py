@@ -49,14 +49,14 @@ def answers(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def test_install_gives_the_tree_and_its_metadata_under_the_name() -> None:
-    done = run("from shoal.compat.install import install; install(); install()" + textwrap.dedent(ASK))
+    done = run("from shoal.compat import install; install(); install()" + textwrap.dedent(ASK))
     assert answers(done) == EXPECTED
 
 
 def test_a_module_of_the_tree_runs_with_python_m() -> None:
     done = run("""
         import runpy, sys
-        from shoal.compat.install import install
+        from shoal.compat import install
         install()
         sys.argv = ["launch"]
         module = runpy.run_module("deepspeed.utils.logging", run_name="not main")
@@ -68,7 +68,7 @@ def test_a_module_of_the_tree_runs_with_python_m() -> None:
 def test_uninstall_takes_the_name_away_again() -> None:
     done = run("""
         import importlib.util
-        from shoal.compat.install import install, uninstall
+        from shoal.compat import install, uninstall
         install()
         import deepspeed.runtime.zero
         uninstall()
@@ -90,7 +90,7 @@ def original(tmp_path: Path) -> Path:
 
 def test_install_warns_of_the_original_and_takes_its_place(original: Path) -> None:
     done = run(f"import sys; sys.path.insert(0, {str(original)!r})\nimport logging; logging.basicConfig()\n"
-               "from shoal.compat.install import install; install()\n"
+               "from shoal.compat import install; install()\n"
                "import deepspeed, importlib.metadata; print(deepspeed.__version__, importlib.metadata.version('deepspeed'))")
     assert done.stdout.split() == [distribution.VERSION] * 2, done.stderr
     assert "DeepSpeed 0.16.0 is installed in this environment" in done.stderr
@@ -98,7 +98,7 @@ def test_install_warns_of_the_original_and_takes_its_place(original: Path) -> No
 
 def test_install_refuses_once_the_original_is_imported(original: Path) -> None:
     done = run(f"import sys; sys.path.insert(0, {str(original)!r})\nimport deepspeed\n"
-               "from shoal.compat.install import install; install()")
+               "from shoal.compat import install; install()")
     assert "DeepSpeed 0.16.0 is imported already" in done.stderr
 
 

@@ -144,15 +144,15 @@ def model_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int
     client = cast("dict[str, object]", shared.get("client_state") or {})
     if taken := sorted(RESERVED & client.keys()):
         raise CheckpointError(f"client_state: the keys {', '.join(taken)} are DeepSpeed's own; save under other names")
-    sharded, zero = target.stage == 3, target.stage > 0
+    zero = target.stage > 0
     trained, frozen = model.trained, model.frozen
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in model.groups]
     return {
         "module": _module(snapshot, model, target), "buffer_names": model.buffers,
         "optimizer": None if zero else _whole_optimizer(snapshot, model),
         "param_shapes": shapes if zero else None,
-        "frozen_param_shapes": {name: torch.Size(shape) for name, shape in frozen.items()} if sharded and frozen else None,
-        "frozen_param_fragments": _frozen_slices(snapshot, frozen, target, rank) if sharded and frozen else None,
+        "frozen_param_shapes": {name: torch.Size(shape) for name, shape in frozen.items()} if zero and frozen else None,
+        "frozen_param_fragments": _frozen_parts(snapshot, frozen, target, rank) if zero and frozen else None,
         "shared_params": {alias: name for alias, name in model.tied.items() if name in trained} if zero else None,
         "lr_scheduler": shared.get("lr_scheduler"), "data_sampler": None, "random_ltd": None,
         **{name: shared.get(name, 0) for name in ("skipped_steps", "global_steps", "global_samples")},
@@ -169,8 +169,10 @@ def _module(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, 
     return state | {alias: state[name] for alias, name in model.tied.items() if name in state}
 
 
-def _frozen_slices(snapshot: Snapshot, frozen: Shapes, target: Target, rank: int) -> dict[str, Tensor]:
-    """Return one rank's slice of each frozen parameter, padded."""
+def _frozen_parts(snapshot: Snapshot, frozen: Shapes, target: Target, rank: int) -> dict[str, Tensor]:
+    """Return one rank's slice of each frozen parameter, padded; the whole parameter where weights are not sharded."""
+    if target.stage < 3:
+        return {name: snapshot.tensor(f"weight/{name}", target.dtype) for name in frozen}
     slices: dict[str, Tensor] = {}
     for fragment in list(sliced_fragments(frozen, target.ranks))[rank]:
         slices[fragment.name] = torch.zeros(-(-prod(fragment.shape) // target.ranks), dtype=target.dtype)
@@ -203,14 +205,14 @@ def _optimizer_state(snapshot: Snapshot, model: SavedModel, target: Target, rank
                                                 in zip(masters, groups, strict=True)],
             "group_paddings": [padding if last else 0 for padding in paddings],
             "param_alignment_paddings": [[0] * len(shapes) for shapes in model.groups],
-            "partition_count": [target.ranks] * len(groups), "ds_version": VERSION}
+            "partition_count": [target.ranks] * len(groups)}
 
 
 def optimizer_values(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, Any]:
     """Return the values of an optimizer file that are the same for all ranks, and the options of the groups."""
     scale = cast("dict[str, float]", snapshot.shared.get("loss_scale") or {})
     return {"dynamic_loss_scale": bool(scale), "overflow": False, "zero_stage": target.stage,
-            "loss_scaler": loss_scaler(scale), "param_groups": _numbered_options(snapshot, model)}
+            "loss_scaler": loss_scaler(scale), "ds_version": VERSION, "param_groups": _numbered_options(snapshot, model)}
 
 
 def _numbered_options(snapshot: Snapshot, model: SavedModel) -> list[dict[str, object]]:

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     atexit.register(destroy_gloo_groups)
     try:
         if options.as_deepspeed:
-            from shoal.compat.install import install
+            from shoal.compat import install
 
             install()
         execute(options.kind, target, args)
