@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["GradReader", "answer_grad", "clear_raw_grads", "hide_grad", "note_open", "raw_grad", "read_grad", "show_grad",
-           "take_raw_grad", "write_grad"]
+__all__ = ["GradReader", "answer_grad", "clear_raw_grads", "hide_grads", "note_answering", "note_open", "raw_grad",
+           "read_grad", "show_grad", "show_grads", "take_raw_grad", "write_grad"]
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]  # pyright: ignore[reportPrivateUsage]  the attribute that autograd writes
 
@@ -39,7 +39,8 @@ class GradReader(Protocol):
 
 _readers = WeakIdKeyDictionary()
 _open: WeakSet[GradReader] = WeakSet()
-_readable: dict[type, type] = {}
+_readable: dict[type, type] = {}  # by class, the one whose `grad` is answered for; that of a released parameter is itself
+_plain: dict[type, type] = {}
 
 
 def answer_grad(parameter: nn.Parameter, reader: GradReader | None) -> None:
@@ -91,23 +92,38 @@ def clear_raw_grads(parameters: Iterable[Tensor]) -> None:
             _GRAD.__set__(parameter, None)
 
 
+def note_answering(released: type) -> None:
+    """Note that `grad` of the class `released` is answered for without a change of class."""
+    _readable[released] = released
+
+
+def show_grads(parameters: Iterable[nn.Parameter]) -> None:
+    """Have the `grad` of `parameters`, whose readers are open, be answered for."""
+    for parameter in parameters:
+        plain = type(parameter)
+        if (readable := _readable.get(plain) or _new_class(plain)) is not plain:
+            parameter.__class__ = readable
+
+
 def show_grad(parameter: nn.Parameter) -> None:
-    """Have the `grad` of a parameter that is not released be answered for, if its reader is open."""
-    if not _open or _reader(parameter) is None:
-        return
-    plain = type(parameter)
-    if plain in _readable.values():
-        return
-    if plain not in _readable:
-        _readable[plain] = type(plain.__name__, (plain,), {"grad": property(read_grad, write_grad, _delete_grad),
-                                                           "__deepcopy__": _deepcopy, "__module__": plain.__module__})
-    parameter.__class__ = _readable[plain]
+    """Have the `grad` of a parameter be answered for, if its reader is open."""
+    if _open and _reader(parameter) is not None:
+        show_grads((parameter,))
 
 
-def hide_grad(parameter: nn.Parameter) -> None:
-    """Give the parameter its own class back, if its `grad` is answered for."""
-    if type(parameter) in _readable.values():
-        parameter.__class__ = type(parameter).__mro__[1]
+def hide_grads(parameters: Iterable[nn.Parameter]) -> None:
+    """Give `parameters` whose `grad` is answered for their own class back; released ones keep theirs."""
+    for parameter in parameters:
+        if (plain := _plain.get(type(parameter))) is not None:
+            parameter.__class__ = plain
+
+
+def _new_class(plain: type) -> type:
+    readable = type(plain.__name__, (plain,), {"grad": property(read_grad, write_grad, _delete_grad),
+                                               "__deepcopy__": _deepcopy, "__module__": plain.__module__})
+    _readable[plain] = _readable[readable] = readable
+    _plain[readable] = plain
+    return readable
 
 
 def _reader(parameter: nn.Parameter) -> GradReader | None:

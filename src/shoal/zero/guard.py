@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ReleasedError, UsageError
 from shoal.zero.compiled import opaque
-from shoal.zero.grad_attribute import hide_grad, read_grad, show_grad, write_grad
+from shoal.zero.grad_attribute import hide_grads, note_answering, read_grad, show_grad, write_grad
 
 
 class Owner(Protocol):
@@ -215,7 +215,7 @@ def clear_owner(parameter: nn.Parameter) -> None:
 
 def guard(parameter: nn.Parameter) -> None:
     """Send every later read of the parameter's data to its owner."""
-    hide_grad(parameter)
+    hide_grads((parameter,))
     plain = type(parameter)
     if plain in _guarded.values():
         return
@@ -223,6 +223,7 @@ def guard(parameter: nn.Parameter) -> None:
         _guarded[plain] = type("Released" + plain.__name__, (plain,), {
             "__torch_function__": classmethod(_torch_function), "__repr__": _describe, "__deepcopy__": _deepcopy,
             "__module__": __name__})
+        note_answering(_guarded[plain])
     parameter.__class__ = _guarded[plain]
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CollectiveTimeout, UsageError
-from shoal.zero.grad_attribute import answer_grad, hide_grad, note_open, show_grad
-from shoal.zero.guard import is_guarded
+from shoal.zero.grad_attribute import answer_grad, hide_grads, note_open, show_grads
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
@@ -77,17 +76,14 @@ class ReadableGrads:
         if self._refusal is not None and not self._shown:
             self._shown = True
             note_open(self, is_open=True)
-            for parameter in self._places:
-                if not is_guarded(parameter):
-                    show_grad(parameter)
+            show_grads(self._places)
 
     def hide(self) -> None:
         """Give the parameters their own class back."""
         if self._shown:
             self._shown = False
             note_open(self, is_open=False)
-            for parameter in self._places:
-                hide_grad(parameter)
+            hide_grads(self._places)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of `parameter`, None where it has none. Raises `UsageError` where it cannot be had."""

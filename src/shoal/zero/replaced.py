@@ -29,6 +29,8 @@ class ReplacedParameters:
         self._root = root
         self._units = [unit for unit in units if not unit.is_sharded]  # the guard refuses to replace those of the others
         self._released = [unit for unit in self._units if unit.reshards]
+        self._views = [(unit, [(member.parameter, slot.start * unit.full.element_size()) for slot, member in zip(
+            unit.layout.slots, unit.members, strict=True) if member.parameter.numel()]) for unit in self._units]
         self._places = [(place, key, parameter, names[parameter]) for place in map(_parameters_of, root.modules())
                         for key, parameter in place.items() if isinstance(parameter, nn.Parameter) and parameter in names]
 
@@ -41,16 +43,25 @@ class ReplacedParameters:
         for unit in self._released:
             adopt(unit)
         if training:
-            for unit in self._units:
+            for unit in self._units if self._has_replaced() else ():
                 check_fit(unit, self._units)
             if any(place.get(key) is not parameter for place, key, parameter, _ in self._places):
                 self._refuse_other_objects()
 
     def adopt(self) -> None:
         """Take over the values of all such parameters. Raises `UsageError` as `check` does."""
-        for unit in self._units:
+        for unit in self._units if self._has_replaced() else ():
             check_fit(unit, self._units)
             adopt(unit)
+
+    def _has_replaced(self) -> bool:
+        """Whether a parameter of a gathered unit is no view of its buffer: the same as `replaced_slots`, for every step."""
+        for unit, views in self._views:
+            if unit.phase is Phase.GATHERED:
+                start = unit.full.data_ptr()
+                if any(p.data_ptr() != start + offset or not p.is_contiguous() for p, offset in views):
+                    return True
+        return False
 
     def refuse(self, call: str) -> None:
         """Raise `UsageError` from `call` for a parameter that has other values than the buffer."""
