@@ -1,7 +1,7 @@
 """Fine-tune a causal language model of Hugging Face: all weights or adapters, at any stage; it answers before and after.
 
-Without `--model` a small Llama is built, and nothing is downloaded. A folder, or a name that `from_pretrained` knows, may take
-its place.
+Without `--model` a small Llama is built, and nothing is downloaded. `MODEL` is a folder, or a name that
+`from_pretrained` knows.
 
     shoal run --ranks 2 examples/finetune/finetune.py --shoal-config examples/finetune/zero3.json --adapters 8
 """
