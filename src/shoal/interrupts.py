@@ -15,7 +15,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["unbroken", "uninterrupted", "watched"]
+__all__ = ["WATCH_CODES", "unbroken", "uninterrupted", "watched"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,6 +99,9 @@ class uninterrupted:
 
 
 _OWN = {function.__code__ for each in (watched, uninterrupted) for function in (each.__enter__, each.__exit__)}
+_OTHERS = (watched.__init__, _Watch.__init__, _Watch.__call__, _Watch.hand_on)
+WATCH_CODES = (*_OWN, *(function.__code__ for function in _OTHERS))
+"""The code of watches, which torch.compile is to leave as it is."""
 
 
 def _is_own(frame: FrameType | None) -> bool:

@@ -103,7 +103,8 @@ def sharded_gan(stage: int) -> Trained:
     losses = []
     for step in range(STEPS):
         noise, samples = noise_and_samples(step, generator.global_rank)
-        loss = truth_loss(discriminator(samples), real=True) + truth_loss(discriminator(generator(noise).detach()), real=False)
+        loss = (truth_loss(discriminator(samples), real=True)
+                + truth_loss(discriminator(generator(noise).detach()), real=False))
         discriminator.backward(loss)
         discriminator.step()
         losses.append(loss.detach())

@@ -269,7 +269,7 @@ class BaseEngine(Accessors, nn.Module):
 
     def zero_grad_by_optimizer(self) -> None:
         """Discard the gradients that a call of `optimizer.zero_grad()` means."""
-        self.refuse_destroyed("optimizer.zero_grad")
+        self.begin_call("optimizer.zero_grad")
         if self.optimizer is not None and self.progress.boundary_override is not None:
             self.optimizer.discard_gradients()
         else:
@@ -333,7 +333,7 @@ class BaseEngine(Accessors, nn.Module):
         where `checkpoint.async_save` is false. Raises `CheckpointError` (also for the save before this one), `UsageError`
         for client state that needs pickle, `RanksDisagree` for differing tags where the configuration says so.
         """
-        self.refuse_destroyed("save_checkpoint")
+        self.begin_call("save_checkpoint")
         self.checkpointer.save(self._training_objects(), save_dir, tag, client_state=client_state or {},
                                save_latest=save_latest, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -352,7 +352,7 @@ class BaseEngine(Accessors, nn.Module):
         `load_module_only` takes the weights alone; with `load_module_strict` false, names that the checkpoint lacks keep
         their values. Raises `CheckpointError` on every rank, before anything is changed where that can be known.
         """
-        self.refuse_destroyed("load_checkpoint")
+        self.begin_call("load_checkpoint")
         if custom_load_fn is not None:
             raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
                              "rename them in the checkpoint, or load with load_module_strict=False")
@@ -366,7 +366,7 @@ class BaseEngine(Accessors, nn.Module):
 
         Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training.
         """
-        self.refuse_destroyed("consolidated_state_dict")
+        self.begin_call("consolidated_state_dict")
         assert self.sharded is not None
         return full_state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)
 
@@ -377,13 +377,13 @@ class BaseEngine(Accessors, nn.Module):
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the portable state dict of the optimizer: the same as `optimizer.state_dict()`."""
-        self.refuse_destroyed("optimizer.state_dict")
+        self.begin_call("optimizer.state_dict")
         assert self.sharded is not None and self.optimizer is not None
         return full_optimizer_state.consolidate(self.sharded, self.optimizer)
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a portable state dict into the optimizer: the same as `optimizer.load_state_dict(state_dict)`."""
-        self.refuse_destroyed("optimizer.load_state_dict")
+        self.begin_call("optimizer.load_state_dict")
         assert self.sharded is not None and self.optimizer is not None
         full_optimizer_state.load(self.sharded, self.optimizer, state_dict)
 
@@ -438,7 +438,7 @@ class BaseEngine(Accessors, nn.Module):
 
         Raises `UsageError` for tensors of another shape and, if `strict`, for names on one side only.
         """
-        self.refuse_destroyed("load_module_state_dict")
+        self.begin_call("load_module_state_dict")
         if custom_load_fn is not None:
             raise UsageError("load_module_state_dict: custom_load_fn is not supported: parameters may be sharded; write "
                              "within `with shoal.gathered(engine.module, modifier_rank=0)` instead")
@@ -489,7 +489,7 @@ class BaseEngine(Accessors, nn.Module):
 
         Raises `UsageError` within another such context of this engine.
         """
-        self.refuse_destroyed("trace")
+        self.begin_call("trace")
         assert self.sharded is not None
         storage = self.sharded.storage
         if storage.lanes.trace is not None:
@@ -530,7 +530,7 @@ class BaseEngine(Accessors, nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotSupportedYet("compile: schedule and compiled_autograd_enabled are not supported yet; leave them out")
-        self.refuse_destroyed("compile")
+        self.begin_call("compile")
         if self.is_compiled:
             return
         assert self.sharded is not None
@@ -544,8 +544,9 @@ class BaseEngine(Accessors, nn.Module):
 
     # The end
 
-    def refuse_destroyed(self, call: str) -> None:
-        """Raise `UsageError` from `call` after `destroy`."""
+    def begin_call(self, call: str) -> None:
+        """Name the call, for errors of ranks that wait for each other. Raises `UsageError` after `destroy`."""
+        self.board.name_call(f"{call} after {self.progress.global_steps} steps")
         if self.destroyed:
             raise UsageError(f"{call}: this engine was destroyed, and is detached from the model; use the module itself, or "
                              f"build another engine over it by shoal.initialize")
@@ -560,6 +561,7 @@ class BaseEngine(Accessors, nn.Module):
         """
         if self.destroyed:
             return
+        self.board.name_call(f"destroy after {self.progress.global_steps} steps")
         self.destroyed = True
         try:
             self.wait_for_checkpoint()

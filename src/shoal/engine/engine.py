@@ -6,18 +6,20 @@ A step is taken at the end of accumulation, the boundary; between boundaries `st
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.engine.base import BaseEngine
-from shoal.errors import RanksDisagree, UsageError
+from shoal.engine.join import Join, JoinedCall
+from shoal.errors import CollectiveFailed, RanksDisagree, UsageError
 from shoal.interrupts import unbroken, watched
 from shoal.transport.collectives import Communicator
 from shoal.tree import fingerprint_of
 from shoal.zero.compiled import opaque, opaque_frame
+from shoal.zero.reducer import BackwardPass
 
 __all__ = ["Engine"]
 
@@ -26,6 +28,7 @@ class Engine(BaseEngine):
     """One model in training. Build it with `shoal.initialize`."""
 
     _batches_compared: bool = False
+    _joined: Join | None = None
 
     @opaque_frame  # torch.compile(engine) compiles the model's forward, not this one
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,17 +36,38 @@ class Engine(BaseEngine):
 
         At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
         """
-        with _Forward(self):
-            args, kwargs = self._inputs(args, kwargs)
-            return self.module(*args, **kwargs)
+        args, kwargs = self._begin_forward(args, kwargs)
+        try:
+            with watched(), self._during_forward():
+                return self.module(*args, **kwargs)
+        finally:
+            self._end_forward()
 
     @opaque
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the model's forward, checked and cast."""
+        self.begin_call("forward" if torch.is_grad_enabled() else "forward without gradients")
         if self.parameter_groups.tensor is not None and (self.settings.debug or not self._batches_compared):
             _compare_batches(self.parameter_groups.tensor, (args, kwargs))
             self._batches_compared = True
+        if self._joined is not None:
+            self._joined.announce(JoinedCall.FORWARD if torch.is_grad_enabled() else JoinedCall.EVALUATION, (args, kwargs))
         return self.cast_inputs((args, kwargs))
+
+    @opaque
+    def _during_forward(self) -> AbstractContextManager[None]:
+        return self.during("forward")
+
+    @opaque
+    def _end_forward(self) -> None:
+        for each in () if self.sharded is None else self.sharded.passes:
+            each.stop_saving()
+
+    def begin_pass(self) -> BackwardPass:
+        """Check that a backward pass may begin, and return its properties to the hooks."""
+        if self._joined is not None:
+            self._joined.announce(JoinedCall.BACKWARD)
+        return super().begin_pass()
 
     @opaque
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,
@@ -55,7 +79,7 @@ class Engine(BaseEngine):
         With `allreduce_gradients` false nothing is reduced before `step`; `release_loss` is published, and the loss is
         never kept.
         """
-        self.refuse_destroyed("backward")
+        self.begin_call("backward")
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -99,6 +123,27 @@ class Engine(BaseEngine):
         with self.progress.syncing(False):
             yield
 
+    @contextmanager
+    def join(self) -> Generator[None]:
+        """Let ranks have different numbers of batches within the context: each leaves it when the data of all has ended.
+
+        A rank whose loop is over takes part in the forwards, backward passes and steps that other ranks still make. Its
+        gradients are zero, and the mean still divides by all ranks, as DDP's `join` does by default. Every rank enters;
+        a rank may have no batch at all. Raises `RanksDisagree` where ranks with data make different calls.
+        """
+        if self._joined is not None:
+            raise UsageError("join: nested in another join of this engine; leave the outer one first")
+        self._joined = Join(self)
+        try:
+            yield
+            self._joined.finish()
+        except Exception as error:
+            if not isinstance(error, CollectiveFailed):  # which tells of another rank
+                self.board.publish(f"rank {self.global_rank} left engine.join() by {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._joined = None
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the present microbatch is the last of a step, instead of counting."""
         self.progress.boundary_override = is_boundary
@@ -113,37 +158,15 @@ class Engine(BaseEngine):
         Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
         smallest loss scale. An interrupt (Ctrl-C) waits for the end of the step; a second one does not, and loses it.
         """
-        self.refuse_destroyed("step")
+        self.begin_call("step")
+        if self._joined is not None:
+            self._joined.announce(JoinedCall.STEP)
         self.progress.begin_step()
         if self.is_gradient_accumulation_boundary():
             self.take_step(lr_kwargs or {})
         elif self.optimizer is not None:
             self.optimizer.check_not_begun("step within an accumulation")
         self.progress.count_microbatches()
-
-
-class _Forward:
-    """The context of one forward of an engine, apart from every compiled graph."""
-
-    @opaque
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._within = ExitStack()
-
-    @opaque
-    def __enter__(self) -> None:
-        self._engine.refuse_destroyed("forward")
-        self._within.callback(self._stop_saving)
-        self._within.enter_context(watched())
-        self._within.enter_context(self._engine.during("forward"))
-
-    @opaque
-    def __exit__(self, *error: Any) -> None:
-        self._within.__exit__(*error)
-
-    def _stop_saving(self) -> None:
-        for each in () if self._engine.sharded is None else self._engine.sharded.passes:
-            each.stop_saving()
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:

@@ -71,7 +71,7 @@ class PipelineEngine(BaseEngine):
         `PipelineError` when a rank fails; `UsageError` without an optimizer, with gradients disabled, or without data; and
         at the first step (with `debug` at each) `RanksDisagree` where ranks that share a data rank drew different samples.
         """
-        self.refuse_destroyed("train_batch")
+        self.begin_call("train_batch")
         if self.optimizer is None:
             raise UsageError("train_batch: the engine has no optimizer; give initialize one, or name one in the "
                              "configuration")
@@ -100,7 +100,7 @@ class PipelineEngine(BaseEngine):
         returns (loss, outputs): the last stage's outputs, joined along the first dim if they are tensors, None elsewhere.
         Draws `num_micro_batches` microbatches (default: `gradient_accumulation_steps`).
         """
-        self.refuse_destroyed("eval_batch")
+        self.begin_call("eval_batch")
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch: reduce_output: got {reduce_output!r}; choose 'avg' or None")
         count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches

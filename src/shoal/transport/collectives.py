@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ from shoal.recording.call import Handle
 from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
 from shoal.transport.peer_memory import PeerMemory, PeerTransfer, peer_memory_of
 from shoal.transport.reduction import DONE, Reduction, chunks, sum_addends
+from shoal.transport.stalemate import Awaited
 
 __all__ = ["Communicator", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
 
@@ -54,6 +56,8 @@ _WORDS, _SIZE, _OBJECT, _COLLECT = (_TAG_BASE - offset for offset in (1, 2, 3, 4
 
 _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """The number of units registered in each group, over all its communicators: several engines share no tag."""
+_begun: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
+"""How many pairwise collectives of each tag this rank has begun in each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,8 @@ class Communicator:
         self.direct_bytes = direct_bytes
         """Messages of at least so many bytes between ranks of one machine go through peer memory; None: no message."""
         self.step = 0
+        self._begun = _begun.setdefault(group, Counter())
+        self._name = f"{group.group_name} {self.members[0]}"
         self._peer_memory: PeerMemory | None = None
         if direct_bytes is not None and self.ranks > 1 and not self.native:
             self._peer_memory = peer_memory_of(group, self.gather_objects)
@@ -244,9 +250,17 @@ class Communicator:
             raise self.failure("collecting the state dict", error) from error
         return parts
 
-    def interruptible_wait(self) -> interruptible_wait:
+    def interruptible_wait(self, awaited: Awaited | None = None) -> interruptible_wait:
         """Return the context of a wait for the other ranks, which a published failure aborts."""
-        return interruptible_wait(partial(abort_waits, self.group))
+        return interruptible_wait(partial(abort_waits, self.group), awaited=awaited)
+
+    def begin(self, tag: int, what: object) -> Awaited | None:
+        """Count a collective in which every rank waits for all others, and return what a wait for it awaits."""
+        if self.ranks == 1:
+            return None
+        self._begun[tag] += 1
+        return Awaited(group=self._name, members=self.members, tag=tag, number=self._begun[tag], what=what,
+                       begun=self._begun)
 
     def failure(self, what: object, error: RuntimeError) -> CollectiveFailed:
         """Return the error for a collective that failed: the rank, the step, the collective and the likely cause."""
@@ -259,7 +273,8 @@ class Communicator:
                 f"through the model, stopped, or is that slow: set \"debug\": true to name the first difference, or "
                 f"raise \"timeout\". ({error})")
         return CollectiveFailed(f"{where} broke: another rank died or closed its connection. The error in the output "
-                                f"of that rank is the cause. ({error})")
+                                f"of that rank is the cause. If it ended without one, its data ended first: put the loop "
+                                f"within `with engine.join():`. ({error})")
 
     def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
@@ -295,6 +310,7 @@ class _Pairwise:
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
         self._communicator = communicator
         self._what = what
+        self._awaited = communicator.begin(tag, what)
         self._failed: RuntimeError | None = None  # at the start or in an earlier wait; every later wait fails too
         group = communicator.group
         transfers = {peer: communicator.exchange_by_memory(peer, tag, send[peer], receive[peer]) for peer in send}
@@ -317,7 +333,7 @@ class _Pairwise:
         if self._failed is not None:
             raise self._communicator.failure(self._what, self._failed)
         try:
-            with self._communicator.interruptible_wait():
+            with self._communicator.interruptible_wait(self._awaited):
                 for work in works:
                     work.wait(self._communicator.timeout)
                 for transfer in transfers:

@@ -8,7 +8,7 @@ No rank polls while no wait is long. A wait inside gloo can be aborted only with
 the group's ranks wait for messages that will never come.
 
 A rank in a long wait also publishes which call it is in, so that ranks in different calls (one trains, one evaluates) find
-out.
+out, and which collective it waits for, so that ranks that wait for each other do (stalemate.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from shoal.errors import PeerFailed
+from shoal.log import logger
+from shoal.transport.stalemate import Awaited, WaitRecord, explain, stalemate
 
 __all__ = ["POLL_AFTER", "FailureBoard", "abort_waits", "interruptible_wait", "peer_failed", "published_failure"]
 
@@ -37,6 +39,8 @@ _WATCH_INTERVAL = 0.25  # seconds between the watching thread's looks at the wai
 _POLL_INTERVAL = 2.0  # seconds between two polls of the store by one wait
 _UNUSED_TAG = (1 << 20) - 9  # no rank sends with it
 _IMMEDIATE = timedelta(milliseconds=1)
+_WARN_AFTER = 5.0  # seconds of a wait after which a warning names the ranks that it waits for
+_PEERS = 16  # ranks whose records one poll reads: all of a small group, in turn those of a large one
 _CALL_KEYS = 16  # the store keeps the last calls under so many keys, in turn
 
 
@@ -47,7 +51,8 @@ class FailureBoard:
         self._rank = dist.get_rank()
         self._store: Store = PrefixStore(f"shoal/{name}", dist.distributed_c10d._get_default_store())  # pyright: ignore
         self._call_number = 0
-        self._call = ""
+        self._polls = 0
+        self._call = self._named = ""
         self.closed = dist.get_world_size() == 1
         """Whether this rank has failed itself, and polls no more."""
         _boards.add(self)
@@ -59,6 +64,10 @@ class FailureBoard:
         self._call_number += 1
         self._call = call
 
+    def name_call(self, call: str) -> None:
+        """Name the engine call that this rank is in, or was in last; ranks may make different ones."""
+        self._named = call
+
     def publish(self, text: str) -> None:
         """Write why this rank cannot go on, unless another failure is there already."""
         if not self.closed:
@@ -68,12 +77,14 @@ class FailureBoard:
             except RuntimeError:  # the rank that hosts the store has ended, and so has the job
                 return
 
-    def poll(self) -> str | None:
-        """Return the published failure, None where there is none."""
+    def poll(self, awaited: Awaited | None = None) -> str | None:
+        """Return the published failure, None where there is none; a rank that is blocked says which collective it awaits."""
         if self.closed:
             return None
         try:
-            return self._store.get("failed").decode() if self._store.check(["failed"]) else self._compare_calls()
+            if self._store.check(["failed"]):
+                return self._store.get("failed").decode()
+            return self._compare_calls() or (None if awaited is None else self._compare_waits(awaited))
         except RuntimeError:
             return None
 
@@ -91,17 +102,70 @@ class FailureBoard:
                 f"rank make the same calls, in one order")
         return self._store.compare_set("failed", "", text).decode()
 
+    def _compare_waits(self, awaited: Awaited) -> str | None:
+        """Publish what this rank awaits; publish and return a failure if it is in a circle of ranks that do."""
+        records = self._wait_records(awaited)
+        circle = stalemate(self._rank, records)
+        if not circle:
+            return None
+        return self._store.compare_set("failed", "", explain(circle, records)).decode()
+
+    def late_ranks(self, awaited: Awaited) -> list[int]:
+        """Return the ranks that have not begun what this rank awaits, and have not been blocked themselves lately."""
+        try:
+            records = self._wait_records(awaited)
+        except RuntimeError:
+            return []
+        recent = time.time() - 3 * _POLL_INTERVAL
+        blocked = {rank for rank, record in records.items() if record.time > recent}
+        begun = {rank for rank, record in records.items() if not records[self._rank].lacked_by(record)}
+        return [rank for rank in awaited.members if rank not in blocked | begun]
+
+    def warn_of_wait(self, awaited: Awaited, seconds: float) -> None:
+        """Log a warning that names the ranks for which this rank has waited `seconds`, where they are few."""
+        late = self.late_ranks(awaited)
+        if not self.closed and late and len(late) <= _PEERS:
+            names = f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))}"
+            logger.warning(
+                "rank %d has waited %.0f s for %s (%s), which %s did not begin, and waits in no call of Shoal. That rank is "
+                "slow, or has ended: where data ends sooner on some ranks, put the loop within `with engine.join():`",
+                self._rank, seconds, awaited.what, self._named, names)
+
+    def _wait_records(self, awaited: Awaited) -> dict[int, WaitRecord]:
+        """Publish the record of this rank's wait, and return it with those that other ranks of the group have published."""
+        own = WaitRecord(tag=awaited.tag, number=awaited.number, what=str(awaited.what), call=self._named,
+                         begun=dict(awaited.begun), time=time.time())
+        self._store.set(f"wait {awaited.group} {self._rank}", own.dumps())
+        place = awaited.members.index(self._rank)
+        self._polls += 1
+        near = [*awaited.members[place + 1:], *awaited.members[:place]]
+        first = (self._polls * _PEERS) % len(near) if len(near) > _PEERS else 0
+        keys = {rank: f"wait {awaited.group} {rank}" for rank in [*near[first:], *near[:first]][:_PEERS]}
+        return {self._rank: own} | {rank: WaitRecord.loads(self._store.get(key).decode()) for rank, key in keys.items()
+                                    if self._store.check([key])}
+
 
 class interruptible_wait:
     """A context that waits for other ranks; a thread calls `abort` when a failure is published, `grace` seconds later."""
 
-    __slots__ = ("abort", "failed_at", "grace", "polled_at", "since")
+    __slots__ = ("abort", "awaited", "failed_at", "grace", "polled_at", "since", "warned")
 
-    def __init__(self, abort: Callable[[], None], *, grace: float = 0.0):
+    def __init__(self, abort: Callable[[], None], *, grace: float = 0.0, awaited: Awaited | None = None):
+        """`awaited` is the collective that ends the wait, where every rank must begin it."""
         self.abort = abort
+        self.awaited = awaited
+        self.warned = False
         self.grace = grace
         self.failed_at: float | None = None
         """When this rank read of a failure."""
+
+    def warn(self, seconds: float) -> None:
+        """Log once for which ranks this wait has lasted `seconds`."""
+        if self.awaited is None or self.warned:
+            return
+        self.warned = True
+        for board in list(_boards)[:1]:
+            board.warn_of_wait(self.awaited, seconds)
 
     def __enter__(self) -> None:
         self.since = self.polled_at = time.monotonic()
@@ -129,10 +193,13 @@ def peer_failed(where: str) -> PeerFailed | None:
     return error
 
 
-def published_failure() -> str | None:
-    """Return the failure that a rank of any engine of this process has published, None where there is none."""
+def published_failure(awaited: Awaited | None = None) -> str | None:
+    """Return the failure that a rank of any engine of this process has published, None where there is none.
+
+    A rank that is blocked says which collective it awaits.
+    """
     for board in list(_boards):
-        if (text := board.poll()) is not None:
+        if (text := board.poll(awaited)) is not None:
             return text
     return None
 
@@ -162,6 +229,8 @@ def _watch() -> None:
             interval = POLL_AFTER if now - wait.since < _POLL_INTERVAL else _POLL_INTERVAL
             if wait.failed_at is None and now - wait.polled_at >= interval:
                 wait.polled_at = now
-                wait.failed_at = now if published_failure() is not None else None
+                wait.failed_at = now if published_failure(wait.awaited) is not None else None
+                if wait.failed_at is None and now - wait.since > _WARN_AFTER:
+                    wait.warn(now - wait.since)
             if wait.failed_at is not None and now - wait.failed_at >= wait.grace and wait in _waits:
                 wait.abort()

@@ -11,6 +11,7 @@ from shoal.zero.memory_needs import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from shoal.zero.partition import get_leaf_modules, set_leaf_modules
 
 __all__ = [
     "GatheredParameters",
@@ -22,4 +23,6 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "gathered",
+    "get_leaf_modules",
+    "set_leaf_modules",
 ]

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
+from shoal.interrupts import WATCH_CODES
+
 __all__ = ["RegionHook", "opaque", "opaque_frame"]
 
 P = ParamSpec("P")
@@ -60,8 +62,9 @@ class RegionHook:
         return _without_engine, ()
 
 
-# A hook that is called outside of a graph, by a module that is itself compiled, is no graph of its own
-skip_code(RegionHook.__call__.__code__)
+# A hook that is called outside of a graph, by a module that is itself compiled, is no graph of its own; nor is a watch
+for _code in (RegionHook.__call__.__code__, *WATCH_CODES):
+    skip_code(_code)
 
 
 def _without_engine() -> Callable[..., None]:

@@ -1,22 +1,25 @@
 """Which parameters form a unit: the repeated blocks of the model, its large layers outside them, and the rest in the root.
 
 A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once; a large layer, such as an
-embedding, has no children and `LARGE` elements or more. Every parameter belongs to the outermost of these around it; one
-that several share belongs to the root. The weight of embeddings made with `sparse=True` is a unit by itself wherever it is.
-A unit is of one dtype, is trainable or frozen, and rests over the same ranks, so that a block may give several. Parameters
-that are neither floating point nor complex, and those of no elements, stay whole on every rank.
+embedding, has no children and `LARGE` elements or more. `set_leaf_modules` makes a block of any other module. Every
+parameter belongs to the outermost of these around it; one that several share belongs to the root. The weight of embeddings
+made with `sparse=True` is a unit by itself wherever it is. A unit is of one dtype, is trainable or frozen, and rests over
+the same ranks, so that a block may give several. Parameters that are neither floating point nor complex, and those of no
+elements, stay whole on every rank.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from shoal.errors import UsageError
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.sparse.embeddings import has_sparse_gradient, sparse_weights
 from shoal.zero.unit_state import Member
@@ -45,19 +48,51 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
-        children = dict(module.named_children())
+        children = {} if module in _leaves else dict(module.named_children())
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         kinds = Counter(type(child) for child in children.values()) if listed else Counter[type]()
         for name, child in children.items():
             path = f"{prefix}{name}"
             repeated = kinds[type(child)] > 1 and any(True for _ in child.parameters())
-            if repeated or _is_large_layer(child):
+            if repeated or _is_large_layer(child) or child in _leaves:
                 found.setdefault(child, path)
             else:
                 visit(child, path + ".")
 
     visit(model, "")
     return {module: path for path, module in model.named_modules() if module in found or has_sparse_gradient(module)}
+
+
+def set_leaf_modules(model: nn.Module, leaves: Iterable[nn.Module | type[nn.Module] | str], *,
+                     is_leaf: bool = True) -> list[nn.Module]:
+    """Have modules of `model` gathered whole where their forward begins, whichever of their parts it calls; return them.
+
+    `leaves` are modules, classes, or names as in `named_modules`. Call it before `initialize`. At stage 3 each repeated
+    block is gathered where it is called itself, which every rank must do in one order. Where ranks choose among blocks
+    (experts, the encoder of a modality), the module that chooses is to be a leaf. A leaf within a block changes nothing: a
+    block is gathered whole. With `is_leaf` false they are leaves no more. Raises `UsageError` for an entry that matches no
+    module.
+    """
+    found: dict[nn.Module, None] = {}
+    for leaf in leaves:
+        matching = [module for name, module in model.named_modules()
+                    if module is leaf or name == leaf or (isinstance(leaf, type) and isinstance(module, leaf))]
+        if not matching:
+            raise UsageError(f"set_leaf_modules: got {leaf if isinstance(leaf, str) else repr(leaf)}, which matches no "
+                             f"module of {type(model).__name__}; give modules, classes of modules, or names of "
+                             f"named_modules()")
+        found |= dict.fromkeys(matching)
+    for module in found:
+        (_leaves.add if is_leaf else _leaves.discard)(module)
+    return list(found)
+
+
+def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that are gathered whole."""
+    return [module for module in model.modules() if module in _leaves]
+
+
+_leaves: WeakSet[nn.Module] = WeakSet()
 
 
 def _is_large_layer(module: nn.Module) -> bool:
