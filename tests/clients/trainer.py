@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-import tiny
 
 
 class Losses(TrainerCallback):

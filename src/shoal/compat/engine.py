@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
 from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from shoal.compat.deepspeed.utils import groups
 from shoal.compat.deepspeed.utils.zero_to_fp32 import write_script
 from shoal.compat.parameters import owned_by
 from shoal.compat.raising import as_published, published_errors
@@ -42,6 +43,7 @@ class PublishedEngine(BaseEngine):
         """Keep the configuration as it was given, for the published accessors."""
         self.published = DeepSpeedConfig(dict(given), mpu=self.mesh)
         self.managed = self.published.managed_gradient_accumulation
+        groups.set_mesh(self.mesh)
         if self.sharded is not None:
             members = (member.parameter for unit in self.sharded.units for member in unit.members)
             owned_by(self.optimizer, members, stage=self.settings.zero_optimization.stage)
@@ -66,7 +68,7 @@ class PublishedEngine(BaseEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present microbatch is the last of a step."""
-        return super().is_gradient_accumulation_boundary() if self.managed else False
+        return (self.managed or self.progress.boundary_override is not None) and super().is_gradient_accumulation_boundary()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of `torch_autocast`, in which the model runs."""

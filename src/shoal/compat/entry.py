@@ -9,6 +9,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from shoal.compat import named_optimizers
 from shoal.compat.deepspeed.runtime.config import read_config
 from shoal.compat.deepspeed.utils.logging import logger
@@ -16,10 +20,12 @@ from shoal.compat.engine import DeepSpeedEngine, PipelineEngine
 from shoal.compat.optimizers import PlainOptimizer, optimizer_kind
 from shoal.compat.raising import as_published
 from shoal.compat.tolerance import tolerate
+from shoal.compat.unsupported import unsupported_function
 from shoal.engine.build import EngineKinds, build
 from shoal.errors import ConfigError, UsageError
+from shoal.log import warn_once
 
-__all__ = ["add_config_arguments", "initialize", "tp_model_init"]
+__all__ = ["add_config_arguments", "default_inference_config", "init_inference", "initialize", "tp_model_init"]
 
 KINDS = EngineKinds(plain=DeepSpeedEngine, pipeline=PipelineEngine, optimizer=optimizer_kind)
 
@@ -37,7 +43,7 @@ def initialize(args: Any = None, model: Any = None, optimizer: Any = None, model
     if model is None:
         raise UsageError("initialize: model is missing; pass the torch module to train")
     given = read_config(_source(args, config if config is not None else config_params))
-    named = named_optimizers.rename(tolerate(given))
+    named = _with_model_dtype(named_optimizers.rename(tolerate(given)), model)
     if _tensor_ranks.get(model, 1) > 1:
         named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
     engine: Any = build(KINDS, args=None, model=model, optimizer=optimizer, model_parameters=model_parameters,
@@ -45,9 +51,21 @@ def initialize(args: Any = None, model: Any = None, optimizer: Any = None, model
                         dist_init_required=dist_init_required, collate_fn=collate_fn, config=named, mesh_param=mesh_param,
                         config_params=None)
     engine.configure(given)
-    plain = type(engine.optimizer) is PlainOptimizer
-    return (engine, engine.optimizer.optimizer if plain else engine.optimizer, engine.training_dataloader,
-            engine.lr_scheduler)
+    stepped = engine.optimizer
+    if type(stepped) is PlainOptimizer:
+        stepped = optimizer if isinstance(optimizer, Optimizer) else stepped.optimizer
+    return engine, stepped, engine.training_dataloader, engine.lr_scheduler
+
+
+def _with_model_dtype(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return `config` with the section of a model that is in 16 bits already, which Shoal trains with fp32 masters."""
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    section = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype) if dtype is not None else None
+    if section is None or any((config.get(name) or {}).get("enabled") is True for name in ("fp16", "bf16", "bfloat16")):
+        return config
+    warn_once(f"{section}.enabled: is not set, and the model is in {section} already: it is trained in {section} with fp32 "
+              f"masters; set {section}.enabled to true to hide this warning")
+    return config | {section: {"enabled": True, **({"loss_scale": 1.0} if section == "fp16" else {})}}
 
 
 def _source(args: Any, config: Any) -> Any:
@@ -73,6 +91,9 @@ def add_config_arguments(parser: Any) -> Any:
     group.add_argument("--deepscale_config", type=str, default=None, help="the oldest spelling of --deepspeed_config")
     return parser
 
+
+init_inference = unsupported_function("init_inference", "generate with the module of a training engine, or with vLLM")
+default_inference_config = unsupported_function("default_inference_config", "there is no inference engine")
 
 _tensor_ranks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """The tensor ranks that `tp_model_init` asked for, by model."""

@@ -81,6 +81,7 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     if isinstance(zero, dict):
         zero["stage"] = int(get_zero_config(given).stage)
+    values.pop("managed_gradient_accumulation", None)  # which the published engine follows by itself
     values = _known(Config, values, "")
     _resolve_averaging(values)
     zero = values.setdefault("zero_optimization", {})

@@ -30,14 +30,18 @@ class _OptimizerWrapper(Protocol):
     def optimizer(self) -> object: ...
 
 
+class NotAnOptimizer(UsageError, TypeError):
+    """A schedule was given something else than an optimizer."""
+
+
 def torch_optimizer(subject: object) -> Optimizer:
     """Return `subject` if it is a torch optimizer, else its `.optimizer`. Raises `UsageError` if neither is one."""
     if isinstance(subject, Optimizer):
         return subject
     if isinstance(subject, _OptimizerWrapper) and isinstance(subject.optimizer, Optimizer):
         return subject.optimizer
-    raise UsageError(f"schedule: got {type(subject).__name__} as the optimizer; give a torch.optim.Optimizer, or an "
-                     f"object with one as .optimizer")
+    raise NotAnOptimizer(f"schedule: got {type(subject).__name__} as the optimizer; give a torch.optim.Optimizer, or an "
+                         f"object with one as .optimizer")
 
 
 def count(keyword: str, value: object, *, least: int) -> int:

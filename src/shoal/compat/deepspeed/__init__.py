@@ -20,20 +20,34 @@ __git_branch__ = git_branch = None
 HAS_TRITON = False
 
 _HERE = __name__
-_ENTRY = "shoal.compat.entry"
+
+_LOGGING = f"{_HERE}.utils.logging"
+_PIPE = f"{_HERE}.runtime.pipe"
 
 __getattr__, __dir__ = lazy_names(_HERE, {
-    "initialize": _ENTRY,
-    "add_config_arguments": _ENTRY,
-    "tp_model_init": _ENTRY,
-    "init_distributed": f"{_HERE}.comm.comm",
-    "zero": f"{_HERE}.runtime.zero:",
-    "dist": f"{_HERE}.comm:",
+    **dict.fromkeys(("initialize", "add_config_arguments", "tp_model_init", "init_inference", "default_inference_config"),
+                    "shoal.compat.entry"),
+    "add_tuning_arguments": f"{_HERE}.runtime.lr_schedules",
     "checkpointing": f"{_HERE}.runtime.activation_checkpointing.checkpointing:",
+    "dist": f"{_HERE}.comm:",
     "get_accelerator": f"{_HERE}.accelerator.real_accelerator",
+    "init_distributed": f"{_HERE}.comm.comm",
+    **dict.fromkeys(("log_dist", "logger"), _LOGGING),
+    "zero": f"{_HERE}.runtime.zero:",
+    "DeepSpeedConfig": f"{_HERE}.runtime.config",
+    "DeepSpeedConfigError": f"{_HERE}.runtime.config",
+    "DeepSpeedDataLoader": f"{_HERE}.runtime.dataloader",
     "DeepSpeedEngine": f"{_HERE}.runtime.engine",
-    "PipelineEngine": f"{_HERE}.runtime.pipe.engine",
-    "PipelineModule": f"{_HERE}.runtime.pipe.module",
-    "logger": f"{_HERE}.utils.logging",
-    "log_dist": f"{_HERE}.utils.logging",
+    "DeepSpeedHybridEngine": f"{_HERE}.runtime.hybrid_engine",
+    "DeepSpeedInferenceConfig": f"{_HERE}.inference.config",
+    "DeepSpeedOptimizer": f"{_HERE}.runtime.base_optimizer",
+    **dict.fromkeys(("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"), f"{_HERE}.ops.transformer"),
+    "InferenceEngine": f"{_HERE}.inference.engine",
+    "OnDevice": f"{_HERE}.utils.init_on_device",
+    "PipelineEngine": f"{_PIPE}.engine",
+    "PipelineModule": f"{_PIPE}.module",
+    **dict.fromkeys(("replace_transformer_layer", "revert_transformer_layer", "set_autotp_mode"), f"{_HERE}.module_inject"),
+    "ADAM_OPTIMIZER": f"{_HERE}.runtime.config",
+    "LAMB_OPTIMIZER": f"{_HERE}.runtime.config",
+    "TORCH_DISTRIBUTED_DEFAULT_PORT": f"{_HERE}.constants",
 })

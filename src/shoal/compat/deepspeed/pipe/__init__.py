@@ -1,5 +1,5 @@
 """Pipeline modules under their published names."""
 
-from shoal.pipeline.layer import LayerSpec as LayerSpec
-from shoal.pipeline.layer import TiedLayerSpec as TiedLayerSpec
-from shoal.pipeline.module import PipelineModule as PipelineModule
+from shoal.compat.deepspeed.runtime.pipe.module import LayerSpec as LayerSpec
+from shoal.compat.deepspeed.runtime.pipe.module import PipelineModule as PipelineModule
+from shoal.compat.deepspeed.runtime.pipe.module import TiedLayerSpec as TiedLayerSpec

@@ -105,7 +105,7 @@ class DeepSpeedConfigObject:
         return vars(self)
 
     def __repr__(self) -> str:
-        return json.dumps(vars(self), sort_keys=False, indent=4, cls=ScientificNotationEncoder)
+        return json.dumps(vars(self), sort_keys=False, indent=4, cls=ScientificNotationEncoder, default=str)
 
 
 def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:

@@ -9,6 +9,15 @@ __getattr__, __dir__ = lazy_names(_HERE, {
     **{f"safe_{verb}_{part}_{kind}": f"{_HERE}.tensor_fragment" for verb in ("get", "set") for part in ("full", "local")
        for kind in ("fp32_param", "grad", "optimizer_state")},
     "safe_update_full_grad_vectorized": f"{_HERE}.tensor_fragment",
+    "OnDevice": f"{_HERE}.init_on_device",
+    "RepeatingLoader": "shoal.data",
+    "DeprecatedException": f"{_HERE}.exceptions",
+    "instrument_w_nvtx": f"{_HERE}.nvtx",
+    **dict.fromkeys((
+        "initialize", *(f"get_{axis}_parallel_{what}" for axis in ("data", "model", "tensor_model")
+                        for what in ("group", "rank", "world_size")),
+        "get_tensor_model_parallel_src_rank", "set_tensor_model_parallel_rank", "set_tensor_model_parallel_world_size"),
+        f"{_HERE}.groups"),
     "fragment_address": f"{_HERE}.tensor_fragment",
     **{name: f"{_HERE}.z3_leaf_module" for name in (
         "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",

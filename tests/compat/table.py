@@ -1,0 +1,71 @@
+"""The table of published names and keys in docs/migrating.md, made from the lists that the tests check.
+
+    python -m tests.compat.table      # rewrites the part of the page between the two marks
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.compat.tolerance import INERT
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+FACTS: dict[str, dict[str, list[str] | None]] = json.loads((Path(__file__).parent / "published.json").read_text())
+"""The parameters of every published function and class that has a counterpart, by module; None: a set of named values."""
+
+BEGIN, END = "<!-- published names: begin -->", "<!-- published names: end -->"
+
+BETTER = {
+    "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "nests, works at every stage, takes None",
+    "deepspeed.runtime.zero.stage3.unwrap_model_for_generation": "no hook has to be removed",
+    "deepspeed.utils.tensor_fragment.safe_get_full_fp32_param": "at stage 0 too",
+    "deepspeed.utils.tensor_fragment.safe_get_full_grad": "without the loss scale",
+    "deepspeed.utils.tensor_fragment.safe_get_full_optimizer_state": "zeros before the first step, in place of an error",
+}
+"""Names that do more than published, and what."""
+
+REFUSED = {
+    "deepspeed.init_inference": "generate with the module of a training engine, or with vLLM",
+    "deepspeed.moe.layer.MoE": "write the experts as modules; they train like any others",
+    "deepspeed.sequence.layer.DistributedAttention": "tensor_parallel splits sequences between its regions",
+    "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine": "generate within zero.GatheredParameters(model)",
+    "deepspeed.ops.transformer.DeepSpeedTransformerLayer": "torch.nn.TransformerEncoderLayer, or torch.compile",
+    "deepspeed.module_inject.replace_transformer_layer": "tensor_parallel.autotp_size slices layers for training",
+}
+"""Names that import and raise `NotSupportedYet` when they are used, and what to use instead."""
+
+
+def find(name: str) -> object:
+    """Return the object of a published name."""
+    module, _, attribute = f"shoal.compat.{name}".rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def rows() -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| published | here |"
+    yield "|---|---|"
+    for module, names in FACTS.items():
+        listed = ", ".join(f"`{name}`" for name in names if f"{module}.{name}" not in BETTER)
+        if listed:
+            yield f"| `{module}`: {listed} | same |"
+    for name, why in BETTER.items():
+        yield f"| `{name}` | better: {why} |"
+    for name, instead in REFUSED.items():
+        yield f"| `{name}` | refused: {instead} |"
+    for key, inert in INERT.items():
+        yield f"| key `{key}` | accepted, without effect: {inert.reason} |"
+
+
+def page() -> str:
+    """Return docs/migrating.md with the table as it should be."""
+    text = PAGE.read_text()
+    before, after = text[:text.index(BEGIN)], text[text.index(END):]
+    return f"{before}{BEGIN}\n" + "\n".join(rows()) + f"\n{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
