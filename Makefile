@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
 	bench-slow-network bench-communication peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -35,6 +35,10 @@ train-3d: .venv/.installed  ## train that GPT over three axes; CONFIG=3d|3d-zero
 train-megatron: .venv/.installed  ## train a GPT-2 of tensor-parallel layers in Megatron's form; RANKS=4 TENSOR=2 STEPS=n
 	$(BIN)/shoal run --ranks $(if $(filter command environment,$(origin RANKS)),$(RANKS),4) examples/megatron_gpt2/train.py \
 		--model-parallel-size $(TENSOR) --deepspeed_config examples/megatron_gpt2/gpt2.json$(if $(STEPS), --train-iters $(STEPS))
+
+finetune: .venv/.installed  ## fine-tune a Hugging Face model, with answers before and after; STAGE=0|2|3 RANKS=n ADAPTERS=rank MODEL=folder STEPS=n
+	$(BIN)/shoal run --ranks $(RANKS) examples/finetune/finetune.py --shoal-config examples/finetune/zero$(STAGE).json$(if \
+		$(ADAPTERS), --adapters $(ADAPTERS))$(if $(filter command,$(origin MODEL)), --model $(MODEL))$(if $(STEPS), --steps $(STEPS))
 
 memory-lab: .venv/.installed  ## measure the memory of stages 0 to 3 beside their formulas; RANKS=n MODEL=...
 	$(BIN)/python examples/memory_lab/lab.py --ranks $(RANKS)$(if $(filter command,$(origin MODEL)), --model $(MODEL))

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="WORD", help="run the rows that contain it")
     parser.add_argument("--peers", action="store_true", help="compare with the published package in .venv-peers")
+    parser.add_argument("--options", default="", help="options that every script gets, such as '--dim 256 --layers 4'")
     parser.add_argument("--times", type=int, default=1, help="run each row so often")
     args = parser.parse_args()
-    failed = 0
+    failed, options = 0, tuple(args.options.split())
     print(f"{'client':18} {'options':52} ranks      loss  ms/step  peak MB", flush=True)
     for row in rows():
         if args.only.lower() not in row.name.lower():
             continue
+        row = replace(row, options=(*row.options, *options))
         for _ in range(args.times):
             found = run(row, ROOT / ".venv-clients/bin/python", ROOT / "out/clients/ours")
             comparable = args.peers and row.client not in ("ShoalStrategy",)

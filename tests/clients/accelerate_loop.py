@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-import tiny
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import tiny
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 import transformers
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+import tiny
 
 
 class Peak:

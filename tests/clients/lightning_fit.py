@@ -11,11 +11,12 @@ import warnings
 from typing import Any
 
 import lightning
-import tiny
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.utils.data import DataLoader, Subset
+
+import tiny
 
 
 class AnyDevice(DeepSpeedStrategy):

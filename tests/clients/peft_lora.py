@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import tiny
 
 
 def arguments(args: Any, folder: Path) -> TrainingArguments:

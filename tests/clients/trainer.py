@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import tiny
 
 
 class Losses(TrainerCallback):

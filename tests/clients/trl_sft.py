@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
-import tiny
 import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
+
+import tiny
 
 
 def main() -> None:
