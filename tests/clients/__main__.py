@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,14 +71,18 @@ def run(row: Row, python: Path, folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false",
                    "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     command = [str(python), *start, script, *row.options, "--folder", str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        out, err = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return {"error": f"did not finish within {SECONDS} s"}
-    printed = [line.removeprefix("REPORT ") for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    if done.returncode or not printed:
-        said = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
-        return {"error": (said or [f"exit status {done.returncode}"])[0], "log": done.stdout + done.stderr}
+        os.killpg(process.pid, signal.SIGTERM)  # the launcher passes it on to its ranks
+        out, err = process.communicate(timeout=SECONDS)
+        return {"error": f"did not finish within {SECONDS} s", "log": out + err}
+    printed = [line.removeprefix("REPORT ") for line in out.splitlines() if line.startswith("REPORT ")]
+    if process.returncode or not printed:
+        said = [line for line in err.splitlines() if "Error" in line and "ChildFailed" not in line]
+        return {"error": (said or [f"exit status {process.returncode}"])[0], "log": out + err}
     return json.loads(printed[-1])
 
 

@@ -58,15 +58,15 @@ def main() -> None:
     config.write_text(json.dumps(settings))
     first, seen = trainer(args, folder / "run", config)
     first.train()
-    kept = sorted(path.name for path in (folder / "run").glob("checkpoint-*"))
-    assert len(kept) == 2, f"save_total_limit=2 kept {kept}"
+    kept = sorted(int(path.name.split("-")[1]) for path in (folder / "run").glob("checkpoint-*"))
+    assert len(kept) == 2, f"save_total_limit=2 kept the checkpoints of steps {kept}"
     predicted = first.predict(tiny.Sequences(6, seed=3))
     assert predicted.predictions.shape[:2] == (6, tiny.LENGTH), predicted.predictions.shape
     first.save_model(str(folder / "model"))
 
     again, seen_again = trainer(args, folder / "run", config)
-    again.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{args.steps - 2}"))
-    assert seen_again.losses == seen.losses[-2:], f"resumed {seen_again.losses}, had {seen.losses[-2:]}"
+    again.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{kept[0]}"))
+    assert seen_again.losses == seen.losses[kept[0]:], f"resumed {seen_again.losses}, had {seen.losses[kept[0]:]}"
 
     prompt = tiny.Sequences(2, seed=2).tokens[:, :4].to(first.args.device)
     generated = again.model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
