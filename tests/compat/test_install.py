@@ -14,6 +14,7 @@ import pytest
 from tools.deepspeed_wheel import build
 
 from shoal.compat import distribution
+from shoal.launch import cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +101,11 @@ def test_install_refuses_once_the_original_is_imported(original: Path) -> None:
     done = run(f"import sys; sys.path.insert(0, {str(original)!r})\nimport deepspeed\n"
                "from shoal.compat import install; install()")
     assert "DeepSpeed 0.16.0 is imported already" in done.stderr
+
+
+def test_a_program_that_is_not_python_cannot_be_given_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--as-deepspeed", "--no-python", "true"]) == 2
+    assert "install the wheel of `make deepspeed-wheel`" in capsys.readouterr().err
 
 
 # The wheel

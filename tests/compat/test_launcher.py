@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -227,19 +228,22 @@ parser.add_argument("--local_rank", type=int)
 import deepspeed
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
+names = ("MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
 with open(f"{os.path.dirname(__file__)}/{args.local_rank}.json", "w") as file:
     json.dump([{name: os.environ[name] for name in names}, args.deepspeed, args.deepspeed_config], file)
 sys.exit(5 if os.environ["RANK"] == "1" else 0)
 """)
-    command = [sys.executable, "-m", "shoal.compat.deepspeed.launcher.runner", "--num_gpus", "2", str(script), "--deepspeed",
-               "--deepspeed_config", "x.json"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    command = [sys.executable, "-m", "shoal.compat.deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port,
+               str(script), "--deepspeed", "--deepspeed_config", "x.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 5, done.stderr
     for rank in range(2):
         variables, enabled, config = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert variables == {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2",
-                             "CROSS_RANK": "0", "CROSS_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
+        assert variables == {"MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+                             "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
         assert (enabled, config) == (True, "x.json")
 
 
