@@ -51,8 +51,8 @@ def refused() -> None:
               rf"sharded over 2 ranks(.|\n)*shoal\.gathered")
     detached = weight.detach()
     for read in (lambda: weight + 1, weight.sum, lambda: torch.cat([weight, weight]), lambda: nn.init.zeros_(weight),
-                 lambda: copy.deepcopy(weight), weight.numpy, weight.tolist, lambda: model.blocks[0].up(torch.randn(1, 12)),
-                 weight.untyped_storage, lambda: bool(weight.isnan().any()), lambda: detached[0], detached.clone,
+                 lambda: copy.deepcopy(weight), weight.numpy, weight.tolist, weight.untyped_storage,
+                 lambda: bool(weight.isnan().any()), lambda: detached[0], detached.clone,
                  detached.tolist, detached.numpy, detached.data_ptr, lambda: weight.data.zero_(),
                  lambda: detached.requires_grad_(), lambda: torch.save(detached, io.BytesIO()),
                  lambda: copy.deepcopy(detached)):

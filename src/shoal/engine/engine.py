@@ -61,7 +61,7 @@ class Engine(BaseEngine):
     @opaque
     def _end_forward(self) -> None:
         for each in () if self.sharded is None else self.sharded.passes:
-            each.stop_saving()
+            each.end_forward()
 
     def begin_pass(self) -> BackwardPass:
         """Check that a backward pass may begin, and return its properties to the hooks."""

@@ -19,8 +19,8 @@ __all__ = ["Embeddings", "check_embeddings", "has_sparse_gradient", "lookup_indi
 Embeddings = (nn.Embedding, nn.EmbeddingBag)
 """The modules that can have sparse gradients."""
 
-OUR_HOOKS = 2
-"""Hooks of this library on the module of a unit: a forward pre-hook and a forward hook."""
+OUR_HOOKS = 4
+"""Hooks of this library on the module of a unit whose weights come and go: two forward pre-hooks and two forward hooks."""
 
 LARGE = 1 << 18
 """Elements from which an embedding with dense gradients is warned of."""

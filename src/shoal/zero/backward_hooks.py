@@ -18,21 +18,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.compiled import opaque
+from shoal.zero.guard import gradient_edge
 from shoal.zero.readable_grads import ReadableGrads
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Scope
+from shoal.zero.unit_state import Hold, Scope, graph_task
 from shoal.zero.window import Window
 
-__all__ = ["BackwardHooks", "graph_task"]
+__all__ = ["BackwardHooks"]
 
 _DETACHED = BackwardPass(boundary=False, sync=False)
 
@@ -41,12 +41,10 @@ class BackwardHooks:
     """The backward passes through the units of one model."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, late: Sequence[Unit], announced: bool,
-                 refuses_create_graph: bool):
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, late: Sequence[Unit], announced: bool):
         """`begin_pass` is called when a pass begins, before anything is collected. `late` units span pipeline stages.
 
-        A model whose passes are `announced` (`as_pass`) needs no hook on its output. With `refuses_create_graph` a second
-        derivative would find weights released.
+        A model whose passes are `announced` (`as_pass`) needs no hook on its output.
         """
         self._model = model
         self._units = units
@@ -63,7 +61,8 @@ class BackwardHooks:
         self._task = -1  # autograd's number of the present pass; a re-entrant pass within it has its own
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
         self._handles: list[RemovableHandle] = []
-        self._refuses_create_graph = refuses_create_graph
+        self._nodes: dict[nn.Parameter, Node] = {}  # which accumulate gradients, and live as long as there is a reference
+        self._within_forward = False
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
         self._shows_grads = not announced
 
@@ -78,13 +77,15 @@ class BackwardHooks:
                     take = _drop
                     if isinstance(unit, TrainableUnit):
                         take = partial(_collect_late if unit in self._late else self._collect, unit, slot)
-                    self._handles.append(member.parameter.register_post_accumulate_grad_hook(take))
+                    node = self._nodes[member.parameter] = gradient_edge(member.parameter).node
+                    self._handles.append(node.register_hook(_after_node(take, member.parameter)))
 
     def remove(self) -> None:
         """Detach from the parameters, and from the engine: it goes with its last reference."""
         self.grads.remove()
         while self._handles:
             self._handles.pop().remove()
+        self._nodes.clear()
         self._begin_pass = _detached
 
     def as_pass(self, run: Callable[[], None]) -> None:
@@ -98,7 +99,7 @@ class BackwardHooks:
     def interrupt(self) -> None:
         """Note that an exception has ended the present pass, whose end autograd will not announce."""
         self._pass = None
-        self._scope.close()
+        self._scope.close(self)
         self.reducer.interrupt()
 
     def abandon(self) -> bool:
@@ -107,32 +108,28 @@ class BackwardHooks:
         self._pass, self._entered = None, []
         return abandoned
 
-    def watch(self, module: nn.Module, output: object) -> bool:
-        """Gather the units of `module` when the gradient of its output arrives; return False where the output has none."""
+    def watch(self, module: nn.Module, output: object) -> None:
+        """Gather the units of `module` when the gradient of its output arrives."""
         if module not in self._units if module is not self._model else not self._watches_model:
-            return True
-        watched = [tensor for tensor in tensors_within(output) if tensor.requires_grad and not tensor.is_leaf]
-        for tensor in watched:
-            tensor.register_hook(partial(self._before_module, module))
-        return bool(watched)
+            return
+        for tensor in tensors_within(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._before_module, module))
 
     def begin(self) -> None:
         """Begin a pass, unless one is under way."""
         if self._pass is not None:
             return
-        if self._refuses_create_graph and torch.is_grad_enabled():  # it would release what its own backward needs
-            raise UsageError("backward with create_graph=True through a model at stage 3 is not supported, nor through one "
-                             "whose weights rest in another tier or are stepped in backward: a second derivative needs the "
-                             "weights of the first pass; use zero_optimization.stage 0, 1 or 2 without offload_param and "
-                             "step_in_backward")
         self._pass = _DETACHED  # an exception below ends a pass that has begun
-        self._scope.open()
+        self._within_forward = self._scope.is_open  # which asks for derivatives itself, such as forces
+        self._scope.open(self)
         self._passes += 1
         self._task = graph_task()
         Variable._execution_engine.queue_callback(self._end)  # pyright: ignore  no annotation, no other way
         self.grads.close(keep=True)
         self._pass = self._begin_pass()
-        self._window.begin("backward")
+        if not self._within_forward:
+            self._window.begin("backward")
         self.reducer.begin(self._pass)
 
     def enter(self, module: nn.Module, unit: Unit) -> None:
@@ -177,9 +174,12 @@ class BackwardHooks:
             return False
         if graph_task() != self._task:  # the graph of a re-entrant pass is not the whole
             return True
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
-                   for slot in unit.gradient.accumulator.missing
-                   if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
+        try:
+            return any(torch._C._will_engine_execute_node(self._nodes[unit.members[slot].parameter])  # pyright: ignore
+                       for slot in unit.gradient.accumulator.missing
+                       if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
+        except RuntimeError:  # autograd.grad is to return the gradient of one
+            return True
 
     def _done(self, unit: Unit) -> None:
         """Release a unit that this pass needs no more. Weights that the step or the next forward begins with stay."""
@@ -198,15 +198,15 @@ class BackwardHooks:
     @unbroken
     def _end(self) -> None:
         self.reducer.finish()
-        self._window.end()
+        if not self._within_forward:
+            self._window.end()
         for _, unit in self._entered:
             self._done(unit)
         self._entered = []
-        self.release_all()
-        if self._shows_grads and self._pass is not None:
-            self.grads.open(self._pass.grad_refusal)
         self._pass = None
-        self._scope.close()
+        self._scope.close(self)
+        if not self._scope.is_open:
+            self.release_all()
 
     def release_all(self) -> None:
         """Release every unit that no context holds: a pass is over."""
@@ -215,10 +215,20 @@ class BackwardHooks:
                 unit.drop(Hold.FOREIGN_READ | Hold.REUSE)
                 unit.release()
 
+    def conceal_all(self) -> None:
+        """Release every unit but those that wait for the backward pass, which are not to be read before it."""
+        for units in self._units.values():
+            for unit in units:
+                unit.drop(Hold.FOREIGN_READ)
+                unit.release()
+                unit.conceal()
 
-def graph_task() -> int:
-    """Return autograd's number of the backward pass under way on this thread, -1 for none."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
+
+def _after_node(take: Callable[[nn.Parameter], object], parameter: nn.Parameter) -> Callable[[object, object], None]:
+    """Return a hook of the node that accumulates the gradient: it runs after all hooks of scripts on the parameter."""
+    def run(inputs: object, outputs: object) -> None:
+        take(parameter)
+    return run
 
 
 @opaque

@@ -9,6 +9,7 @@ from torch import nn
 
 from shoal.zero.guard import owner_of
 from shoal.zero.replaced import adopt
+from shoal.zero.saved_tensors import tracked
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold
 
@@ -25,12 +26,13 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
     nests, each context with its own `modifier_rank`, and ignores parameters that no engine and no `zero.Init` holds.
     A tensor or an array that shares their memory for longer (`detach`, `numpy`) keeps it there, for reading: it has the
     values that were last gathered, or of what rests on this rank newer ones.
+    What autograd saves of them within the context is gathered again by backward: a loss may be made of them.
     `fwd_module` is accepted for published scripts: a parameter read in another module's forward is gathered in any case.
     """
     units = _units(parameters) if enabled else []
     for unit in units:
         unit.prefetch()
-    with ExitStack() as whole:
+    with tracked(units), ExitStack() as whole:
         for unit in units:
             whole.enter_context(_held(unit, modifier_rank))
         yield
@@ -40,7 +42,6 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
 def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
     """Hold one unit gathered; after an exception nothing written is taken over."""
     unit.gather()
-    unit.memory.expose()
     unit.hold(Hold.CONTEXT)
     try:
         with _writes_dropped(unit) if modifier_rank is None and unit.is_sharded else nullcontext():

@@ -17,6 +17,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -84,6 +85,8 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
             return DetachedParameter(args[0])
     if function in _ACCESSES_GRAD:
         return read_grad(args[0]) if len(args) == 1 else write_grad(*args)
+    if function is torch.autograd.grad:
+        return _gradients(*args, **kwargs)
     if function not in _PERMITTED:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
@@ -176,6 +179,18 @@ class DetachedParameter(torch.Tensor):
         return f"DetachedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def _gradients(outputs: Any, inputs: Any, **options: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients with respect to parameters that are released: they need no values, and backward reads some."""
+    edges: Any = [gradient_edge(each) if isinstance(each, torch.Tensor) and is_guarded(each) else each for each in inputs]
+    zeros = options.pop("materialize_grads", False)
+    options["allow_unused"] = options.get("allow_unused") or zeros
+    found = cast("tuple[torch.Tensor | None, ...]", torch.autograd.grad(outputs, edges, **options))
+    if not zeros:
+        return found
+    return tuple(torch.zeros(each.shape, dtype=each.dtype, device=each.device) if gradient is None else gradient
+                 for gradient, each in zip(found, inputs, strict=True))
+
+
 def _describe(parameter: nn.Parameter, **_: object) -> str:
     return f"Parameter(released, shape={tuple(parameter.shape)}, dtype={parameter.dtype})"
 
@@ -193,6 +208,12 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
 def is_guarded(tensor: torch.Tensor) -> bool:
     """Whether the data of `tensor` is guarded at present."""
     return type(tensor) in _guarded.values()
+
+
+def gradient_edge(parameter: torch.Tensor) -> GradientEdge:
+    """Return where autograd accumulates the gradient of `parameter`, which may be released."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        return get_gradient_edge(parameter)
 
 
 def set_owner(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:

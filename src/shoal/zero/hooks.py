@@ -1,7 +1,10 @@
 """When a forward pass uses units: before and after each module's forward, and what autograd saves of weights.
 
+    outermost forward       a pass begins and ends: within it a released weight that is read is gathered
     forward of a module     gather its units before, release them after; of an embedding the rows that it looks up may do
     saved for backward      a weight that autograd unpacks is gathered first, whatever led to it
+
+The outermost forward is the model's, or that of a module within it that a script calls itself: `model.encoder(x)`.
 
 Hooks on module outputs (backward_hooks.py) serve run-ahead, saved tensors serve truth: weights may be reached through
 closures or auxiliary losses, which no output shows. During recompute the same forward hooks run inside a backward pass.
@@ -17,16 +20,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.interrupts import unbroken
-from shoal.log import warn_once
 from shoal.sparse.embeddings import lookup_indices
-from shoal.zero.backward_hooks import BackwardHooks, graph_task
+from shoal.zero.backward_hooks import BackwardHooks
 from shoal.zero.compiled import RegionHook, opaque
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.replaced import ReplacedParameters
 from shoal.zero.saved_tensors import SavedTensorTracker
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Phase, Scope
+from shoal.zero.unit_state import Hold, Phase, Scope, graph_task
 from shoal.zero.window import Window
 
 __all__ = ["Hooks"]
@@ -43,14 +45,16 @@ class Hooks:
         self._units = units
         self._window = window
         self._scope = scope
-        self._in_forward = False
+        self._outermost: nn.Module | None = None
+        self._depth = 0  # calls of the outermost module within its own forward
+        self._records = False  # whether autograd records the pass
+        self._names = {module: name for name, module in model.named_modules()}
         self._in_graphs: dict[nn.Module, None] = {}  # an ordered set: modules whose own hooks a compiled graph leaves out
         self._handles: list[RemovableHandle] = []
         self._saved = SavedTensorTracker({module: [unit for unit in found if unit.reshards or watched]
                                           for module, found in units.items()}, self._gather_saved)
         self.replaced = ReplacedParameters(model, [unit for found in units.values() for unit in found])
-        self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, late=late, announced=announced,
-                                      refuses_create_graph=bool(self._saved))
+        self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, late=late, announced=announced)
 
     def __reduce__(self) -> tuple[Callable[[], Hooks], tuple[()]]:
         """Let a deep copy of the model, or a pickled one, have hooks without an engine that find nothing to do."""
@@ -58,14 +62,25 @@ class Hooks:
 
     def install(self) -> None:
         """Attach to the model's modules and parameters."""
-        if self._saved:
-            self._handles.append(self._model.register_forward_hook(self.stop_saving, always_call=True))
         for module in dict.fromkeys([self._model, *self._units]):
             before, after = self._before_forward, self._after_forward
             if module is not self._model and not any(unit.reshards for unit in self._units[module]):
                 before, after = (RegionHook(hook, self._enter_graph, module) for hook in (before, after))
             self._handles += [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
+        for module in self._callable():
+            before, after = self._begin_call, self._end_call
+            if module not in self._units and module is not self._model:
+                before, after = (RegionHook(hook, _no_units, module) for hook in (before, after))
+            self._handles += [module.register_forward_pre_hook(before, prepend=True),
+                              module.register_forward_hook(after, always_call=bool(self._saved))]
         self.backward.install()
+
+    def _callable(self) -> list[nn.Module]:
+        """Return the modules whose forward is a pass where it is the outermost: those that read weights that come and go."""
+        released = {member.parameter for units in self._units.values() for unit in units if unit.reshards
+                    for member in unit.members}
+        return [module for module in self._names
+                if module is self._model or not released.isdisjoint(module.parameters())]
 
     def remove(self) -> None:
         """Detach from everything, the engine included: it goes with its last reference."""
@@ -76,7 +91,7 @@ class Hooks:
 
     def run_ahead(self) -> None:
         """Start the first gathers of the next forward."""
-        self._window.open("forward")
+        self._window.open(self._pass_name(self._model))
 
     def _enter_graph(self, module: nn.Module) -> None:
         """Use the units of `module`, which torch.compile traces within a graph, here and in every later forward's begin."""
@@ -86,10 +101,10 @@ class Hooks:
 
     @opaque
     @unbroken
-    def stop_saving(self, *hooked: object) -> None:
-        """Track no more saved tensors: the forward is over. Torch calls no hook after an interrupt."""
-        if not _recomputing():
-            self._saved.end()
+    def end_forward(self) -> None:
+        """End a forward pass that an interrupt has ended: torch calls no hook after it."""
+        if self._outermost is not None:
+            self._finish(concluded=False)
 
     def shares_weights(self, tensor: Tensor) -> bool:
         """Whether the memory of `tensor` is that of weights which are released between their uses."""
@@ -97,23 +112,55 @@ class Hooks:
 
     @opaque
     @unbroken
-    def _before_forward(self, module: nn.Module, args: object) -> None:
-        for unit in self._units.get(module, ()):
-            unit.check()
-            if self._saved.begun and not torch.is_grad_enabled() and isinstance(unit, TrainableUnit):
-                unit.gradient.expect_recompute()  # a re-entrant pass will run this once more, and give it gradients
-        if module is self._model and not _recomputing():
+    def _begin_call(self, module: nn.Module, args: object) -> None:
+        """Begin a forward pass, unless the call is within one or within backward."""
+        if _recomputing():
+            return
+        if self._outermost is None or module is self._model:  # a model that is called anew was interrupted before
             self._abandon()
-            self.backward.grads.hide()
             self.replaced.check(training=torch.is_grad_enabled())
-            self._in_forward = True
-            self._scope.open()
-            self._window.begin("forward")
+            self._outermost, self._depth, self._records = module, 0, torch.is_grad_enabled()
+            self._scope.open(self)
+            self._window.begin(self._pass_name(module))
             for within in self._in_graphs:
                 for unit in self._units[within]:
                     self._window.use(unit)
-            if torch.is_grad_enabled():
-                self._saved.begin()
+            self._saved.begin()
+        elif module is self._outermost:
+            self._depth += 1
+
+    @opaque
+    @unbroken
+    def _end_call(self, module: nn.Module, args: object, output: object) -> None:
+        """End the forward pass with its outermost call, which may have raised."""
+        if module is not self._outermost or _recomputing():
+            return
+        if self._depth:
+            self._depth -= 1
+        else:
+            self._finish(concluded=output is not None)
+
+    def _finish(self, *, concluded: bool) -> None:
+        """End the forward pass; units stay gathered for the backward of one that is `concluded`, but are not to be read."""
+        keeps, self._outermost, self._records = concluded and self._records, None, False
+        self._saved.end()
+        self._scope.close(self)
+        self._window.end()
+        if keeps:
+            self.backward.conceal_all()
+        else:
+            self.backward.release_all()
+
+    def _pass_name(self, module: nn.Module) -> str:
+        return "forward" if module is self._model else f"forward of {self._names.get(module)}"
+
+    @opaque
+    @unbroken
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        for unit in self._units.get(module, ()):
+            unit.check()
+            if self._records and not torch.is_grad_enabled() and isinstance(unit, TrainableUnit):
+                unit.gradient.expect_recompute()  # a re-entrant pass will run this once more, and give it gradients
         self._saved.enter(module)
         for unit in self._units.get(module, ()):
             if unit.gathers_rows and (rows := lookup_indices(module, args)) is not None:
@@ -131,23 +178,13 @@ class Hooks:
         if _recomputing():
             self.backward.watch(module, output)
             return
-        watched = self.backward.watch(module, output) if torch.is_grad_enabled() else True
+        if torch.is_grad_enabled():
+            self.backward.watch(module, output)
         for unit in self._units.get(module, ()):
-            self._after_use(unit, watched=watched)
-        if module is self._model:
-            self._in_forward = False
-            self._scope.close()
-            self._window.end()
-            self.backward.grads.show()
-            if not torch.is_grad_enabled():
-                self.backward.release_all()
+            self._after_use(unit)
 
-    def _after_use(self, unit: Unit, *, watched: bool) -> None:
+    def _after_use(self, unit: Unit) -> None:
         """Release a unit after the forward of its module, unless its next use is near."""
-        if not watched and isinstance(unit, TrainableUnit) and any(m.parameter.requires_grad for m in unit.members):
-            unit.hold(Hold.FOREIGN_READ)
-            warn_once(f"no tensor with a gradient was found in the output of the module around unit '{unit.name}'; it "
-                      f"stays gathered until the backward pass ends. Return tensors, or containers of tensors.")
         unit.drop(Hold.REUSE)
         if torch.is_grad_enabled():
             if self._window.reused(unit):
@@ -160,18 +197,20 @@ class Hooks:
     def _gather_saved(self, module: nn.Module, unit: Unit) -> None:
         """Gather the unit within `module`, of whose weights autograd unpacks a saved tensor."""
         unit.check()
-        if unit.phase is not Phase.GATHERED:
-            if _recomputing():
-                self.backward.begin()
-                self.backward.enter(module, unit)
-            else:  # a script looks into the graph between passes
-                unit.gather()
+        if not _recomputing():  # a script looks into the graph between passes
+            unit.gather()
+        elif unit.phase is not Phase.GATHERED or unit.is_concealed:
+            self.backward.begin()
+            self.backward.enter(module, unit)
 
     def _abandon(self) -> None:
         """Forget a pass that an exception ended."""
-        if self.backward.abandon() or self._in_forward:
-            self._in_forward = False
+        if self.backward.abandon() or self._outermost is not None:
             self.backward.release_all()
+
+
+def _no_units(module: nn.Module) -> None:
+    """Use nothing: a graph that has `module` runs within the forward of another one, which begins the pass."""
 
 
 def _recomputing() -> bool:

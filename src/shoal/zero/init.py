@@ -68,7 +68,8 @@ class Init:
         self._enabled = enabled
         self._dtype = dtype
         self._group = data_parallel_group
-        self._scope = Scope(is_open=True)
+        self._scope = Scope()
+        self._scope.open(self)
         self._handles: list[RemovableHandle] = []
         self._pending: list[nn.Parameter] = []
         self._building: nn.Module | None = None
@@ -100,7 +101,7 @@ class Init:
             self._handles.pop().remove()
         if kind is None and self._enabled:
             self._park()
-        self._scope.close()
+        self._scope.close(self)
 
     def open(self, unit: Unit) -> None:
         """Gather a unit for one operation; the next event shards it again with what the operation wrote."""

@@ -1,20 +1,32 @@
 """Saved-tensor hooks: autograd saves a weight as a view of its unit's buffer, and the unit is gathered when it is unpacked.
 
-Autograd checks the version of tensors that it keeps itself, but not of tensors that a hook hands back, so this file checks
-them. A step, a load or an edit counts as a write to weights, as in plain training (`VersionCounters.mark`).
+The hooks are on in the forward of a model and within `gathered`: wherever weights that come and go may be read. Autograd
+checks the version of tensors that it keeps itself, but not of tensors that a hook hands back, so this file checks them. A
+step, a load or an edit counts as a write to weights, as in plain training (`VersionCounters.mark`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UsageError
 from shoal.zero.compiled import opaque
 from shoal.zero.unit import Unit
+from shoal.zero.unit_state import graph_task
+
+__all__ = ["SavedTensorTracker", "tracked"]
+
+
+_units: WeakValueDictionary[int, Unit] = WeakValueDictionary()
+"""The units of this process whose weights come and go, by the storage of their buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,7 +36,7 @@ class SavedTensor:
     tensor: Tensor
     version: int
     unit: Unit
-    """In whose module's forward that was."""
+    """The unit of the module in whose forward that was, or of the context."""
 
     @property
     def _what(self) -> tuple[str, str]:
@@ -44,8 +56,6 @@ class SavedTensor:
 class SavedWeight(SavedTensor):
     """A view of one that lies in the buffer of its unit; kept as numbers, for who counts the users of that memory."""
 
-    module: nn.Module
-    """Around the unit."""
     view: tuple[Sequence[int], Sequence[int], int]
     """Its shape, its strides, and where it begins in the buffer."""
 
@@ -54,31 +64,40 @@ class SavedWeight(SavedTensor):
         name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= self.view[2]), self.unit.name)
         return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"
 
+    def gathered(self) -> Tensor:
+        """Gather the unit and return the view, or a copy where autograd records what backward does, for it may save that."""
+        self.unit.gather_in_backward()
+        view = self.unchanged().detach().as_strided(*self.view)
+        if not torch.is_grad_enabled():
+            return view
+        copy = view.clone()
+        if graph_task() == -1:  # a script looks into the graph between passes
+            self.unit.release()
+        return copy
+
 
 class SavedTensorTracker:
     """Packs the tensors that autograd saves in the forward of the modules around `units`; `bring` gathers their weights."""
 
     def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None]):
-        self._weights = {_storage(unit.full): (module, unit) for module, found in units.items() for unit in found}
+        self._weights = {_storage(unit.full): unit for found in units.values() for unit in found}
+        _units.update(self._weights)
+        for module, found in units.items():
+            for unit in found:
+                unit.serve_backward(partial(bring, module, unit))
         self._unit_of = {module: found[0] for module, found in units.items() if found}
-        self._bring = bring
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first
         self._hooks: saved_tensors_hooks | None = None
 
     def __bool__(self) -> bool:
         return bool(self._weights)
 
-    @property
-    def begun(self) -> bool:
-        """Whether a forward is under way of which anything is saved."""
-        return self._hooks is not None
-
     def begin(self) -> None:
-        """Begin with a forward that autograd records, if it uses weights that come and go."""
+        """Begin with a forward, if it uses weights that come and go."""
         self.end()  # of a forward that was interrupted: torch may not have said so
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
         if self._weights:
-            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
 
     def end(self) -> None:
@@ -102,21 +121,40 @@ class SavedTensorTracker:
 
     @opaque
     def _pack(self, tensor: Tensor) -> SavedTensor:
-        found = self._weights.get(_storage(tensor))
-        if found is None:
-            return SavedTensor(tensor=tensor.detach(), version=tensor._version, unit=self._unit_of[self._running[-1]])
-        base = tensor if tensor._base is None else tensor._base
-        if (tensor.dtype, tensor.is_conj(), tensor.is_neg()) != (base.dtype, base.is_conj(), base.is_neg()):
-            base = tensor  # its elements are read another way
-        return SavedWeight(tensor=base, version=base._version, unit=found[1], module=found[0],
-                           view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+        return _pack(self._unit_of[self._running[-1]], tensor)
 
-    @opaque
-    def _unpack(self, saved: SavedTensor) -> Tensor:
-        if not isinstance(saved, SavedWeight):
-            return saved.unchanged()
-        self._bring(saved.module, saved.unit)
-        return saved.unchanged().detach().as_strided(*saved.view)
+
+@contextmanager
+def tracked(units: Sequence[Unit]) -> Generator[None]:
+    """Track what autograd saves within the context, in which `units` are gathered: backward gathers its weights again."""
+    found = [unit for unit in units if unit.reshards]
+    if not found:
+        yield
+        return
+    _units.update({_storage(unit.full): unit for unit in found})  # also those that no engine drives
+    with saved_tensors_hooks(partial(_pack, found[0]), _unpack):
+        yield
+
+
+@opaque
+def _pack(unit: Unit, tensor: Tensor) -> SavedTensor:
+    """Pack a tensor that autograd saves in the forward around `unit`."""
+    owner = _units.get(_storage(tensor))
+    if owner is None:
+        return SavedTensor(tensor=tensor.detach(), version=tensor._version, unit=unit)
+    base = tensor if tensor._base is None else tensor._base
+    if (tensor.dtype, tensor.is_conj(), tensor.is_neg()) != (base.dtype, base.is_conj(), base.is_neg()):
+        base = tensor  # its elements are read another way
+    elif not isinstance(base, nn.Parameter):  # detached: kept, it would count as a user of the memory
+        base = next((member.parameter for slot, member in zip(owner.layout.slots, owner.members, strict=True)
+                     if slot.start <= tensor.storage_offset() < slot.stop and member.parameter.dtype == base.dtype), base)
+    return SavedWeight(tensor=base, version=base._version, unit=owner,
+                       view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+
+
+@opaque
+def _unpack(saved: SavedTensor) -> Tensor:
+    return saved.gathered() if isinstance(saved, SavedWeight) else saved.unchanged()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,11 +11,12 @@ write none of its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
 from shoal.mesh.parameter_groups import ReplicaGroup
@@ -25,7 +26,7 @@ from shoal.tier.span import DONE
 from shoal.zero.guard import guard, released_error, set_owner, stepped_error, unguard
 from shoal.zero.layout import Layout
 from shoal.zero.placement import SHARD, Stage
-from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters
+from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters, graph_task
 from shoal.zero.unit_transport import WeightTransport
 from shoal.zero.weight_memory import WeightMemory
 
@@ -76,6 +77,8 @@ class Unit:
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
         self.versions = VersionCounters(self._parameters)
+        self._bring: Callable[[], None] | None = None
+        self._is_concealed = False  # guarded although it is gathered
 
     def _enter(self, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, f"unit '{self.name}': {self.phase.name} -> {phase.name}"
@@ -84,6 +87,11 @@ class Unit:
     @property
     def is_released(self) -> bool:
         return self.phase is Phase.RELEASED
+
+    @property
+    def is_concealed(self) -> bool:
+        """Whether the weights are guarded although they are gathered."""
+        return self._is_concealed
 
     @property
     def readers(self) -> int:
@@ -151,6 +159,7 @@ class Unit:
         if not self._scope.is_open:
             self.check()
         if self.phase is Phase.GATHERED:
+            self._reveal()
             return
         if self.pending is not None:
             self.pending.finish()
@@ -166,6 +175,33 @@ class Unit:
         for parameter in self._parameters:
             unguard(parameter)
         self.versions.see()
+        self.memory.expose()
+
+    def serve_backward(self, bring: Callable[[], None]) -> None:
+        """Have `bring` gather the unit where a backward pass needs it, and release it in time."""
+        self._bring = bring
+
+    def gather_in_backward(self) -> None:
+        """Gather the unit for a backward pass; one that no engine drives until the pass ends."""
+        if self._bring is not None:
+            self._bring()
+            return
+        if graph_task() != -1 and self.is_released:
+            Variable._execution_engine.queue_callback(self.release)  # pyright: ignore  no annotation, no other way
+        self.gather()
+
+    def conceal(self) -> None:
+        """Guard the weights of a unit that stays gathered for its next use: to read them raises as if it were released."""
+        if self.phase is Phase.GATHERED and self.is_sharded and not self._contexts:
+            self._is_concealed = True
+            for parameter in self._parameters:
+                guard(parameter)
+
+    def _reveal(self) -> None:
+        if self._is_concealed:
+            self._is_concealed = False
+            for parameter in self._parameters:
+                unguard(parameter)
 
     @torch.no_grad()
     def gather_rows(self, rows: Tensor) -> None:
@@ -219,17 +255,18 @@ class Unit:
     @property
     def serves_reads(self) -> bool:
         """Whether a read of a released parameter gathers it: not where other ranks may not do the same."""
-        return self.phase is Phase.IN_FLIGHT or self._scope.is_open or not self.is_sharded
+        return self._scope.is_open or graph_task() != -1 or not self.is_sharded
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         self.check()
-        if self.phase is Phase.IN_FLIGHT:
+        if not self.reshards:  # a step publishes them
             self.gather()
+        elif graph_task() != -1 and not self._scope.is_open:  # by a node that runs before all modules
+            self.gather_in_backward()
         elif self.serves_reads:
             self.hold(Hold.FOREIGN_READ)
             self.gather()
-            self.memory.expose()
             if not self._scope.is_open:
                 self.memory.mark_dirty()
         else:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Protocol
 
+import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-__all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope", "VersionCounters"]
+__all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope", "VersionCounters", "graph_task"]
 
 
 class Phase(Enum):
@@ -49,17 +50,23 @@ class Hold(Flag):
     """The window expects its next use soon."""
 
 
-@dataclass(slots=True)
 class Scope:
     """Whether a read of a released parameter may gather it: in a pass, where all ranks do the same."""
 
-    is_open: bool = False
+    def __init__(self) -> None:
+        self._passes: set[object] = set()
 
-    def open(self) -> None:
-        self.is_open = True
+    @property
+    def is_open(self) -> bool:
+        return bool(self._passes)
 
-    def close(self) -> None:
-        self.is_open = False
+    def open(self, owner: object) -> None:
+        """Begin a pass of `owner`, which may run within another's."""
+        self._passes.add(owner)
+
+    def close(self, owner: object) -> None:
+        """End the pass of `owner`, if it runs one."""
+        self._passes.discard(owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +130,8 @@ class VersionCounters:
     def since(self) -> list[bool]:
         """For each slot, whether a script has written there since `see`."""
         return [now != before for now, before in zip(self.count(), self._seen, strict=True)]
+
+
+def graph_task() -> int:
+    """Return autograd's number of the backward pass under way on this thread, -1 for none."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
