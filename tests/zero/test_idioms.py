@@ -267,7 +267,7 @@ def reads() -> None:
         engine.step()
         assert unreadable(engine.module) == every, "right after a step"
         with torch.no_grad(), pytest.raises(RuntimeError):
-            engine.module.first(torch.ones(1, 1))
+            engine(torch.ones(1, 1))
         with shoal.gathered(engine.module):
             assert unreadable(engine.module) == []
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.utils.hooks import RemovableHandle
 
 from shoal.interrupts import unbroken
@@ -46,7 +47,6 @@ class Hooks:
         self._window = window
         self._scope = scope
         self._outermost: nn.Module | None = None
-        self._depth = 0  # calls of the outermost module within its own forward
         self._records = False  # whether autograd records the pass
         self._names = {module: name for name, module in model.named_modules()}
         self._in_graphs: dict[nn.Module, None] = {}  # an ordered set: modules whose own hooks a compiled graph leaves out
@@ -68,11 +68,12 @@ class Hooks:
                 before, after = (RegionHook(hook, self._enter_graph, module) for hook in (before, after))
             self._handles += [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
         for module in self._callable():
-            before, after = self._begin_call, self._end_call
-            if module not in self._units and module is not self._model:
-                before, after = (RegionHook(hook, _no_units, module) for hook in (before, after))
+            before, after = self._begin_inner_call, self._end_inner_call
+            if module in self._units or module is self._model:
+                before, after = self._begin_call, self._end_call
+            always = module is self._model and bool(self._saved)  # of a block it would make a graph of its own for each
             self._handles += [module.register_forward_pre_hook(before, prepend=True),
-                              module.register_forward_hook(after, always_call=bool(self._saved))]
+                              module.register_forward_hook(after, always_call=always)]
         self.backward.install()
 
     def _callable(self) -> list[nn.Module]:
@@ -91,6 +92,7 @@ class Hooks:
 
     def run_ahead(self) -> None:
         """Start the first gathers of the next forward."""
+        self.end_forward()
         self._window.open(self._pass_name(self._model))
 
     def _enter_graph(self, module: nn.Module) -> None:
@@ -102,7 +104,7 @@ class Hooks:
     @opaque
     @unbroken
     def end_forward(self) -> None:
-        """End a forward pass that an interrupt has ended: torch calls no hook after it."""
+        """End a forward pass that an interrupt has ended, or an error in a submodule that a script called: no hook ran."""
         if self._outermost is not None:
             self._finish(concluded=False)
 
@@ -116,29 +118,32 @@ class Hooks:
         """Begin a forward pass, unless the call is within one or within backward."""
         if _recomputing():
             return
-        if self._outermost is None or module is self._model:  # a model that is called anew was interrupted before
+        if self._outermost is None or module in (self._outermost, self._model):  # called anew, it was interrupted before
             self._abandon()
             self.replaced.check(training=torch.is_grad_enabled())
-            self._outermost, self._depth, self._records = module, 0, torch.is_grad_enabled()
+            self._outermost, self._records = module, torch.is_grad_enabled()
             self._scope.open(self)
             self._window.begin(self._pass_name(module))
             for within in self._in_graphs:
                 for unit in self._units[within]:
                     self._window.use(unit)
             self._saved.begin()
-        elif module is self._outermost:
-            self._depth += 1
 
     @opaque
     @unbroken
     def _end_call(self, module: nn.Module, args: object, output: object) -> None:
         """End the forward pass with its outermost call, which may have raised."""
-        if module is not self._outermost or _recomputing():
-            return
-        if self._depth:
-            self._depth -= 1
-        else:
+        if module is self._outermost and not _recomputing():
             self._finish(concluded=output is not None)
+
+    def _begin_inner_call(self, module: nn.Module, args: object) -> None:
+        """Do as `_begin_call`, and nothing in a graph, which runs within the forward of a module around it."""
+        if not torch.compiler.is_compiling():
+            self._begin_call(module, args)
+
+    def _end_inner_call(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._end_call(module, args, output)
 
     def _finish(self, *, concluded: bool) -> None:
         """End the forward pass; units stay gathered for the backward of one that is `concluded`, but are not to be read."""
@@ -209,10 +214,6 @@ class Hooks:
             self.backward.release_all()
 
 
-def _no_units(module: nn.Module) -> None:
-    """Use nothing: a graph that has `module` runs within the forward of another one, which begins the pass."""
-
-
 def _recomputing() -> bool:
     return graph_task() != -1
 
@@ -220,3 +221,7 @@ def _recomputing() -> bool:
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(),
                  lambda: BackwardPass(boundary=False, sync=False))
+
+
+for _hook in (Hooks._begin_inner_call, Hooks._end_inner_call):
+    skip_code(_hook.__code__)  # outside of a graph a hook is no graph of its own
