@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan test fuzz check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan test fuzz fuzz-idioms check bench bench-tiers \
 	bench-slow-network bench-communication peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -56,6 +56,9 @@ test: .venv/.installed  ## run every test, and print the 25 slowest; WORKERS=n f
 
 fuzz: .venv/.installed  ## train random compositions of features and compare with plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
+
+fuzz-idioms: .venv/.installed  ## run random programs of PyTorch idioms beside plain PyTorch; SEED=s COUNT=n
+	$(BIN)/python -m tests.fuzz.idioms$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check
