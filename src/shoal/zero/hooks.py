@@ -223,5 +223,5 @@ def _without_model() -> Hooks:
                  lambda: BackwardPass(boundary=False, sync=False))
 
 
-for _hook in (Hooks._begin_inner_call, Hooks._end_inner_call):
+for _hook in (Hooks._begin_inner_call, Hooks._end_inner_call):  # pyright: ignore[reportPrivateUsage]  of this file
     skip_code(_hook.__code__)  # outside of a graph a hook is no graph of its own
