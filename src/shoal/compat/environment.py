@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-__all__ = ["accelerator", "local_size"]
+__all__ = ["accelerator", "host_memory", "local_size", "timeout_minutes"]
 
 
 def accelerator() -> str | None:
@@ -18,3 +19,15 @@ def local_size() -> int:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
     return 1
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of this host's memory that are in use, and all of them."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return total - free, total
+
+
+def timeout_minutes() -> float:
+    """Return DEEPSPEED_TIMEOUT, the minutes that a collective may take; 10 if it is not set."""
+    return float(os.environ.get("DEEPSPEED_TIMEOUT", "10"))

@@ -1,10 +1,12 @@
-"""Published helpers of training loops."""
+"""Published helpers of training loops: norms, overflow, partitions, memory reports."""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,41 +15,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal import comm
+import shoal.comm
 from shoal.compat.deepspeed.accelerator.real_accelerator import get_accelerator
+from shoal.compat.deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from shoal.compat.deepspeed.utils.logging import logger
-from shoal.tree import tree_map
-
-__all__ = ["CheckOverflow", "DummyOptim", "PartitionedTensor", "call_to_str", "clip_grad_norm_",
-           "clip_tensors_by_global_norm", "empty_cache", "ensure_directory_exists", "get_global_norm",
-           "get_global_norm_of_tensors", "get_grad_norm", "get_only_unique_item", "get_weight_norm", "has_inf_or_nan",
-           "is_invalid_grad_norm", "is_model_parallel_parameter", "memory_status", "move_to_device", "noop_decorator",
-           "partition_balanced", "partition_uniform", "prefix_sum_inc", "see_memory_usage", "set_random_seed"]
+from shoal.compat.environment import host_memory
+from shoal.compat.partitioned_tensor import PartitionedTensor as PartitionedTensor
+from shoal.errors import UsageError
 
 PIPE_REPLICATED = "ds_pipe_replicated"
-GIB = 1 << 30
-CLIP_EPSILON = 1e-6
+"""An attribute of parameters that another stage has too, and counts."""
+
+inf = math.inf
+noop_context = nullcontext
 
 
 class DummyOptim:
-    """An optimizer of parameters that steps nothing."""
+    """The parameter groups of an optimizer that does not step."""
 
-    def __init__(self, params: Iterable[nn.Parameter]):
+    def __init__(self, params: Any):
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
 
 
-def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+def noop_decorator(func: Any) -> Any:
     """Return `func`."""
     return func
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file."""
+    """Create the folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, numpy where it is loaded, and torch on every device."""
+    """Seed Python, NumPy and torch."""
     import numpy
 
     random.seed(seed)
@@ -56,246 +57,327 @@ def set_random_seed(seed: int) -> None:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """Return a call as text: `f(1, a=2)`."""
-    return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
-
-
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return nested lists, tuples and dicts with their tensors on `device`; with `criterion_func` those that it accepts."""
-    return tree_map(lambda tensor: tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor, item)
+    """Return a call as text: `call_to_str("f", 1, x=2)` is "f(1, x=2)"."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Return the one value that all `items` have; raises `RuntimeError` if they differ."""
+    """Return the item that all of `items` are. Raises `RuntimeError` if they differ."""
     found = set(items)
     if len(found) != 1:
-        raise RuntimeError(f"expected one value in all items, got {sorted(found, key=repr)}")
+        raise UsageError(f"get_only_unique_item: got {items}; there must be one value")
     return found.pop()
 
 
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the memory in use on rank 0, if `force`."""
-    if not force or (dist.is_initialized() and dist.get_rank() != 0):
-        return
-    device = get_accelerator()
-    logger.info("%s", message)
-    logger.info("MA %.2f GB         Max_MA %.2f GB         CA %.2f GB         Max_CA %d GB",
-                device.memory_allocated() / GIB, device.max_memory_allocated() / GIB, device.memory_cached() / GIB,
-                round(device.max_memory_cached() / GIB))
-    device.reset_peak_memory_stats()
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log the memory in use on rank `print_rank`, -1 for every rank."""
-    if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
-        see_memory_usage(msg, force=True)
+# Devices
 
 
 def empty_cache() -> None:
-    """Give unused memory of the device back."""
+    """Return the accelerator's unused memory to the driver."""
     get_accelerator().empty_cache()
 
 
-# Partitions of layers
+def get_tensor_bytes(item: Tensor) -> int:
+    """Return the size of a tensor in bytes."""
+    return item.numel() * item.element_size()
 
 
-def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Return the running sums."""
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """Return `item` with copies on `device` of what the criterion names, within lists, tuples and dicts too."""
+    return _mapped(item, criterion_func, lambda tensor: tensor.to(device))
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return `item` with its tensors on `device`; those that the criterion names are changed themselves."""
+    def move(parameter: Tensor) -> Tensor:
+        moved = parameter.to(device)
+        if criterion_func is None:
+            return moved
+        parameter.data = moved
+        return parameter
+
+    return _mapped(item, criterion_func or (lambda each: isinstance(each, Tensor)), move)
+
+
+def _mapped(item: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    if isinstance(item, Mapping):
+        return {key: _mapped(value, wanted, change) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(_mapped(value, wanted, change) for value in item)
+    return change(item) if wanted(item) else item
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log the memory of the accelerator and of the host on rank 0, if `force`."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    device, gb, (used, total) = get_accelerator(), 2 ** 30, host_memory()
+    shown = max(logging.INFO, logger.level)
+    logger.log(shown, "%s", message)
+    logger.log(shown, "MA %.2f GB         Max_MA %.2f GB         CA %.2f GB", device.memory_allocated() / gb,
+               device.max_memory_allocated() / gb, device.memory_reserved() / gb)
+    logger.log(shown, "CPU Virtual Memory:  used = %.2f GB, percent = %s%%", used / gb, round(100 * used / total, 1))
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log the memory of the accelerator on `print_rank`, -1 for every rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if print_rank in (-1, rank):
+        logger.log(max(logging.INFO, logger.level), "RANK=%d MEMSTATS %s device=%s current alloc=%.4fGB", rank, msg,
+                   get_accelerator().current_device_name(), get_accelerator().memory_allocated() / 2 ** 30)
+
+
+def get_ma_status() -> int:
+    """Return the accelerator's bytes in use."""
+    return get_accelerator().memory_allocated()
+
+
+# Partitions
+
+
+def prefix_sum_inc(weights: Sequence[Any]) -> list[Any]:
+    """Return the running sums of `weights`, each with its own item."""
     return list(accumulate(weights))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the borders of parts of nearly equal sizes, the larger ones first."""
-    small, larger = divmod(num_items, num_parts)
-    return [0, *accumulate(small + (part < larger) for part in range(num_parts))]
+    """Return the bounds of `num_parts` parts of equal sizes; the first ones take what remains."""
+    size, rest = divmod(num_items, num_parts)
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the borders of parts whose largest weight is as small as possible."""
-    if len(weights) <= num_parts:
-        return partition_uniform(len(weights), num_parts)
-    sums = [0, *accumulate(weights)]
-    # After p rounds, best[i] is the smallest possible (largest part, sum of squares) of the first i items in p parts; of
-    # equal cuts the one with the smallest last part counts.
-    best = [(total, total**2) for total in sums]
-    steps: list[list[int]] = []
-    for _ in range(1, num_parts):
-        cuts = [min((max(best[j][0], sums[i] - sums[j]), best[j][1] + (sums[i] - sums[j]) ** 2, -j)
-                    for j in range(i + 1)) for i in range(len(sums))]
-        best = [(largest, squares) for largest, squares, _ in cuts]
-        steps.append([-border for *_, border in cuts])
-    borders = [len(weights)]
-    for row_borders in reversed(steps):
-        borders.insert(0, row_borders[borders[0]])
-    return [0, *borders]
+    """Return the bounds of `num_parts` runs of `weights` whose sums differ least; a run has one item or more.
+
+    The best division of the first items is kept for each number of parts, by the distance of its largest and smallest sum.
+    """
+    items = len(weights)
+    if items <= num_parts:
+        return partition_uniform(items, num_parts)
+    total = [0, *accumulate(weights)]
+    best: list[_Division | None] = [None, *(_Division(total[end], total[end], total[end] ** 2, (0, end))
+                                            for end in range(1, items + 1))]
+    for parts in range(2, num_parts + 1):
+        after: list[_Division | None] = [None] * (items + 1)
+        for end in range(parts, items + 1):
+            options = (before.extended(total[end] - total[start], end) for start in range(end - 1, parts - 2, -1)
+                       if (before := best[start]) is not None)
+            after[end] = min(options, key=lambda division: division.cost)
+        best = after
+    found = best[items]
+    assert found is not None
+    return list(found.bounds)
 
 
-# Norms
+class _Division:
+    """A division of the first items: the largest, the smallest and the squared sums of its parts, and their bounds."""
+
+    def __init__(self, largest: float, smallest: float, squares: float, bounds: tuple[int, ...]):
+        self.largest, self.smallest, self.squares, self.bounds = largest, smallest, squares, bounds
+        self.cost = (largest - smallest, squares)
+
+    def extended(self, weight: float, end: int) -> _Division:
+        """Return this division with one more part."""
+        return _Division(max(self.largest, weight), min(self.smallest, weight), self.squares + weight ** 2,
+                         (*self.bounds, end))
+
+
+# Norms and overflow
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Whether a parameter is marked as sliced over tensor ranks, by `model_parallel` or `tensor_model_parallel`."""
+    """Whether a parameter is a slice of a tensor-parallel one."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
-def _norm(tensors: Iterable[Tensor], norm_type: float) -> float:
-    tensors = list(tensors)
-    if norm_type == math.inf:
-        return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
-    return sum(float(tensor.float().norm(norm_type)) ** norm_type for tensor in tensors) ** (1 / norm_type)
+def has_inf_or_nan(x: Tensor) -> Tensor:
+    """Return whether a value is infinite or NaN, as a tensor."""
+    return torch.logical_not(torch.isfinite(x)).any()
 
 
-def _over_ranks(total: float, norm_type: float, mpu: Any) -> float:
-    """Return a norm of this rank's tensors over the model-parallel ranks of `mpu`."""
-    if mpu is None:
-        return total
-    largest = norm_type == math.inf
-    value = torch.tensor([total if largest else total**norm_type])
-    comm.all_reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mpu.get_model_parallel_group())
-    return float(value) if largest else float(value) ** (1 / norm_type)
+def is_invalid_grad_norm(norm: Any) -> bool:
+    """Whether a norm is infinite, NaN, or the -1 that marks an overflow."""
+    value = float(norm)
+    return value == -1 or not math.isfinite(value)
 
 
-def _counted(parameters: Iterable[nn.Parameter], mpu: Any) -> list[nn.Parameter]:
-    """Return the parameters that this rank counts: the sliced ones, and on the first model rank the others."""
-    first = mpu is None or mpu.get_model_parallel_rank() == 0
-    return [parameter for parameter in parameters if not getattr(parameter, PIPE_REPLICATED, False)
-            and (first or is_model_parallel_parameter(parameter))]
+def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Replace infinite and NaN values by `val`."""
+    input.masked_fill_(~torch.isfinite(input), val)
 
 
-def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2,
-                    mpu: Any = None) -> Tensor:
-    """Scale the gradients of plain parameters down to a norm of `max_norm`; return the norm before. For models without an
-    engine, which clips by `gradient_clipping`.
-    """
-    given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    with_grad = [parameter for parameter in given if parameter.grad is not None]
-    kind = float(norm_type)
-    total = _over_ranks(_norm((p.grad for p in _counted(with_grad, mpu) if p.grad is not None), kind), kind, mpu)
-    coefficient = min(1.0, max_norm / (total + CLIP_EPSILON))
-    for parameter in with_grad:
-        assert parameter.grad is not None
-        parameter.grad.mul_(coefficient)
-    return torch.tensor(total)
+def filter_empty_parameters(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have elements."""
+    return [each for each in params if each.numel() > 0]
 
 
-def get_grad_norm(parameters: nn.Parameter | Iterable[nn.Parameter], norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of the gradients of plain parameters; -1 where it is infinite or NaN."""
-    given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    kind = float(norm_type)
-    total = _over_ranks(_norm((p.grad for p in _counted(given, mpu) if p.grad is not None), kind), kind, mpu)
-    return total if math.isfinite(total) else -1
+def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
+    """Return the stage-3 parameters that are released."""
+    return [each for each in param_list if str(getattr(each, "ds_status", "")).endswith("NOT_AVAILABLE")]
 
 
-def get_weight_norm(parameters: nn.Parameter | Iterable[nn.Parameter], norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of the weights; -1 where it is infinite or NaN."""
-    given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    kind = float(norm_type)
-    total = _over_ranks(_norm((p.detach() for p in _counted(given, mpu)), kind), kind, mpu)
-    return total if math.isfinite(total) else -1
+def maybe_loss_for_backward(value: Any) -> bool:
+    """Whether a value is a scalar with a graph."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
-def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the L2 norm of what has these L2 norms."""
-    return math.sqrt(sum(norm**2 for norm in norm_list))
+def align_dense_tensors(tensor_list: list[Tensor], alignment: int) -> list[Tensor]:
+    """Return the tensors, followed by zeros where their elements are no multiple of `alignment`."""
+    rest = -sum(each.numel() for each in tensor_list) % alignment
+    last = tensor_list[-1] if rest else None
+    return tensor_list if last is None else [*tensor_list, torch.zeros(rest, dtype=last.dtype, device=last.device)]
+
+
+def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
+    """Whether two lists or dicts have equal tensors at the same places."""
+    if type(inputs1) is not type(inputs2):
+        return False
+    if isinstance(inputs1, dict):
+        return inputs1.keys() == inputs2.keys() and compare_tensors_in_structures(
+            list(inputs1.values()), [inputs2[key] for key in inputs1])
+    if not isinstance(inputs1, list) or len(inputs1) != len(inputs2):
+        return False
+    return all(torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+               for one, other in zip(inputs1, inputs2, strict=True))
+
+
+def get_global_norm(norm_list: Iterable[Any]) -> float:
+    """Return the 2-norm of norms."""
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _counted(parameters: Iterable[Any], mpu: Any) -> list[Any]:
+    """Return the parameters that this rank counts in a norm over the model-parallel ranks."""
+    first = bwc_tensor_model_parallel_rank(mpu) == 0 if mpu is not None else True
+    return [each for each in parameters
+            if not getattr(each, PIPE_REPLICATED, False) and (first or is_model_parallel_parameter(each))]
+
+
+def _total(tensors: Sequence[Tensor], norm_type: float, mpu: Any) -> Tensor:
+    """Return the norm of all elements of `tensors` over the model-parallel ranks, in fp32."""
+    norm_type = float(norm_type)
+    norms = [torch.linalg.vector_norm(tensor.detach().float(), norm_type) for tensor in tensors]
+    together = torch.stack(norms) if norms else torch.zeros(1)
+    if norm_type == inf:
+        return _over_model_ranks(together.max(), dist.ReduceOp.MAX, mpu)
+    return _over_model_ranks((together ** norm_type).sum(), dist.ReduceOp.SUM, mpu) ** (1.0 / norm_type)
+
+
+def _over_model_ranks(value: Tensor, op: Any, mpu: Any) -> Tensor:
+    group = None if mpu is None else mpu.get_model_parallel_group()
+    if group is not None and dist.get_world_size(group) > 1:
+        shoal.comm.all_reduce(value, op=op, group=group)
+    return value
+
+
+def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Return the norm of all gradients, over the model-parallel ranks of `mpu`; -1 if it is infinite or NaN."""
+    norm = float(_total([each.grad for each in _counted(_listed(parameters), mpu) if each.grad is not None], norm_type, mpu))
+    return norm if math.isfinite(norm) else -1.0
+
+
+def get_flattened_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None) -> float:
+    """Return the norm of all gradients, over the model-parallel ranks of `mpu`; -1 if it is infinite or NaN."""
+    if grad_norm_mask:
+        raise UsageError("get_flattened_grad_norm: got grad_norm_mask; mask the gradients themselves, and leave it out")
+    return get_grad_norm(parameters, norm_type, mpu)
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Return the norm of all weights, over the model-parallel ranks of `mpu`; -1 if it is infinite or NaN."""
+    norm = float(_total(_counted(_listed(parameters), mpu), norm_type, mpu))
+    return norm if math.isfinite(norm) else -1.0
+
+
+def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
+    """Return how many elements of the gradients are zero."""
+    zeros = sum(int((each.grad == 0).sum()) for each in _counted(_listed(parameters), mpu) if each.grad is not None)
+    return float(_over_model_ranks(torch.tensor(float(zeros)), dist.ReduceOp.SUM, mpu))
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
+    found = [each for each in _listed(parameters) if each.grad is not None]
+    norm = _total([each.grad for each in _counted(found, mpu)], norm_type, mpu)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for each in found:
+        each.grad.detach().mul_(factor.to(each.grad.device))
+    return norm
 
 
 def get_global_norm_of_tensors(input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None,
                                moe_ep_group: Any = None) -> Tensor:
-    """Return the norm of all tensors together."""
-    return torch.tensor(_over_ranks(_norm(input_tensors, float(norm_type)), float(norm_type), mpu))
-
-
-def clip_tensors_by_global_norm(input_tensors: Sequence[Tensor], max_norm: float = 1.0, global_norm: Any = None,
-                                mpu: Any = None, eps: float = CLIP_EPSILON) -> Tensor:
-    """Scale the tensors down to a norm of `max_norm` together; return the norm before."""
-    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
-    coefficient = max_norm / (float(norm) + eps)
-    for tensor in input_tensors if coefficient < 1 else ():
-        tensor.mul_(coefficient)
+    """Return the norm of all elements of tensors, over the model-parallel ranks of `mpu`; -1 if it is infinite or NaN."""
+    norm = _total(list(input_tensors), norm_type, mpu)
+    mask_nan_or_inf_with_val_inplace(norm)
     return norm
 
 
-def has_inf_or_nan(x: Tensor) -> Tensor:
-    """Return whether a tensor has an infinity or NaN, as a tensor."""
-    return x.isfinite().all().logical_not()
-
-
-def is_invalid_grad_norm(norm: Any) -> bool:
-    """Whether a norm is infinite, NaN or -1."""
-    return not math.isfinite(float(norm)) or float(norm) == -1
+def clip_tensors_by_global_norm(input_tensors: Sequence[Tensor], max_norm: float = 1.0, global_norm: Any = None,
+                                mpu: Any = None, eps: float = 1e-6) -> Any:
+    """Scale tensors so that their norm is at most `max_norm`; return the norm before."""
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    if max_norm / (float(norm) + eps) < 1:
+        for tensor in input_tensors:
+            tensor.detach().mul_(max_norm / (float(norm) + eps))
+    return norm
 
 
 class CheckOverflow:
-    """Looks for infinities and NaN in the gradients of plain parameters."""
+    """Looks for infinite and NaN gradients, on all ranks."""
 
-    def __init__(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None, mpu: Any = None,
-                 zero_reduce_scatter: bool = False, deepspeed: Any = None):
+    def __init__(self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None):
         self.mpu = mpu
-        self.params = [parameter for group in param_groups or () for parameter in group]
+        self.params = None if param_groups is None else [each for group in param_groups for each in group]
+        self.zero_reduce_scatter = zero_reduce_scatter
+        self.deepspeed = deepspeed
+        self.has_moe_params = False
+
+    def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
+        """Whether one of the norms marks an overflow, on any rank."""
+        found = any(is_invalid_grad_norm(norm) for norm in norm_group)
+        return self._on_any_rank(found) if reduce_overflow else found
+
+    def check(self, param_groups: Any = None) -> bool:
+        """Whether a gradient overflows, of these groups or those of the constructor."""
+        params = self.params if param_groups is None else [each for group in param_groups for each in group]
+        if params is None:
+            raise TypeError("CheckOverflow.check: got no param_groups, here or in the constructor")
+        return self.has_overflow(params)
 
     def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether a gradient of this rank overflowed."""
-        return any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in params)
+        """Whether a gradient overflows on this rank."""
+        return any(bool(has_inf_or_nan(each.grad)) for each in params if each.grad is not None)
 
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
-        """Whether a gradient of any rank overflowed."""
-        found = torch.tensor([float(self.has_overflow_serial(params))])
-        if dist.is_initialized():
-            comm.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        """Whether a gradient overflows on any rank."""
+        return self._on_any_rank(self.has_overflow_serial(params))
 
-    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
-        """Whether a gradient of the groups overflowed on any rank."""
-        return self.has_overflow([p for group in param_groups for p in group] if param_groups is not None else self.params)
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor, i: int) -> Tensor:
+        return has_inf_or_nan(x)
+
+    def _on_any_rank(self, found: bool) -> bool:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return found
 
 
-class PartitionedTensor:
-    """A tensor of which each rank of `group` keeps one part; `full()` joins them."""
+        flag = torch.tensor([float(found)], device=get_accelerator().current_device_name())
+        shoal.comm.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, partition_meta: Tensor | None = None):
-        self.group = group
-        self.num_parts, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.orig_size, self.orig_device = list(tensor.size()), tensor.device
-        self.partition = partition_uniform(tensor.numel(), self.num_parts)
-        start, stop = self.partition[self.rank:self.rank + 2]
-        self.local_data = tensor.detach().reshape(-1)[start:stop].clone()
 
-    @classmethod
-    def from_meta(cls, meta: Tensor, local_part: Tensor, group: dist.ProcessGroup, device: Any = "cpu") -> PartitionedTensor:
-        """Return the tensor that `meta` describes, of which this rank has `local_part`."""
-        numbers: list[int] = meta.tolist()
-        self = cls(torch.empty(0), group)
-        dims = numbers[0]
-        self.orig_size = numbers[1:1 + dims]
-        self.orig_device = torch.device(device)
-        self.num_parts, self.rank = numbers[1 + dims], numbers[2 + dims]
-        self.partition = numbers[3 + dims:]
-        self.local_data = local_part
-        return self
+# Checkpoint folders
 
-    def to_meta(self) -> Tensor:
-        """Return what describes the tensor as whole numbers: dims, shape, parts, rank, borders."""
-        return torch.tensor([len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition])
 
-    def data(self) -> Tensor:
-        """Return this rank's part."""
-        return self.local_data
+def _get_folder_size(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
-    def local_size(self) -> torch.Size:
-        """Return the shape of this rank's part."""
-        return self.local_data.size()
 
-    def full_size(self) -> list[int]:
-        """Return the shape of the whole."""
-        return self.orig_size
-
-    def full(self, device: Any = None) -> Tensor:
-        """Return the whole; every rank of the group calls it."""
-        widest = max(stop - start for start, stop in zip(self.partition, self.partition[1:], strict=False))
-        own = self.local_data.new_zeros(widest)
-        own[:self.local_data.numel()] = self.local_data
-        parts = own.new_empty(widest * self.num_parts)
-        comm.all_gather_into_tensor(parts, own, self.group)
-        pieces = [parts[rank * widest:rank * widest + stop - start]
-                  for rank, (start, stop) in enumerate(zip(self.partition, self.partition[1:], strict=False))]
-        return torch.cat(pieces).view(self.orig_size).to(self.orig_device if device is None else device)
+def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
+    """Return the bytes of a checkpoint's files; on another local rank than 0, 0."""
+    return _get_folder_size(str(Path(save_dir) / str(tag))) if local_rank in (None, 0) else 0

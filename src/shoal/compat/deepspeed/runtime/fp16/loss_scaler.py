@@ -1,28 +1,27 @@
-"""Published loss scalers. Engines scale by `shoal.precision`, whose rule is the same; these are for loops without one."""
+"""The published loss scalers, as objects of their own: scripts construct them, and published checkpoints name them.
+
+The dynamic scale halves when gradients overflow, and doubles once `scale_window` clean steps have followed a first one; the
+last of `delayed_shift` overflows halves it. (Shoal's engines scale by `shoal.precision.loss_scale`, which does not wait for
+that first step.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigObject
+from shoal.compat.deepspeed.runtime.utils import has_inf_or_nan
 from shoal.compat.deepspeed.utils.logging import logger
+from shoal.errors import LossScaleError
 
 __all__ = [
-    "CONSECUTIVE_HYSTERESIS",
-    "DELAYED_SHIFT",
-    "INITIAL_LOSS_SCALE",
-    "MIN_LOSS_SCALE",
-    "SCALE_WINDOW",
-    "CreateLossScaler",
-    "DynamicLossScaler",
-    "LossScaler",
-    "LossScalerBase",
-    "to_python_float",
-]
+    "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "INITIAL_LOSS_SCALE", "MIN_LOSS_SCALE", "SCALE_WINDOW", "CreateLossScaler",
+    "DynamicLossScaler", "LossScaler", "LossScalerBase", "to_python_float",
+]  # fmt: skip
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"
@@ -31,15 +30,13 @@ CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
 MIN_LOSS_SCALE = "min_scale"
 
 
-def to_python_float(t: Any) -> float:
-    """Return the one number of a tensor or a sequence."""
-    return t.item() if hasattr(t, "item") else t[0]
+def to_python_float(t: Any) -> Any:
+    """Return the number in a tensor of one element, else the first item."""
+    return t.item() if isinstance(t, Tensor) else t[0]
 
 
 class LossScalerBase(DeepSpeedConfigObject):
-    """A factor on the loss."""
-
-    dynamic: bool
+    """A factor on the loss, `loss_scale`."""
 
     def __init__(self, cur_scale: float):
         self.cur_scale = cur_scale
@@ -47,48 +44,50 @@ class LossScalerBase(DeepSpeedConfigObject):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next loss."""
+        """The factor."""
         return self.cur_scale
 
-    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        """Return gradients times the factor."""
+    def scale_gradient(self, module: object, grad_in: Iterable[Tensor], grad_out: object) -> tuple[Tensor, ...]:
+        """Return each gradient times the factor."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapt to whether a step overflowed."""
+        """Do nothing: the factor is constant."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the factor, in fp32."""
-        return loss.float() * self.loss_scale
+        """Return the loss times the factor."""
+        return loss * self.loss_scale
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run the backward of the scaled loss."""
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """Run backward of the scaled loss, and return that."""
+        scaled = self.scale_loss(loss)
+        scaled.backward(retain_graph=retain_graph)  # pyright: ignore[reportUnknownMemberType]
+        return scaled
 
 
 class LossScaler(LossScalerBase):
-    """A factor that never changes."""
+    """A constant factor; no gradient counts as an overflow."""
 
     def __init__(self, scale: float = 1):
         super().__init__(scale)
 
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return False: nothing is checked."""
+    def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
+        """Return False."""
         return False
 
-    def __repr__(self) -> str:
-        return f"LossScaler(scale={self.cur_scale})"
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return False
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A factor that halves after overflows and doubles after a window of clean steps.
+    """A factor that follows the gradients; see the module.
 
-    It halves at the `delayed_shift`-th overflow; with `consecutive_hysteresis` a clean step resets their count. An overflow
-    at `min_scale` raises, unless `raise_error_at_min_scale` is false.
+    Raises `LossScaleError` for an overflow at `min_scale`, unless `raise_error_at_min_scale` is false.
     """
 
     def __init__(self, init_scale: float, scale_window: int, min_scale: float, delayed_shift: int,
-                 consecutive_hysteresis: bool, raise_error_at_min_scale: bool = True, dtype: torch.dtype = torch.half):
+                 consecutive_hysteresis: bool, raise_error_at_min_scale: bool = True, dtype: torch.dtype = torch.float16):
         super().__init__(init_scale)
         self.dynamic = True
         self.cur_iter = 0
@@ -102,40 +101,45 @@ class DynamicLossScaler(LossScalerBase):
         self.raise_error_at_min_scale = raise_error_at_min_scale
         self.dtype = dtype
 
-    def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient has an infinity or NaN."""
-        return any(parameter.grad is not None and not bool(parameter.grad.isfinite().all()) for parameter in params)
+    def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether a gradient of this rank is infinite or NaN."""
+        return any(self._has_inf_or_nan(each.grad.data) for each in params if each.grad is not None)
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return bool(has_inf_or_nan(x))
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapt to whether a step overflowed."""
+        """Follow one step, which overflowed or did not."""
         if overflow:
             self._overflowed()
-            self.last_overflow_iter = self.cur_iter
         else:
             if self.consecutive_hysteresis:
                 self.cur_hysteresis = self.delayed_shift
-            if (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            stable = self.cur_iter - self.last_overflow_iter - 1
+            if stable > 0 and stable % self.scale_window == 0:
                 self.cur_hysteresis = self.delayed_shift
                 self.cur_scale *= self.scale_factor
         self.cur_iter += 1
 
     def _overflowed(self) -> None:
-        if self.delayed_shift != 1 and self.cur_hysteresis != 1:
+        if self.delayed_shift > 1 and self.cur_hysteresis > 1:
             self.cur_hysteresis -= 1
-            return
-        if self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
-            raise RuntimeError(f"gradients overflow at loss scale {self.cur_scale}, the smallest allowed; look for a bad "
-                               f"sample, lower the learning rate, or train in bf16")
-        lower = max(self.cur_scale / self.scale_factor, self.min_scale)
-        logger.warning("overflow: the loss scale goes from %g to %g", self.cur_scale, lower)
-        self.cur_scale = lower
+            logger.info("overflow: loss scale %s stays, %d more until it halves", self.cur_scale, self.cur_hysteresis)
+        else:
+            if self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
+                raise LossScaleError(f"Current loss scale already at minimum - cannot decrease scale anymore. It is "
+                                     f"{self.cur_scale:g}: look for a bad sample, lower the learning rate, or train in bf16")
+            self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+        self.last_overflow_iter = self.cur_iter
 
 
 def CreateLossScaler(dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool,
-                     dynamic_loss_args: dict[str, Any] | None) -> LossScalerBase:
-    """Return a dynamic scaler for fp16 with `dynamic_scaling`, a static one otherwise (1 for other dtypes)."""
+                     dynamic_loss_args: Mapping[str, Any] | None) -> LossScalerBase:
+    """Return the scaler of a training in `dtype`: fp16 alone scales dynamically, and other dtypes scale by 1."""
     if dtype == torch.half and dynamic_scaling:
-        defaults = {INITIAL_LOSS_SCALE: 2**32, SCALE_WINDOW: 1000, MIN_LOSS_SCALE: 1, DELAYED_SHIFT: 1,
-                    CONSECUTIVE_HYSTERESIS: False}
-        return DynamicLossScaler(dtype=dtype, **{**defaults, **(dynamic_loss_args or {})})
-    return LossScaler(scale=static_loss_scale if dtype == torch.half else 1.0)
+        given: dict[str, Any] = {
+            INITIAL_LOSS_SCALE: 2.0 ** 32, SCALE_WINDOW: 1000, MIN_LOSS_SCALE: 1, DELAYED_SHIFT: 1,
+            CONSECUTIVE_HYSTERESIS: False, **(dynamic_loss_args or {})}
+        return DynamicLossScaler(dtype=dtype, **given)
+    return LossScaler(static_loss_scale if dtype == torch.half else 1.0)

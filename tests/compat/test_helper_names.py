@@ -1,0 +1,188 @@
+"""Published helpers of training loops, against values that the published package gives."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.compat.deepspeed.runtime import lr_schedules, utils
+from shoal.compat.deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler
+from shoal.compat.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
+from shoal.compat.deepspeed.utils.init_on_device import OnDevice
+from shoal.compat.deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from shoal.schedule import warmup
+
+BALANCED: list[tuple[list[float], int, list[int]]] = [
+    ([1, 2, 3, 4, 5], 2, [0, 3, 5]), ([1] * 10, 3, [0, 4, 7, 10]), ([5, 1, 1, 1], 2, [0, 1, 4]),
+    ([1, 2], 4, [0, 1, 2, 2, 2]),
+    ([1, 1, 1, 1, 100], 2, [0, 4, 5]), ([0, 0, 0], 2, [0, 2, 3]), ([3, 1, 4, 1, 5, 9, 2, 6], 3, [0, 5, 6, 8])]
+
+
+@pytest.mark.parametrize(("weights", "parts", "bounds"), BALANCED)
+def test_balanced_partitions_are_the_published_ones(weights: list[float], parts: int, bounds: list[int]) -> None:
+    assert utils.partition_balanced(weights, parts) == bounds
+
+
+def test_uniform_partitions_sums_and_texts_are_the_published_ones() -> None:
+    assert [utils.partition_uniform(*given) for given in ((10, 3), (2, 4), (9, 2))] == [
+        [0, 4, 7, 10], [0, 1, 2, 2, 2], [0, 5, 9]]
+    assert utils.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
+    assert utils.call_to_str("f", 1, "a", b=2) == "f(1, 'a', b=2)"
+    assert utils.get_global_norm([3.0, 4.0]) == 5.0
+
+
+def two_parameters() -> list[nn.Parameter]:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first.grad, second.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    return [first, second]
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2, 5.0), (1, 7.0), (float("inf"), 4.0)])
+def test_clipping_returns_the_norm_and_scales_to_the_limit(norm_type: float, norm: float) -> None:
+    parameters = two_parameters()
+    assert float(utils.clip_grad_norm_(parameters, 1.0, norm_type)) == pytest.approx(norm)
+    assert float(utils.clip_grad_norm_(parameters, 100.0, norm_type)) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_overflow_is_an_infinite_or_missing_number() -> None:
+    parameters = two_parameters()
+    check = utils.CheckOverflow([parameters])
+    assert not check.check() and check.check_using_norm([-1]) and not check.check_using_norm([1.0])
+    assert parameters[0].grad is not None
+    parameters[0].grad[0] = float("nan")
+    assert check.check() and utils.get_grad_norm(parameters) == -1.0
+
+
+def test_the_dynamic_scale_follows_overflows_as_published() -> None:
+    scaler = DynamicLossScaler(2**4, 2, 1, 2, False)
+    seen: list[tuple[float, int]] = []
+    for overflow in (1, 1, 0, 0, 0, 1, 0, 0, 1, 1, 1):
+        scaler.update_scale(bool(overflow))
+        seen.append((scaler.cur_scale, scaler.cur_hysteresis))
+    assert seen == [(16, 1), (8, 1), (8, 1), (8, 1), (16, 2), (16, 1), (16, 1), (16, 1), (8, 1), (4, 1), (2, 1)]
+    lowest = DynamicLossScaler(1, 1000, 1, 1, False)
+    with pytest.raises(Exception, match="Current loss scale already at minimum"):
+        lowest.update_scale(True)
+
+
+def test_a_scaler_fits_the_dtype() -> None:
+    assert CreateLossScaler(torch.bfloat16, 128.0, True, {}).cur_scale == 1.0
+    assert CreateLossScaler(torch.float16, 128.0, False, None).loss_scale == 128.0
+    assert CreateLossScaler(torch.float16, 0, True, None).dynamic
+    value = torch.ones(1, requires_grad=True)
+    assert LossScaler(4).backward((value * 2).sum()).item() == 8.0
+    assert value.grad is not None and value.grad.tolist() == [8.0]
+
+
+def an_optimizer(groups: int = 1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(groups)], lr=0.1)
+
+
+RATES: list[tuple[Any, dict[str, Any], list[float]]] = [
+    (lr_schedules.LRRangeTest, {"lr_range_test_step_size": 2, "lr_range_test_step_rate": 5}, [0.0035, 0.006, 0.0085]),
+    (lr_schedules.OneCycle, {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
+     [0.04, 0.07, 0.1, 0.07]),
+    (lr_schedules.WarmupLR, {"warmup_num_steps": 4}, [0.0, 0.05, 0.079248, 0.1, 0.1]),
+    (lr_schedules.WarmupDecayLR, {"warmup_num_steps": 3, "total_num_steps": 7}, [0.0, 0.000631, 0.001, 0.001, 0.00075]),
+    (lr_schedules.WarmupCosineLR, {"warmup_num_steps": 3, "total_num_steps": 7}, [0.0, 0.063093, 0.1, 0.085357, 0.050005]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "given", "rates"), RATES)
+def test_a_schedule_writes_the_published_learning_rates(kind: Any, given: dict[str, Any], rates: list[float]) -> None:
+    scheduled = kind(an_optimizer(), **given)
+    found: list[float] = []
+    for _ in rates:
+        scheduled.step()
+        found += scheduled.get_last_lr()
+    assert found == pytest.approx(rates, abs=1e-6)
+    assert scheduled.state_dict() == {"last_batch_iteration": len(rates) - 1}
+
+
+def test_a_schedule_that_an_engine_built_is_a_published_one() -> None:
+    built = warmup.WarmupLR(an_optimizer())
+    assert isinstance(built, lr_schedules.WarmupLR) and not isinstance(built, lr_schedules.WarmupCosineLR)
+
+
+def test_schedules_raise_the_published_errors() -> None:
+    with pytest.raises(TypeError, match="not a subclass"):
+        lr_schedules.WarmupLR(3)
+    with pytest.raises(ValueError, match="warmup_num_steps"):
+        lr_schedules.WarmupLR(an_optimizer(), warmup_num_steps=0)
+    with pytest.raises(AssertionError, match="need to call step"):
+        lr_schedules.OneCycle(an_optimizer(), 0.01, 0.1).get_last_lr()
+    with pytest.raises(KeyError):
+        lr_schedules.WarmupLR(an_optimizer()).load_state_dict({})
+
+
+def test_flags_describe_a_schedule() -> None:
+    args = lr_schedules.add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", "WarmupLR"])
+    config, problem = lr_schedules.get_config_from_args(args)
+    assert problem is None and config is not None
+    assert config["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"}
+    assert lr_schedules.get_lr_from_config(config) == (0.001, "")
+    assert lr_schedules.get_lr_from_config({}) == (None, "LR schedule type not defined in config")
+
+
+def test_progressive_layer_drop_falls_from_one_to_theta() -> None:
+    drop = ProgressiveLayerDrop(theta=0.5, gamma=0.1)
+    assert drop.get_state() == {"progressive_layer_drop": True, "pld_theta": 1.0}
+    drop.update_state(10)
+    assert drop.get_theta() == pytest.approx(0.5 * 2.718281828459045**-1 + 0.5)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (2, 2), (3, 2)])
+def test_a_tiled_layer_computes_what_the_whole_layer_does(inputs: int, outputs: int) -> None:
+    whole = nn.Linear(7, 5)
+    value = torch.rand(3, 7)
+    tiled = TiledLinear(7, 5, in_splits=inputs, out_splits=outputs, init_linear=whole)
+    assert torch.allclose(tiled(value), whole(value), atol=1e-6)
+    with pytest.raises(RuntimeError, match="in_splits"):
+        TiledLinear(7, 5, in_splits=8)
+
+
+class ReturnsBias(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return nn.functional.linear(input, self.weight), self.bias
+
+
+def test_a_tiled_layer_that_returns_its_bias_joins_output_and_bias() -> None:
+    output, bias = TiledLinearReturnBias(6, 4, in_splits=2, out_splits=2, linear_cls=ReturnsBias)(torch.rand(3, 6))
+    assert (output.shape, bias.shape) == ((3, 4), (4,))
+
+
+def test_tensors_made_on_a_device_have_its_dtype() -> None:
+    with OnDevice(torch.float16, device="meta"):
+        layer, whole = nn.Linear(2, 2), torch.ones(2, dtype=torch.int64)
+    assert (layer.weight.dtype, layer.weight.device.type, whole.dtype) == (torch.float16, "meta", torch.int64)
+    with OnDevice(torch.bfloat16, enabled=False):
+        assert torch.empty(1).dtype == torch.float32
+
+
+def test_timers_run_once_and_log_what_exists() -> None:
+    timers = SynchronizedWallClockTimer()
+    timer = timers("a")
+    with pytest.raises(AssertionError, match="not started"):
+        timer.stop()
+    timer.start()
+    with pytest.raises(AssertionError, match="already"):
+        timer.start()
+    timer.stop()
+    assert timer.elapsed() >= 0 and timer.elapsed() == 0 and timers.get_mean(["a", "missing"]).keys() == {"a"}
+    assert NoopTimer()("a").elapsed() == 0 and NoopTimer().get_timers() == {}
+    assert trim_mean([1, 2, 3, 100], 0.25) == 2.5
+
+
+def test_the_throughput_timer_reports_every_few_steps() -> None:
+    lines: list[str] = []
+    timer = ThroughputTimer(argparse.Namespace(enabled=True, synchronized=True), batch_size=4, start_step=1,
+                            steps_per_output=2, logging_fn=lines.append)
+    for _ in range(4):
+        timer.start()
+        timer.stop(global_step=True)
+    assert len(lines) == 2 and "global_step=4" in lines[1] and timer.avg_samples_per_sec() > 0
