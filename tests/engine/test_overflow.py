@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.engine.engine import Engine
 from shoal.errors import LossScaleError, UsageError
 from shoal.testing import run_ranks
 
+from ..zero.models import batch, loss_of
 from .trained import build, loss, same, train, weights
 
 FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
@@ -101,6 +103,40 @@ def test_an_unscaled_backward_is_refused_while_the_loss_is_scaled() -> None:
         other.scale(loss(other, 0, micro)).backward()
         other.step()
     assert same(weights(engine), weights(other)) and engine.get_global_grad_norm() == other.get_global_grad_norm()
+
+
+STATIC = {"enabled": True, "loss_scale": 16}
+
+
+def test_a_failed_backward_does_not_let_an_unscaled_loss_pass() -> None:
+    engine = build(fp16=STATIC)
+    for call in (engine.backward, lambda value: engine.scale(value).backward()):
+        value = loss(engine, 0)
+        call(value)
+        engine.step()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            call(value)
+        with pytest.raises(UsageError, match="unscaled loss while the loss scale is 16"):
+            loss(engine, 1).backward()
+
+
+def test_an_unused_scaled_loss_does_not_let_an_unscaled_one_pass() -> None:
+    engine = build(fp16=STATIC)
+    engine.scale(loss(engine, 0))
+    with pytest.raises(UsageError, match="unscaled loss while the loss scale is 16"):
+        loss(engine, 0).backward()
+
+
+def test_a_scaled_loss_passes_where_its_first_gradients_are_of_a_recompute() -> None:
+    engine = build(fp16=STATIC)
+    tokens, targets = batch(0, 0, 0)
+    embedded = torch.ones((), requires_grad=True)  # without an input that requires one, checkpoint gives no gradient
+    value = checkpoint(lambda one: loss_of(engine(tokens), targets) * one, embedded, use_reentrant=True)
+    scaled = engine.scale(value)
+    for _ in range(2):
+        scaled.backward(retain_graph=True)
+    engine.step()
+    assert engine.global_steps == 1
 
 
 def test_auto_cast_casts_inputs_to_fp16() -> None:

@@ -291,7 +291,7 @@ def too_soon(folder: str, tier: dict[str, Any], stage: int, within: bool) -> tup
             with pytest.raises(UsageError) as raised:
                 action(engine)
             errors[name] = str(raised.value)
-        engine.progress.boundary_override = None
+        engine.progress.override_boundary(None)
         engine.step()
     found = weights(engine)
     engine.destroy()

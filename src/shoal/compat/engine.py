@@ -246,11 +246,8 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
         with published_errors():
             if self.managed:
                 return super().step(lr_kwargs)
-            self.progress.boundary_override = True
-            try:
+            with self.progress.at_boundary(True):
                 super().step(lr_kwargs)
-            finally:
-                self.progress.boundary_override = None
         return None
 
     @as_published

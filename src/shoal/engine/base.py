@@ -193,8 +193,8 @@ class BaseEngine(Accessors, nn.Module):
         """Whether the present microbatch is the last of a step."""
         return self.progress.is_boundary(self.gradient_accumulation_steps())
 
-    def synchronising(self) -> bool:
-        """Whether backward passes communicate at present."""
+    def reduces_gradients(self) -> bool:
+        """Whether backward passes reduce gradients at present."""
         return self.progress.sync and self.enable_backward_allreduce
 
     def begin_pass(self) -> BackwardPass:
@@ -205,7 +205,7 @@ class BaseEngine(Accessors, nn.Module):
         self.frozen_parameters.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use
         self._check_loss_factor(self.optimizer.loss_scale)
-        return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.synchronising(),
+        return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.reduces_gradients(),
                             on_reduced=self.optimizer.on_reduced, grad_refusal=self._grad_refusal(self.optimizer))
 
     def _grad_refusal(self, optimizer: ShardedOptimizer) -> str:
@@ -225,11 +225,10 @@ class BaseEngine(Accessors, nn.Module):
 
     def _check_loss_factor(self, loss_scale: float) -> None:
         """Raise `UsageError` if the loss of the backward pass that begins lacks the factor that this engine needs."""
-        if self.progress.loss_scaled:
-            self.progress.loss_scaled = False
+        running = BaseEngine.running_backward
+        if running.caller is self or self.progress.loss_is_scaled():
             return
-        wanted = loss_scale / self.gradient_accumulation_steps()
-        factor = BaseEngine.running_backward.factor
+        wanted, factor = loss_scale / self.gradient_accumulation_steps(), running.factor
         if factor == wanted:  # one loss may lead through several engines
             return
         if factor is not None:

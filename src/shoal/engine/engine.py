@@ -18,6 +18,7 @@ from shoal.errors import CollectiveFailed, RanksDisagree, UsageError
 from shoal.interrupts import unbroken, watched
 from shoal.transport.collectives import Communicator
 from shoal.tree import fingerprint_of
+from shoal.zero.backward_hooks import graph_task_liveness
 from shoal.zero.compiled import opaque, opaque_frame
 from shoal.zero.reducer import BackwardPass
 
@@ -89,9 +90,8 @@ class Engine(BaseEngine):
         self.optimizer.check_not_begun("backward")
         share = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor = share * self.optimizer.loss_scale
-        self.progress.loss_scaled = True
         try:
-            with (self.progress.syncing(allreduce_gradients), BaseEngine.running_backward.of(factor),
+            with (self.progress.syncing(allreduce_gradients), BaseEngine.running_backward.of(self, factor),
                   watched(), self.during("backward"), self._steps_in_backward(retain_graph)):
                 _times(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
@@ -103,17 +103,24 @@ class Engine(BaseEngine):
     def _steps_in_backward(self, retain_graph: bool) -> AbstractContextManager[None]:
         """Return the context of the next backward pass, in which finished units are stepped where the configuration says."""
         assert self.optimizer is not None
-        if not (self.optimizer.rules.in_backward and self.synchronising() and self.is_gradient_accumulation_boundary()):
+        if not (self.optimizer.rules.in_backward and self.reduces_gradients() and self.is_gradient_accumulation_boundary()):
             return nullcontext()
         if retain_graph:
             raise UsageError("backward: retain_graph=True keeps a graph whose weights this pass is to step; add the losses "
                              "up and call backward once, or set offload_optimizer.step_in_backward to false")
         return self.optimizer.within_backward()
 
+    @opaque
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `.backward()` on instead of `engine.backward(loss)`."""
-        self.progress.loss_scaled = True
-        return _times(loss, self.loss_scale() / self.gradient_accumulation_steps())
+        scaled = _times(loss, self.loss_scale() / self.gradient_accumulation_steps())
+        if scaled.requires_grad:
+            scaled.register_hook(self._begin_scaled_backward)
+        return scaled
+
+    @opaque
+    def _begin_scaled_backward(self, gradient: Tensor) -> None:
+        self.progress.begin_scaled_backward(graph_task_liveness())
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -146,7 +153,7 @@ class Engine(BaseEngine):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the present microbatch is the last of a step, instead of counting."""
-        self.progress.boundary_override = is_boundary
+        self.progress.override_boundary(is_boundary)
 
     @opaque
     @unbroken

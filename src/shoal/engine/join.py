@@ -46,7 +46,7 @@ class Joined(Protocol):
     def backward(self, loss: Tensor) -> Tensor: ...
     def step(self) -> None: ...
     def is_gradient_accumulation_boundary(self) -> bool: ...
-    def synchronising(self) -> bool: ...
+    def reduces_gradients(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Join:
 
     def _exchange(self, call: JoinedCall) -> _Said:
         engine = self._engine
-        own = [call, self._batch is None, engine.is_gradient_accumulation_boundary(), engine.synchronising()]
+        own = [call, self._batch is None, engine.is_gradient_accumulation_boundary(), engine.reduces_gradients()]
         words = torch.tensor([int(word) for word in own], dtype=torch.int64, device=engine.device)
         rows = engine.communicator.gather_words(words, "a call within engine.join()").tolist()
         calls = {rank: JoinedCall(row[0]) for rank, row in enumerate(rows) if row[0]}

@@ -242,7 +242,7 @@ class PipelineEngine(BaseEngine):
     def _pass(self, stage: int, run: Callable[[], None], last: bool, sync: bool) -> None:
         """Call `run` as a backward pass of one stage: the `last` of the step or not, and with communication or without."""
         try:
-            with (self.progress.one_pass(boundary=last, sync=sync), BaseEngine.running_backward.of(self._factor),
+            with (self.progress.one_pass(boundary=last, sync=sync), BaseEngine.running_backward.of(self, self._factor),
                   self.during("backward")):
                 self._passes[stage].backward.as_pass(run)
         except BaseException:

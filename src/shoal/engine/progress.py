@@ -5,7 +5,7 @@ A step ends at a boundary: after `gradient_accumulation_steps` microbatches, or 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -37,8 +37,8 @@ class Progress:
     """A backward pass has begun since the last call of `step`."""
     passes: int = 0
     """Backward passes since the last call of `step`."""
-    loss_scaled: bool = False
-    """The loss of the next backward pass carries the factor that this engine needs."""
+    loss_is_scaled: Callable[[], bool] = lambda: False
+    """Whether the backward pass under way is one of a loss that `Engine.scale` returned."""
 
     def is_boundary(self, accumulation: int) -> bool:
         """Whether the present microbatch is the last of a step of `accumulation` microbatches."""
@@ -50,6 +50,10 @@ class Progress:
         """Note the begin of a backward pass."""
         self.backward_begun = True
         self.passes += 1
+
+    def begin_scaled_backward(self, is_running: Callable[[], bool]) -> None:
+        """Note that autograd differentiates a scaled loss, for as long as the pass `is_running`."""
+        self.loss_is_scaled = is_running
 
     def begin_step(self) -> None:
         """Note a call of `step`."""
@@ -77,6 +81,20 @@ class Progress:
         """Begin a step of another length: microbatches are counted as if every step had it."""
         self.micro_steps = self.global_steps * accumulation
 
+    def override_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether microbatches end a step, instead of counting; None: count them again."""
+        self.boundary_override = is_boundary
+
+    @contextmanager
+    def at_boundary(self, is_boundary: bool) -> Generator[None]:
+        """Let the microbatch within the context be the last of a step, or not be it."""
+        before = self.boundary_override
+        self.boundary_override = is_boundary
+        try:
+            yield
+        finally:
+            self.boundary_override = before
+
     @contextmanager
     def syncing(self, sync: bool) -> Generator[None]:
         """Let backward passes within the context communicate only if `sync`, and if those around it may."""
@@ -90,13 +108,8 @@ class Progress:
     @contextmanager
     def one_pass(self, *, boundary: bool, sync: bool) -> Generator[None]:
         """Run one backward pass within the context, at a `boundary` or not, with communication only if `sync`."""
-        before = self.boundary_override
-        self.boundary_override = boundary
-        try:
-            with self.syncing(sync):
-                yield
-        finally:
-            self.boundary_override = before
+        with self.at_boundary(boundary), self.syncing(sync):
+            yield
 
     def counters(self) -> dict[str, int]:
         """Return the counters that a checkpoint holds."""
@@ -115,12 +128,15 @@ class RunningBackward:
 
     factor: float | None = None
     """The factor of its loss; None while no engine runs one."""
+    caller: object = None
+    """The engine that runs it, whose factor the loss carries."""
 
     @contextmanager
-    def of(self, factor: float) -> Generator[None]:
-        """Run a backward pass, within the context, of a loss that carries `factor`."""
-        outer, self.factor = self.factor, factor
+    def of(self, caller: object, factor: float) -> Generator[None]:
+        """Run a backward pass of `caller`, within the context, of a loss that carries `factor`."""
+        outer = self.caller, self.factor
+        self.caller, self.factor = caller, factor
         try:
             yield
         finally:
-            self.factor = outer
+            self.caller, self.factor = outer

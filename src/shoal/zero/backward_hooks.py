@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold, Scope, graph_task
 from shoal.zero.window import Window
 
-__all__ = ["BackwardHooks"]
+__all__ = ["BackwardHooks", "graph_task_liveness"]
 
 _DETACHED = BackwardPass(boundary=False, sync=False)
 
@@ -229,6 +230,19 @@ def _after_node(take: Callable[[nn.Parameter], object], parameter: nn.Parameter)
     def run(inputs: object, outputs: object) -> None:
         take(parameter)
     return run
+
+
+def graph_task_liveness() -> Callable[[], bool]:
+    """Return a function that tells whether the backward pass under way on this thread still is.
+
+    Autograd holds the callbacks of a pass until it ends or fails, and no longer.
+    """
+    def nothing() -> None:
+        pass
+
+    Variable._execution_engine.queue_callback(nothing)  # pyright: ignore  no annotation, no other way
+    held = ref(nothing)
+    return lambda: held() is not None
 
 
 @opaque
