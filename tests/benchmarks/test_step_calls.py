@@ -13,5 +13,5 @@ def test_a_step_is_traced_from_backward_to_the_end_of_step() -> None:
     for caller, callee, _ in found["calls"]:
         assert caller != callee and {caller, callee} <= set(found["files"])
     functions = {function for _, _, function in found["calls"]}
-    assert "ShardedOptimizer.step" in functions and "Engine.forward" not in functions
+    assert "ShardedOptimizer.take_step" in functions and "Engine.forward" not in functions
     assert [target.measured for target in outcome(found, 2, 2).targets] == [len(found["files"]), len(found["calls"])]
