@@ -17,6 +17,7 @@ from shoal.compat import named_optimizers
 from shoal.compat.deepspeed.runtime.config import read_config
 from shoal.compat.deepspeed.utils.logging import logger
 from shoal.compat.engine import DeepSpeedEngine, PipelineEngine
+from shoal.compat.leaf_modules import mark_configured
 from shoal.compat.optimizers import PlainOptimizer, optimizer_kind
 from shoal.compat.raising import as_published
 from shoal.compat.tolerance import tolerate
@@ -46,6 +47,7 @@ def initialize(args: Any = None, model: Any = None, optimizer: Any = None, model
     named = _with_model_dtype(named_optimizers.rename(tolerate(given)), model)
     if _tensor_ranks.get(model, 1) > 1:
         named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
+    mark_configured(model, given)
     engine: Any = build(KINDS, args=None, model=model, optimizer=optimizer, model_parameters=model_parameters,
                         training_data=training_data, lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu,
                         dist_init_required=dist_init_required, collate_fn=collate_fn, config=named, mesh_param=mesh_param,

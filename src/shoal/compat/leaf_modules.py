@@ -1,46 +1,51 @@
 """Modules that published scripts ask to be gathered whole (`set_z3_leaf_modules`).
 
 A module that calls only some of its children, as a mixture of experts does, must be gathered as one, or ranks that call
-different children wait for each other. Shoal's units are whole repeated blocks, so that is the case already; the marks are
-kept for the functions that ask for them.
+different children wait for each other. The published functions mark modules by `shoal.zero.set_leaf_modules`, before
+`initialize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
+from shoal.compat.deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from shoal.compat.raising import as_published
 from shoal.errors import UsageError
+from shoal.zero import get_leaf_modules, set_leaf_modules
 
-__all__ = ["get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
-           "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"]
+__all__ = ["get_z3_leaf_modules", "mark_configured", "set_z3_leaf_module", "set_z3_leaf_modules",
+           "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"]
 
-_leaves: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_named: WeakSet[nn.Module] = WeakSet()
+"""Modules that the functions below marked or unmarked: a parameter does not tell its modules."""
 
 Classes = Iterable[type | str]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether the module is marked to be gathered whole."""
-    return _leaves.get(model, False)
+    return any(leaf is model for leaf in get_leaf_modules(model))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether the parameter belongs to a marked module."""
-    return any(parameter is model for module, marked in _leaves.items() if marked for parameter in module.parameters())
+    return any(parameter is model for module in _named if z3_leaf_module(module) for parameter in module.parameters())
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take its mark away."""
-    _leaves[model] = flag
+    _named.add(model)
+    set_leaf_modules(model, [model], is_leaf=flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the marked modules of `model`."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
+    return get_leaf_modules(model)
 
 
 @as_published
@@ -68,6 +73,14 @@ def set_z3_leaf_modules_by_suffix(model: nn.Module, module_name_suffixes: Iterab
                                   raise_if_not_found: bool = True) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end so; returns them, and the ends that no name has. Raises `ValueError` if none has."""
     return _mark_names("set_z3_leaf_modules_by_suffix", model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def mark_configured(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Mark the modules of `model` that `zero_optimization.leaf_module` names, or the published mixtures of experts."""
+    section = DeepSpeedZeroLeafModuleConfig(**((config.get("zero_optimization") or {}).get("leaf_module") or {}))
+    set_z3_leaf_modules(model, section.classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)
 
 
 def _mark_classes(call: str, model: nn.Module, classes: Classes, flag: bool, required: bool) -> list[nn.Module]:

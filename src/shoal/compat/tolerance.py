@@ -55,7 +55,7 @@ INERT: Mapping[str, Inert] = {
     "checkpoint.writer": Inert(default=None, reason="there is one writer, which overlaps with training"),
     "checkpoint.use_node_local_storage": Inert(default=False, reason="give a folder that every rank sees"),
     "zero_optimization.module_granularity_threshold": Inert(default=0, reason=_WHOLE_UNITS),
-    "zero_optimization.leaf_module": Inert(default=None, reason=_WHOLE_UNITS),
+    "zero_optimization.leaf_module": Inert(default=None, reason="initialize marks these modules by itself"),
     "zero_optimization.use_all_reduce_for_fetch_params": Inert(default=False, reason="an all-gather moves fewer bytes"),
     "zero_optimization.allgather_sequential": Inert(default=False, reason=_WHOLE_UNITS),
     "zero_optimization.log_trace_cache_warnings": Inert(default=False, reason="a changed order of modules is followed"),
