@@ -145,6 +145,11 @@ def attributes() -> bool:
         first.ds_active_sub_modules.clear()
     assert first.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
     assert first.ds_tensor.numel() == 30
+    first.all_gather()
+    assert first.ds_status is zero.ZeroParamStatus.AVAILABLE
+    assert torch.equal(first.detach().flatten(), first.ds_tensor)
+    first.partition()
+    assert first.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
     engine.destroy()
     assert not hasattr(first, "ds_id")
     small = engine_of({"stage": 3})

@@ -237,7 +237,7 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
         Keywords of older versions (`allreduce_gradients`, `release_loss`) have no effect.
         """
         with published_errors():
-            if not isinstance(loss, Tensor):
+            if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass numbers
                 raise UsageError(f"backward: got a {type(loss).__name__}; pass the scalar loss tensor")
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas).to(loss.dtype)
 

@@ -85,7 +85,7 @@ def mark_configured(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 def _mark_classes(call: str, model: nn.Module, classes: Classes, flag: bool, required: bool) -> list[nn.Module]:
     wanted = list(classes)
-    if not all(isinstance(each, type | str) for each in wanted):
+    if not all(isinstance(each, type | str) for each in wanted):  # pyright: ignore[reportUnnecessaryIsInstance]  a script's
         raise UsageError(f"{call}: got {wanted}; give classes of modules, or their names")
     found = [module for module in model.modules() if any(_is_of(module, each) for each in wanted)]
     _require(call, found, wanted, model, required)

@@ -232,7 +232,7 @@ class PlainOptimizer(PublishedOptimizer):
     """
 
     @property
-    def __class__(self) -> Any:  # as proxies say whom they stand for
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  as proxies do, without a setter
         inner = vars(self).get("optimizer")
         return PlainOptimizer if inner is None else type(inner)
 

@@ -103,7 +103,6 @@ def _slice(parameter: nn.Parameter, unit: Unit) -> Tensor:
 def _gather(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
     def all_gather(*unused: Any, **unused_too: Any) -> None:
         unit.gather()
-        unit.expose()
 
     return all_gather
 

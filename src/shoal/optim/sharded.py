@@ -124,7 +124,7 @@ class ShardedOptimizer(Optimizer):
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         self._owner: ReferenceType[StepOwner] | None = None
         self.views = views
-        self.scaler = loss_scale
+        self.scaler: LossScale = loss_scale
         self.rules = rules
         self.overflow = False
         """Whether the last step was skipped because the gradients overflowed."""

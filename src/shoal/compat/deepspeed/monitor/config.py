@@ -61,8 +61,8 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     @model_validator(mode="after")
     def check_enabled(self) -> DeepSpeedMonitorConfig:
         """Add `enabled`."""
-        self.__dict__["enabled"] = (self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled
-                                    or self.comet.enabled)
+        vars(self)["enabled"] = (self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled
+                                 or self.comet.enabled)
         return self
 
 

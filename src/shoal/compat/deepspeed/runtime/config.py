@@ -74,6 +74,8 @@ class DtypeEnum(Enum):
     int8 = torch.int8, "torch.int8", "int8"
     bf16 = torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16"
 
+    _spellings: tuple[Any, ...]
+
     def __new__(cls, *values: Any) -> DtypeEnum:
         self = object.__new__(cls)
         self._value_ = values[0]
@@ -128,7 +130,7 @@ def read_config(config: Any) -> dict[str, Any]:
         return _object(Path(config).read_text(encoding="utf-8-sig"), str(config))
     expected = "give a path that exists, a dict, or URL-safe base64 of JSON"
     try:
-        text = base64.urlsafe_b64decode(config).decode("utf-8")
+        text = base64.urlsafe_b64decode(config).decode("utf-8")  # pyright: ignore[reportArgumentType]  a path raises TypeError
     except binascii.Error as error:
         raise binascii.Error(f"config: got {config!r}, which is no file and no base64 ({error}); {expected}") from None
     except (UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:

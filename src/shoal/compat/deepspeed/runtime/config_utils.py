@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_serializer
@@ -45,7 +45,8 @@ class DeepSpeedConfigModel(BaseModel):
         assert last not in owner.model_fields_set, (
             f"{type(self).__name__}: got both '{name}' and '{new}', two spellings of one key; keep '{new}'")
         value = getattr(self, name)
-        setattr(owner, last, rule.get("new_param_fn", lambda given: given)(value))
+        convert = rule.get("new_param_fn")
+        setattr(owner, last, value if convert is None else convert(value))
 
     @field_serializer("dtype", check_fields=False)
     def serialize_torch_dtype(dtype: Any) -> str:
@@ -108,7 +109,7 @@ class DeepSpeedConfigObject:
         return json.dumps(vars(self), sort_keys=False, indent=4, cls=ScientificNotationEncoder, default=str)
 
 
-def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
     """Return a value of `param_dict`, or the default."""
     return param_dict.get(param_name, param_default_value)
 

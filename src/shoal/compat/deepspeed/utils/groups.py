@@ -106,17 +106,17 @@ _get_data_parallel_world_size, _get_model_parallel_group = get_data_parallel_wor
 _get_model_parallel_rank, _get_model_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size
 
 
-def _get_sequence_parallel_world_size() -> int:
+def _get_sequence_parallel_world_size() -> int:  # pyright: ignore[reportUnusedFunction]  a published name
     """Return 1: sequences are not split over ranks of their own."""
     return 1
 
 
-def _get_sequence_parallel_rank() -> int:
+def _get_sequence_parallel_rank() -> int:  # pyright: ignore[reportUnusedFunction]  a published name
     """Return 0."""
     return 0
 
 
-def _get_sequence_parallel_group() -> Any:
+def _get_sequence_parallel_group() -> Any:  # pyright: ignore[reportUnusedFunction]  a published name
     """Raise `NotSupportedYet`: there is no sequence-parallel group."""
     raise NotSupportedYet("groups: sequence-parallel groups (Ulysses) are not supported yet; tensor_parallel can split "
                           "sequences between its regions")

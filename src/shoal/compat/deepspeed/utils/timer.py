@@ -151,7 +151,7 @@ class ThroughputTimer:
     The first `start_step` steps are not counted. Every `steps_per_output` steps a line is logged.
     """
 
-    def __init__(self, config: Any, batch_size: int, start_step: int = 2, steps_per_output: int | None = None,
+    def __init__(self, config: Any, batch_size: int | None, start_step: int = 2, steps_per_output: int | None = None,
                  monitor_memory: bool = False, logging_fn: Callable[[str], object] | None = None):
         self.config = config
         self.batch_size = 1 if batch_size is None else batch_size

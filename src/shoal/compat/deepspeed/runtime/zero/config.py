@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -32,6 +33,14 @@ class ZeroStageEnum(int, Enum):
     max_stage = 3  # noqa: PIE796  published as another name of the last
 
 
+def _params_on_cpu(given: bool | None) -> DeepSpeedZeroOffloadParamConfig | None:
+    return DeepSpeedZeroOffloadParamConfig(device=OffloadDeviceEnum.cpu) if given else None
+
+
+def _optimizer_on_cpu(given: bool | None) -> DeepSpeedZeroOffloadOptimizerConfig | None:
+    return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu) if given else None
+
+
 def _old(new: str, **rule: Any) -> Any:
     return Field(None, json_schema_extra={"deprecated": True, "new_param": new, **rule})
 
@@ -54,13 +63,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
     zenflow: dict[str, Any] | None = None
     sub_group_size: int = Field(pp_int(1_000_000_000), ge=0)
-    cpu_offload_param: bool | None = _old(
-        "offload_param",
-        new_param_fn=lambda given: DeepSpeedZeroOffloadParamConfig(device=OffloadDeviceEnum.cpu) if given else None)
+    cpu_offload_param: bool | None = _old("offload_param", new_param_fn=_params_on_cpu)
     cpu_offload_use_pin_memory: bool | None = _old("offload_param or offload_optimizer", set_new_param=False)
-    cpu_offload: bool | None = _old(
-        "offload_optimizer",
-        new_param_fn=lambda given: DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu) if given else None)
+    cpu_offload: bool | None = _old("offload_optimizer", new_param_fn=_optimizer_on_cpu)
     prefetch_bucket_size: int = Field(pp_int(50_000_000), ge=0, alias="stage3_prefetch_bucket_size")
     param_persistence_threshold: int = Field(pp_int(100_000), ge=0, alias="stage3_param_persistence_threshold")
     model_persistence_threshold: int = Field(pp_int(sys.maxsize, "sys.maxsize"), ge=0,
@@ -96,7 +101,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     def overlap_comm_valid(self) -> DeepSpeedZeroConfig:
         """Resolve `overlap_comm` as published: on at stage 3 alone. (Shoal overlaps at every stage unless it is given.)"""
         if self.overlap_comm is None:
-            self.__dict__["overlap_comm"] = self.stage == ZeroStageEnum.weights
+            vars(self)["overlap_comm"] = self.stage == ZeroStageEnum.weights
         return self
 
     @model_validator(mode="after")
@@ -115,7 +120,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         return self
 
 
-def read_zero_config_deprecated(param_dict: dict[str, Any]) -> dict[str, Any]:
+def read_zero_config_deprecated(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section that the oldest form stands for: `"zero_optimization": true` is stage 1."""
     section: dict[str, Any] = {"stage": 1 if param_dict[ZERO_OPTIMIZATION] else 0}
     if section["stage"]:
@@ -124,7 +129,7 @@ def read_zero_config_deprecated(param_dict: dict[str, Any]) -> dict[str, Any]:
     return section
 
 
-def get_zero_config(param_dict: dict[str, Any]) -> DeepSpeedZeroConfig:
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """Return the section of a whole configuration."""
     section = param_dict.get(ZERO_OPTIMIZATION, {})
     if isinstance(section, bool):

@@ -36,9 +36,9 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
-    buffer_count: int = Field(5, ge=0)
-    buffer_size: int = Field(pp_int(100_000_000), ge=0)
-    max_in_cpu: int = Field(pp_int(1_000_000_000), ge=0)
+    buffer_count: int = Field(default=5, ge=0)
+    buffer_size: int = Field(default=pp_int(100_000_000), ge=0)
+    max_in_cpu: int = Field(default=pp_int(1_000_000_000), ge=0)
     pin_memory: bool = True
 
 
@@ -47,17 +47,17 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
-    buffer_count: int = Field(4, ge=0)
+    buffer_count: int = Field(default=4, ge=0)
     pin_memory: bool = True
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
-    ratio: float = Field(1.0, ge=0.0, le=1.0)
+    ratio: float = Field(default=1.0, ge=0.0, le=1.0)
     super_offload: bool = False
-    cpuadam_cores_perc: float = Field(0.8, ge=0.0, le=1.0)
+    cpuadam_cores_perc: float = Field(default=0.8, ge=0.0, le=1.0)
 
     @model_validator(mode="after")
     def set_pipeline(self) -> DeepSpeedZeroOffloadOptimizerConfig:
         """Add `pipeline`: whether reads or writes overlap with the update."""
-        self.__dict__["pipeline"] = self.pipeline_read or self.pipeline_write
+        vars(self)["pipeline"] = self.pipeline_read or self.pipeline_write
         return self

@@ -84,7 +84,7 @@ class TiledLinear(nn.Module):
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
         """Take over the values of a layer of the same features; every rank calls it."""
-        with gathered([parameter for parameter in (other.weight, other.bias) if parameter is not None]):
+        with gathered(other.parameters(recurse=False)):
             if tuple(other.weight.shape) != (self.out_features, self.in_features):
                 raise AssertionError(f"copy_params_from: got a weight of shape {tuple(other.weight.shape)}; it must be "
                                      f"{(self.out_features, self.in_features)}")
@@ -92,7 +92,7 @@ class TiledLinear(nn.Module):
                 for tile, (left, right) in zip(row, pairwise(self.in_parts), strict=True):  # pyright: ignore[reportArgumentType]  a ModuleList
                     with gathered(tile, modifier_rank=0):
                         tile.weight.copy_(other.weight[top:bottom, left:right])
-                if self.use_bias and other.bias is not None:
+                if self.use_bias and other.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]  a layer may have none
                     last = row[-1]  # pyright: ignore[reportIndexIssue]  a ModuleList
                     with gathered(last, modifier_rank=0):
                         last.bias.copy_(other.bias[top:bottom])
