@@ -115,7 +115,8 @@ def no_parallel_layers() -> str:
 
 
 def test_tensor_ranks_without_parallel_layers_are_refused() -> None:
-    assert "the mesh has 2 tensor ranks, and no layer of the model is sliced over them" in run_ranks(2, no_parallel_layers)[0]
+    message = run_ranks(2, no_parallel_layers)[0]
+    assert "the mesh has 2 tensor ranks, and no layer of the model is sliced over them" in message
 
 
 def bytes_sent(case: Wide) -> dict[str, int]:
