@@ -19,7 +19,8 @@ from shoal.errors import UsageError
 from shoal.zero import get_leaf_modules, set_leaf_modules
 
 __all__ = ["get_z3_leaf_modules", "mark_configured", "set_z3_leaf_module", "set_z3_leaf_modules",
-           "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"]
+           "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
+           "z3_leaf_parameter"]
 
 _named: WeakSet[nn.Module] = WeakSet()
 """Modules that the functions below marked or unmarked: a parameter does not tell its modules."""
