@@ -76,7 +76,7 @@ def test_an_indivisible_size_error_lists_sizes_that_divide() -> None:
         divided("14 heads", 14, 4)
 
 
-class Half(nn.Module):
+class HalfSlicedLinear(nn.Module):
     def __init__(self, cut: TensorSlice) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2, 3))
@@ -90,14 +90,14 @@ class Half(nn.Module):
 class Holder(nn.Module):
     def __init__(self, cut: TensorSlice, other: TensorSlice) -> None:
         super().__init__()
-        self.first, self.second = Half(cut), Half(other)
+        self.first, self.second = HalfSlicedLinear(cut), HalfSlicedLinear(other)
         self.second.weight = self.bias = self.first.weight
 
 
 def test_tied_parameters_have_their_slice_under_every_name() -> None:
     cut = TensorSlice.even(0, (4,), 1, 2)
-    assert isinstance(Half(cut), SlicedModule)
-    assert cuts_of(Half(cut)) == {"weight": cut}
+    assert isinstance(HalfSlicedLinear(cut), SlicedModule)
+    assert cuts_of(HalfSlicedLinear(cut)) == {"weight": cut}
     assert cuts_of(Holder(cut, cut)) == {"bias": cut, "first.weight": cut, "second.weight": cut}
     assert cuts_of(nn.Linear(2, 2)) == {}
 

@@ -18,7 +18,7 @@ def wide() -> nn.Module:
     return nn.Linear(256, 16, bias=False)
 
 
-class Beside(nn.Linear):
+class ReplicatedBesideSliced(nn.Linear):
     """A layer that is replicated over the tensor ranks, beside an unused parameter that is sliced."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Beside(nn.Linear):
         vars(self.cut).update(tensor_model_parallel=True, partition_dim=0)
 
 
-class Twice(nn.Module):
+class CalledTwice(nn.Module):
     """A layer that gets gradients at two times in one backward."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def estimated_variance(steps: int, build: Callable[[], nn.Module], config: dict[
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1},
         "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.0, "freeze_step": 1, "betas": [0.9, 0.98]}}} | config)[0]
     dtype, random = next(engine.module.parameters()).dtype, torch.Generator().manual_seed(1 + engine.communicator.rank)
-    times, microbatches = 2 if build is Twice else 1, engine.gradient_accumulation_steps()
+    times, microbatches = 2 if build is CalledTwice else 1, engine.gradient_accumulation_steps()
     for _ in range(steps * microbatches):
         gradient = 0.5 + torch.randn(16, 256, generator=random)
         engine.backward((engine(torch.eye(256, dtype=dtype)).float().T * gradient).sum() / times)
@@ -61,7 +61,8 @@ def estimated_variance(steps: int, build: Callable[[], nn.Module], config: dict[
     (2, wide, {}), (4, wide, {}), (2, wide, {"gradient_accumulation_steps": 3}), (2, wide, {"gradient_allreduce_op": "sum"}),
     (2, wide, {"gradient_predivide_factor": 2.0}), (2, wide, {"communication_data_type": "fp16"}),
     (2, wide, {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 20}}),
-    (2, Twice, {}), (2, Beside, {"mesh": {"tensor": 2}}), (4, Beside, {"mesh": {"tensor": 2}}),
+    (2, CalledTwice, {}), (2, ReplicatedBesideSliced, {"mesh": {"tensor": 2}}),
+    (4, ReplicatedBesideSliced, {"mesh": {"tensor": 2}}),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_variance_continues_under_compression_as_with_full_gradients(
         ranks: int, build: Callable[[], nn.Module], config: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError
 from shoal.precision import Policy, dtype_named, policy
 from shoal.precision.policy import Averaging, Factors
+from shoal.transport.reduction import sum_addends
+from shoal.zero.placement import master_dtype
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -119,3 +121,11 @@ def test_the_product_of_both_factors_is_the_mean(prescale: bool | None, predivid
     assert factors.before * factors.after == pytest.approx(1.0 if summed else 1 / addends)
     assert averaging.is_before(accumulate=accumulate, wire=wire) == (factors == Factors(
         before=(1.0 if summed else 1 / addends), after=1.0)) or addends == 1 or summed or predivide is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_has_an_fp32_master_and_is_summed_in_fp32(dtype: torch.dtype) -> None:
+    assert master_dtype(dtype) == FP32
+    target = torch.zeros(4)
+    sum_addends(tuple(torch.full((4,), value).to(dtype) for value in (16.0, 1.0, 1.0)), target, 0.5, accumulate=False)
+    assert target.tolist() == [9.0] * 4

@@ -22,13 +22,13 @@ from shoal.compat.optimizers import PlainOptimizer, optimizer_kind
 from shoal.compat.raising import as_published
 from shoal.compat.tolerance import tolerate
 from shoal.compat.unsupported import unsupported_function
-from shoal.engine.build import EngineKinds, build
+from shoal.engine.build import EngineClasses, build
 from shoal.errors import ConfigError, UsageError
 from shoal.log import warn_once
 
 __all__ = ["add_config_arguments", "default_inference_config", "init_inference", "initialize", "tp_model_init"]
 
-KINDS = EngineKinds(plain=DeepSpeedEngine, pipeline=PipelineEngine, optimizer=optimizer_kind)
+CLASSES = EngineClasses(plain=DeepSpeedEngine, pipeline=PipelineEngine, optimizer=optimizer_kind)
 
 
 @as_published
@@ -48,7 +48,7 @@ def initialize(args: Any = None, model: Any = None, optimizer: Any = None, model
     if _tensor_ranks.get(model, 1) > 1:
         named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
     mark_configured(model, given)
-    engine: Any = build(KINDS, args=None, model=model, optimizer=optimizer, model_parameters=model_parameters,
+    engine: Any = build(CLASSES, args=None, model=model, optimizer=optimizer, model_parameters=model_parameters,
                         training_data=training_data, lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu,
                         dist_init_required=dist_init_required, collate_fn=collate_fn, config=named, mesh_param=mesh_param,
                         config_params=None)

@@ -54,7 +54,7 @@ from shoal.zero.sharded import ShardingPlan
 if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
-__all__ = ["EngineKinds", "add_config_arguments", "build", "initialize"]
+__all__ = ["EngineClasses", "add_config_arguments", "build", "initialize"]
 
 OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
@@ -96,7 +96,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
     the model is a `PipelineModule`. Raises `ConfigError` for the configuration, `UsageError` for the objects,
     `RanksDisagree` when ranks differ.
     """
-    engine = build(EngineKinds(), args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
+    engine = build(EngineClasses(), args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
                    training_data=training_data, lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu,
                    dist_init_required=dist_init_required, collate_fn=collate_fn, config=config, mesh_param=mesh_param,
                    config_params=config_params)
@@ -104,7 +104,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKinds:
+class EngineClasses:
     """The classes that `build` makes instances of: Shoal's own, or subclasses under other names."""
 
     plain: type[Engine] = Engine
@@ -113,11 +113,11 @@ class EngineKinds:
     """The class of the sharded optimizer, by the configuration and the inner optimizer."""
 
 
-def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: OptimizerSource | None,
+def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimizer: OptimizerSource | None,
           model_parameters: ParameterSource | None, training_data: Dataset[Any] | None, lr_scheduler: ScheduleSource | None,
           distributed_port: int, mpu: Any, dist_init_required: bool | None, collate_fn: Callable[[Any], Any] | None,
           config: Source | None, mesh_param: Any, config_params: Source | None) -> Engine | PipelineEngine:
-    """Build the engine that `initialize` returns, as an instance of one of `kinds`."""
+    """Build the engine that `initialize` returns, as an instance of one of `classes`."""
     model = _check_model(model)
     source = _source(args, config, config_params)
     process_group.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required,
@@ -139,15 +139,15 @@ def build(kinds: EngineKinds, *, args: Any, model: nn.Module | None, optimizer: 
             Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
             gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
         device = process_group.device()
-        kind = kinds.pipeline if isinstance(model, PipelineModule) else kinds.plain
-        engine = kind(model, settings, mesh, parameter_groups, board, device, compilation)
+        engine_class = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
+        engine = engine_class(model, settings, mesh, parameter_groups, board, device, compilation)
         traits = _traits(settings, optimizer)
         _check_device(settings, device)
         if traits.compressing:
             check_compression(settings, mesh, model, traits.name)
         move_buffers(model, parameter_groups.data, device)
         with _restored_on_failure(engine):
-            sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, kinds)
+            sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
             engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
@@ -243,7 +243,7 @@ def _timeout(source: Source) -> timedelta | None:
 
 
 def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: ParameterSource | None,
-           traits: OptimizerTraits, kinds: EngineKinds) -> ShardedOptimizer | None:
+           traits: OptimizerTraits, classes: EngineClasses) -> ShardedOptimizer | None:
     """Shard the engine's model, and build the optimizer with these `traits` over its masters."""
     settings, model = engine.settings, engine.module
     named = settings.optimizer.type is not None
@@ -285,7 +285,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
                          f"{len(groups.options)}; return an optimizer over the groups that it was given")
     groups.show_params(inner)
     rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
-    return kinds.optimizer(settings, inner)(sharded, views, inner, _loss_scale(settings), rules)
+    return classes.optimizer(settings, inner)(sharded, views, inner, _loss_scale(settings), rules)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.log import warn_once
 from shoal.recording.call import Handle
 from shoal.transport.collectives import Communicator, Label
+from shoal.transport.reduction import wide_dtype
 
 __all__ = ["ROW_COST", "RowExchange", "RowTable", "changed_rows", "coalesced", "to_dense"]
 
@@ -281,7 +282,7 @@ class _RowReduction(_RowsInFlight):
 
     def _store(self) -> None:
         rows, position = torch.unique(torch.cat(self._numbers).long(), return_inverse=True)
-        wide = torch.promote_types(self._values[0].dtype, torch.float32)
+        wide = wide_dtype(self._values[0].dtype)
         total = self._own.new_zeros((len(rows), self._own.shape[1]), dtype=wide)
         for addend, where in zip(self._values, position.split([len(addend) for addend in self._values]), strict=True):
             total.index_add_(0, where, addend.to(wide))

@@ -62,9 +62,16 @@ class CopyOut:
             self._free(self._staging)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return fp32, or `dtype` where that is wider; torch promotes no float8."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
 def sum_addends(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:
     """Compute target = scale * sum(addends) [+ target], in order, in fp32 or wider."""
-    wide = torch.promote_types(addends[0].dtype, torch.float32)
+    wide = wide_dtype(addends[0].dtype)
+    if wide.itemsize > addends[0].itemsize == 1:  # torch adds no float8 to another dtype
+        addends = tuple(addend.to(wide) for addend in addends)
     first, *rest = addends
     direct = target.dtype == wide and not accumulate and all(a.data_ptr() != target.data_ptr() for a in addends[2:])
     if not rest:

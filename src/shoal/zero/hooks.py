@@ -6,8 +6,9 @@
 
 The outermost forward is the model's, or that of a module within it that a script calls itself: `model.encoder(x)`.
 
-Hooks on module outputs (backward_hooks.py) serve run-ahead, saved tensors serve truth: weights may be reached through
-closures or auxiliary losses, which no output shows. During recompute the same forward hooks run inside a backward pass.
+Output hooks (backward_hooks.py) start gathers early; saved-tensor hooks guarantee that weights are gathered when
+autograd reads them, also through closures or auxiliary losses, which no output shows. During recompute the same forward
+hooks run inside a backward pass.
 Modules that torch.compile has within one graph, whose weights stay in memory, are used where the model's forward begins.
 """
 

@@ -21,6 +21,8 @@ from enum import Enum
 
 import torch
 
+from shoal.transport.reduction import wide_dtype
+
 
 class Placement(Enum):
     """Where the value of a tensor rests over the ranks of a data axis."""
@@ -44,7 +46,8 @@ class Stage:
 
     @property
     def publishes(self) -> bool:
-        """Whether a step ends with an all-gather of the weights: each rank has stepped a slice of what rests whole."""
+        """Whether a step ends with an all-gather of the weights: each rank has stepped a slice of
+        weights that rest replicated."""
         return self.weight is not SHARD and self.master is SHARD
 
     @property
@@ -86,7 +89,7 @@ class StateBytes:
 
 def master_dtype(compute: torch.dtype) -> torch.dtype:
     """The dtype of the copy that the optimizer steps: fp32, or wider where the weights are."""
-    return torch.promote_types(compute, torch.float32)
+    return wide_dtype(compute)
 
 
 def state_bytes(stage: int, parameters: int, ranks: int, *, compute: torch.dtype,

@@ -223,7 +223,7 @@ class Unit:
         if not self.reshards or self.phase is Phase.RELEASED or self._holds:
             return
         with torch.no_grad():
-            # Other ranks may not have begun to load what loads here, as its step is deferred there: they would not gather it
+            # Where a deferred step is pending, another rank has not started this fetch: no collective while it loads
             self._loading.wait() if self.phase is Phase.LOADING else self.gather()
             if not self.is_sharded and any(self.versions.since):
                 self.memory.mark_dirty()
@@ -302,7 +302,7 @@ class Unit:
         self._keep(self.full)
 
     def keep_slots(self, slots: Iterable[int]) -> None:
-        """Let what was written into `slots` of the gathered weights rest; autograd counts it as a write by the script."""
+        """Save writes to `slots` to the resting weights and the master; autograd counts them as writes by the script."""
         self.memory.mark_dirty()
         for slot in slots:
             increment_version(self._parameters[slot])
@@ -318,7 +318,7 @@ class Unit:
             self.memory.update_snapshots()
 
     def _keep(self, values: Tensor) -> None:
-        """Let the gathered weights rest."""
+        """Save the gathered weights, and where there is a master its part of `values`."""
         self.memory.save()
         self.memory.update_snapshots()
 

@@ -1,4 +1,4 @@
-"""The states of a unit: what its memory holds, how that may change, and what keeps it gathered, and who wrote it."""
+"""The phases of a unit, the legal transitions, the holds, and the counters of writes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ class Member:
 
 
 class PendingStep(Protocol):
-    """A step that is decided and that the unit's weights do not show yet. The unit asks before its memory is used."""
+    """A step that is decided and that the unit's weights do not show yet. The unit asks before its memory is used.
+
+    `optim` implements it, a layer above this one that `zero` does not import.
+    """
 
     @property
     def is_taken(self) -> bool:

@@ -326,7 +326,7 @@ class OneBitTransport(DenseTransport):
             self._layout.clear_gaps(full)
             self._give_back([flat])
 
-        return _Then(transfer, add)
+        return _HandleWithCallback(transfer, add)
 
     def _keep_exact(self, addend: Tensor, *, onto: bool) -> None:
         """Keep this rank's span of `addend` (size,), which is to be reduced, `onto` that of an earlier sum of the step."""
@@ -359,7 +359,7 @@ class OneBitTransport(DenseTransport):
             self._layout.clear_gaps(addend)
             self._give_back(borrowed)
 
-        return _Then(transfer, add)
+        return _HandleWithCallback(transfer, add)
 
     def _borrow(self) -> Tensor:
         """Return room for a packed vector of each rank, one after the other."""
@@ -370,17 +370,17 @@ class OneBitTransport(DenseTransport):
             self._pool.give_back(borrowed.pop())
 
 
-class _Then:
-    """A transfer, and what is done once it is over."""
+class _HandleWithCallback:
+    """A handle that runs a callback after its transfer."""
 
-    def __init__(self, transfer: Handle, then: Callable[[], None]):
+    def __init__(self, transfer: Handle, callback: Callable[[], None]):
         self._transfer = transfer
-        self._then: Callable[[], None] | None = then
+        self._callback: Callable[[], None] | None = callback
 
     @torch.no_grad()
     def wait(self) -> None:
-        if self._then is None:
+        if self._callback is None:
             return
         self._transfer.wait()  # if it fails, every later wait fails with it
-        then, self._then = self._then, None
-        then()
+        callback, self._callback = self._callback, None
+        callback()

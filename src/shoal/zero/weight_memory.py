@@ -41,7 +41,7 @@ class WeightMemory:
             self.full = zeros(layout.size, dtype, device)
             self.rest: Span = ResidentSpan(self.full)
         self.rests_in_full: Final = self._elastic is None or self._elastic.shard_in_full
-        """Whether what rests is a part of `full`, so that writes to `full` reach it."""
+        """Whether the resting shard is a part of `full`, so that writes to `full` reach it."""
 
     @property
     def is_exposed(self) -> bool:
@@ -53,12 +53,12 @@ class WeightMemory:
         return self._external_refs is not None and storage_use_count(self.full) > self._external_refs - views
 
     def grow(self) -> Transfer:
-        """Allocate the whole buffer; when the transfer is done, it holds what rests."""
+        """Allocate the full buffer; when the transfer is done, it holds the resting shard."""
         assert self._elastic is not None
         return self._elastic.grow()
 
     def shrink(self) -> None:
-        """Give up the memory that what rests does not need."""
+        """Free the full buffer, except the shard."""
         assert self._elastic is not None
         if self._is_dirty:
             self.save()
@@ -68,12 +68,12 @@ class WeightMemory:
         self._elastic.shrink(retain=self._external_refs is not None)
 
     def save(self) -> None:
-        """Let the resting part of the grown buffer rest as it is."""
+        """Copy the span of the full buffer into the resting shard."""
         if self._elastic is not None:
             self._elastic.save_shard()
 
     def load(self) -> None:
-        """Have the resting part of the grown buffer be what rests."""
+        """Copy the resting shard into its span of the full buffer."""
         if self._elastic is not None:
             self._elastic.load_shard()
 

@@ -66,7 +66,7 @@ class Window:
         return between is not None and self._fit([unit, *between])
 
     def _between(self, unit: Unit) -> list[Unit] | None:
-        """Return what the rest of this forward and its backward use before `unit`; None if they do not use that."""
+        """Return the units used between now and the next use of `unit`; None if this forward and its backward have none."""
         coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
         return coming[:coming.index(unit)] if unit in coming else None
 
