@@ -16,7 +16,7 @@ from shoal.errors import ReleasedError
 from shoal.testing import run_ranks
 
 WIDTH = 8
-CASES = {1: ("0", "3", "3 nvme"), 2: ("2", "3", "3 cpu")}
+CASES = {1: ("0", "2 nvme", "3", "3 nvme"), 2: ("2", "3", "3 cpu")}
 """By the number of ranks: a stage, and the tier of weights and state."""
 
 
@@ -226,7 +226,17 @@ def hooked(case: str, folder: str) -> None:
     engine.destroy()
 
 
-PROGRAMS = (regularised, called_directly, penalised, graded, repeated)
+def begun_directly(trained: Any, turn: int) -> list[Tensor]:
+    """Call a module of the root first after a step, so that a read of its weight waits for the step."""
+    trained.backward(trained(entry(turn)).square().mean())
+    trained.step()
+    out = trained.module.first(entry(turn))
+    trained.backward(out.square().mean() + trained(entry(turn)).square().mean())
+    trained.step()
+    return [out.detach()]
+
+
+PROGRAMS = (regularised, called_directly, begun_directly, penalised, graded, repeated)
 
 
 def alike(folder: str) -> None:

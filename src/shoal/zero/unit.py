@@ -158,11 +158,11 @@ class Unit:
         """Return when the parameters hold their values."""
         if not self._scope.is_open:
             self.check()
+        if self.phase is not Phase.GATHERED and self.pending is not None:
+            self.pending.finish()  # which may gather it to publish, and a hold keeps it gathered
         if self.phase is Phase.GATHERED:
             self._reveal()
             return
-        if self.pending is not None:
-            self.pending.finish()
         if self.phase is Phase.ROWS_GATHERED:
             self._shrink()
         self.prefetch()
