@@ -19,13 +19,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.compiled import opaque
-from shoal.zero.guard import gradient_edge
+from shoal.zero.guard import gradient_edge, hooks_of_gradient
 from shoal.zero.readable_grads import ReadableGrads
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
@@ -62,7 +61,7 @@ class BackwardHooks:
         self._task = -1  # autograd's number of the present pass; a re-entrant pass within it has its own
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
         self._handles: list[RemovableHandle] = []
-        self._nodes: dict[nn.Parameter, Node] = {}  # which accumulate gradients, and live as long as there is a reference
+        self._ours: list[tuple[dict[int, object], int]] = []  # of each parameter: its hooks, and the key of ours
         self._within_forward = False
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
         self._shows_grads = not announced
@@ -78,15 +77,15 @@ class BackwardHooks:
                     take = _drop
                     if isinstance(unit, TrainableUnit):
                         take = partial(_collect_late if unit in self._late else self._collect, unit, slot)
-                    node = self._nodes[member.parameter] = gradient_edge(member.parameter).node
-                    self._handles.append(node.register_hook(_after_node(take, member.parameter)))
+                    self._handles.append(handle := member.parameter.register_post_accumulate_grad_hook(take))
+                    self._ours.append((hooks_of_gradient(member.parameter), handle.id))
 
     def remove(self) -> None:
         """Detach from the parameters, and from the engine: it goes with its last reference."""
         self.grads.remove()
         while self._handles:
             self._handles.pop().remove()
-        self._nodes.clear()
+        self._ours.clear()
         self._begin_pass = _detached
 
     def as_pass(self, run: Callable[[], None]) -> None:
@@ -128,10 +127,17 @@ class BackwardHooks:
         self._task = graph_task()
         Variable._execution_engine.queue_callback(self._end)  # pyright: ignore  no annotation, no other way
         self.grads.close(keep=True)
+        self._collect_last()
         self._pass = self._begin_pass()
         if not self._within_forward:
             self._window.begin("backward")
         self.reducer.begin(self._pass)
+
+    def _collect_last(self) -> None:
+        """Take a gradient after every hook that a script has registered since, which then sees what it would see alone."""
+        for hooks, key in self._ours:
+            if len(hooks) > 1:
+                hooks[key] = hooks.pop(key)
 
     def enter(self, module: nn.Module, unit: Unit) -> None:
         """Gather a unit for the backward of `module`."""
@@ -176,7 +182,7 @@ class BackwardHooks:
         if graph_task() != self._task:  # the graph of a re-entrant pass is not the whole
             return True
         try:
-            return any(torch._C._will_engine_execute_node(self._nodes[unit.members[slot].parameter])  # pyright: ignore
+            return any(torch._C._will_engine_execute_node(gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
                        for slot in unit.gradient.accumulator.missing
                        if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
         except RuntimeError:  # autograd.grad is to return the gradient of one
@@ -204,6 +210,8 @@ class BackwardHooks:
         for _, unit in self._entered:
             self._done(unit)
         self._entered = []
+        if self._shows_grads and self._pass is not None:
+            self.grads.open(self._pass.grad_refusal, shown=not self._within_forward)
         self._pass = None
         self._scope.close(self)
         if not self._scope.is_open:
@@ -223,13 +231,6 @@ class BackwardHooks:
                 unit.drop(Hold.FOREIGN_READ)
                 unit.release()
                 unit.conceal()
-
-
-def _after_node(take: Callable[[nn.Parameter], object], parameter: nn.Parameter) -> Callable[[object, object], None]:
-    """Return a hook of the node that accumulates the gradient: it runs after all hooks of scripts on the parameter."""
-    def run(inputs: object, outputs: object) -> None:
-        take(parameter)
-    return run
 
 
 def graph_task_liveness() -> Callable[[], bool]:

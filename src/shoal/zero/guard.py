@@ -216,6 +216,12 @@ def gradient_edge(parameter: torch.Tensor) -> GradientEdge:
         return get_gradient_edge(parameter)
 
 
+def hooks_of_gradient(parameter: torch.Tensor) -> dict[int, object]:
+    """Return the hooks that run when autograd has accumulated the gradient of `parameter`, in their order."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        return cast("Any", parameter)._post_accumulate_grad_hooks
+
+
 def set_owner(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
     """Record that `owner` holds the memory of `parameter` from now on; with `keep` the parameter keeps it alive.
 

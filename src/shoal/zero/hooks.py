@@ -121,6 +121,7 @@ class Hooks:
             return
         if self._outermost is None or module in (self._outermost, self._model):  # called anew, it was interrupted before
             self._abandon()
+            self.backward.grads.hide()
             self.replaced.check(training=torch.is_grad_enabled())
             self._outermost, self._records = module, torch.is_grad_enabled()
             self._scope.open(self)
@@ -152,6 +153,7 @@ class Hooks:
         self._saved.end()
         self._scope.close(self)
         self._window.end()
+        self.backward.grads.show()
         if keeps:
             self.backward.conceal_all()
         else:

@@ -50,10 +50,14 @@ class ReadableGrads:
         """Whether a pass has ended that no step has consumed, and no forward runs."""
         return self._shown
 
-    def open(self, refusal: str) -> None:
-        """Let scripts read the gradients of the pass that has ended; with a `refusal` raise it where they do."""
+    def open(self, refusal: str, *, shown: bool) -> None:
+        """Let scripts read the gradients of the pass that has ended; with a `refusal` raise it where they do.
+
+        A pass within a forward is not `shown` before that ends.
+        """
         self._refusal = refusal
-        self.show()
+        if shown:
+            self.show()
 
     def close(self, *, keep: bool) -> None:
         """Let scripts read no more: a pass or a step begins. With `keep` what they wrote counts."""
