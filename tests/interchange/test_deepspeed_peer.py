@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -13,13 +14,27 @@ import torch
 import torch.distributed as dist
 
 import shoal
+from shoal.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from shoal.interchange import open_checkpoint
+from shoal.interchange.universal import write_universal
 from shoal.interchange.writer import Target, write_folder
 from shoal.testing import run_ranks
-from tests.interchange.trained import AFTER, BEFORE, CLIENT, DTYPES, Net, batch, config, groups
+from tests.interchange.trained import (
+    AFTER,
+    BEFORE,
+    CLIENT,
+    DTYPES,
+    Net,
+    batch,
+    config,
+    groups,
+    microbatches,
+    pipeline_config,
+    pipeline_layers,
+)
 
 PYTHON = Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
-CASES = ("fp32-0", "fp32-2", "fp32-3", "bf16-0", "bf16-1", "bf16-3")
+CASES = ("fp32-0", "fp32-2", "fp32-3", "bf16-0", "bf16-1", "bf16-3", "pipe-fp32-1", "pipe-bf16-0")
 RANKS = 2
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of the peers; run `make peers`")
@@ -110,6 +125,53 @@ def test_deepspeed_continues_what_shoal_wrote(saved: Path) -> None:
     train_with_deepspeed("load", saved / "back", *back)
     for case, source in back.items():
         assert losses(saved / "back", case, "back.json") == pytest.approx(losses(saved, source), rel=2e-6), case
+
+
+def test_deepspeed_continues_our_universal_form_as_its_own(saved: Path) -> None:
+    """It loads its own universal form at stages 1 and 2 without some of the state; so losses are compared with those."""
+    run_ranks(RANKS, resume_all, str(saved), [("fp32-2", 2)], True)
+    with open_checkpoint(saved / "shoal" / "fp32-2") as snapshot:
+        write_universal(snapshot, saved / "universal" / "fp32-1-ours" / "global_step3_universal")
+    shutil.copytree(saved / "fp32-2-universal", saved / "universal" / "fp32-1-theirs")
+    train_with_deepspeed("load", saved / "universal", "fp32-1-ours", "fp32-1-theirs")
+    ours, theirs = (losses(saved / "universal", f"fp32-1-{form}", "back.json") for form in ("ours", "theirs"))
+    assert ours == pytest.approx(theirs, rel=2e-6)
+
+
+def test_the_tool_of_deepspeed_reads_what_shoal_wrote(saved: Path) -> None:
+    for stage in (2, 3):
+        with open_checkpoint(saved / "fp32-3") as snapshot:
+            write_folder(snapshot, saved / "weights" / str(stage), "global_step3", Target(stage=stage, ranks=3))
+    train_with_deepspeed("weights", saved / "weights", "2", "3")
+    expected = get_fp32_state_dict_from_zero_checkpoint(saved / "fp32-3")
+    for stage in ("2", "3"):
+        found = torch.load(saved / "weights" / stage / "weights.pt", weights_only=True)
+        assert found.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def continue_pipeline(cases: list[tuple[str, str, int]], stages: int) -> list[list[float]]:
+    """Load pipelines of DeepSpeed into pipelines of `stages` stages, and train on."""
+    found: list[list[float]] = []
+    for folder, dtype, stage in cases:
+        torch.manual_seed(1)
+        net = shoal.PipelineModule(pipeline_layers(shoal.LayerSpec, shoal.TiedLayerSpec), num_stages=stages,
+                                   loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+        engine, *_ = shoal.initialize(model=net, config=pipeline_config(stage, dtype))
+        path, client = engine.load_checkpoint(folder)
+        assert path is not None and client is not None and client["epoch"] == CLIENT["epoch"]
+        batches = microbatches(BEFORE, dtype)
+        found.append([float(engine.train_batch(batches)) for _ in range(AFTER)])
+        engine.destroy()
+    return found
+
+
+def test_a_pipeline_of_deepspeed_continues_in_any_number_of_stages(saved: Path) -> None:
+    cases = [(f"{saved}/pipe-fp32-1", "fp32", 3), (f"{saved}/pipe-bf16-0", "bf16", 2)]
+    for stages in (1, 2):
+        fp32, bf16 = run_ranks(stages, continue_pipeline, cases, stages)[0]
+        assert fp32 == pytest.approx(losses(saved, "pipe-fp32-1"), rel=2e-6)
+        assert bf16 == pytest.approx(losses(saved, "pipe-bf16-0"), rel=1e-2)  # DeepSpeed adds the losses up in bf16
 
 
 def test_weights_are_the_masters_that_deepspeed_saved(saved: Path) -> None:

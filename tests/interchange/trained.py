@@ -5,6 +5,9 @@ This file imports torch alone, because the environment of the peers reads it as 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -54,3 +57,35 @@ def batch(step: int, rank: int, ranks: int, dtype: str) -> tuple[Tensor, Tensor]
     x, y = torch.randn(8, 5, generator=random), torch.randn(8, 3, generator=random)
     mine = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     return x[mine].to(DTYPES[dtype]), y[mine].to(DTYPES[dtype])
+
+
+class Bend(nn.Module):
+    """A layer without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+def unembed(layer: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, layer.weight.t())
+
+
+def pipeline_layers(layer: Callable[..., Any], tied: Callable[..., Any]) -> list[Any]:
+    """Return the layers of a pipeline whose ends share a weight, from the classes of either library."""
+    return [tied("emb", nn.Linear, 5, 7, bias=False, tied_weight_attr="weight"), layer(Bend), layer(nn.Linear, 7, 7), Bend(),
+            layer(nn.Linear, 7, 7),
+            tied("emb", nn.Linear, 5, 7, bias=False, forward_fn=unembed, tied_weight_attr="weight")]
+
+
+def pipeline_config(stage: int, dtype: str) -> dict[str, object]:
+    return {**config(stage, "fp32"), "gradient_accumulation_steps": 2, "scheduler": {},
+            **({} if dtype == "fp32" else {dtype: {"enabled": True}})}
+
+
+def microbatches(step: int, dtype: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the microbatches from step `step` on; the target of one has as many features as its input."""
+    while True:
+        for half in range(2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 + 2 * step + half)).to(DTYPES[dtype])
+            yield x, x.flip(1)
+        step += 1
