@@ -100,6 +100,24 @@ def test_an_fp64_model_trains_in_fp64() -> None:
     run_ranks(1, doubles)
 
 
+def in_float8() -> None:
+    """A loss and an export in float8, of weights that an accumulation of two microbatches steps."""
+    engine = engine_of(mlp(), 0, gradient_accumulation_steps=2)
+    for _ in range(2):
+        loss = engine(torch.ones(2, 8)).square().mean().to(torch.float8_e5m2)
+        share = engine.backward(loss)
+        assert share.dtype == torch.float32 and share == loss.float() / 2
+        engine.step()
+    assert not torch.equal(weights(engine.module)[0], weights(mlp())[0])
+    exported = engine.consolidated_state_dict(torch.float8_e5m2) or {}
+    assert exported["0.weight"].dtype == torch.float8_e5m2
+    assert torch.equal(exported["0.weight"].float(), weights(engine.module)[0].to(torch.float8_e5m2).float())
+
+
+def test_a_loss_and_an_export_may_be_in_float8() -> None:
+    run_ranks(1, in_float8)
+
+
 def twice(stage: int) -> None:
     model = mlp()
     engine = engine_of(model, stage)

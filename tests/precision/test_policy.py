@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError
 from shoal.precision import Policy, dtype_named, policy
 from shoal.precision.policy import Averaging, Factors
-from shoal.transport.reduction import sum_addends
+from shoal.transport.reduction import promoted_dtype, sum_addends
 from shoal.zero.placement import master_dtype
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -129,3 +129,10 @@ def test_float8_has_an_fp32_master_and_is_summed_in_fp32(dtype: torch.dtype) -> 
     target = torch.zeros(4)
     sum_addends(tuple(torch.full((4,), value).to(dtype) for value in (16.0, 1.0, 1.0)), target, 0.5, accumulate=False)
     assert target.tolist() == [9.0] * 4
+
+
+@pytest.mark.parametrize(("one", "other", "both"), [
+    (torch.float8_e4m3fn, FP32, FP32), (BF16, torch.float8_e5m2, BF16), (*[torch.float8_e5m2] * 3,),
+    (torch.float8_e4m3fn, torch.float8_e5m2, FP32), (FP16, BF16, FP32), (FP32, FP64, FP64), (torch.uint8, FP16, FP16)])
+def test_two_dtypes_promote_to_one_that_holds_both(one: torch.dtype, other: torch.dtype, both: torch.dtype) -> None:
+    assert promoted_dtype(one, other) == promoted_dtype(other, one) == both

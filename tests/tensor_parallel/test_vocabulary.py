@@ -101,6 +101,10 @@ def test_every_rank_holds_the_same_number_of_rows() -> None:
     assert run_ranks(4, padded_alike, 10) == [(3, HIDDEN)] * 4
 
 
+TOLERANCES = {torch.bfloat16: {"rtol": 1e-2, "atol": 1e-3}, torch.float8_e4m3fn: {"rtol": 0.07, "atol": 2e-3}}
+"""One rounding of a gradient."""
+
+
 def loss_parity(words: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     torch.manual_seed(2)
     whole, targets = (3 * torch.randn(5, 7, words)).to(dtype), torch.randint(words, (5, 7))
@@ -118,8 +122,7 @@ def loss_parity(words: int, dtype: torch.dtype, options: dict[str, Any]) -> None
     (loss.flatten() * weight.flatten()).sum().backward()
     assert mine.grad is not None and mine.grad.dtype == dtype and loss.dtype == torch.float32
     torch.testing.assert_close(loss.flatten(), wanted.flatten())
-    tolerance = {"rtol": 1e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(mine.grad.float(), plain.grad[..., rows], **tolerance)
+    torch.testing.assert_close(mine.grad.float(), plain.grad[..., rows], **TOLERANCES.get(dtype, {}))
     losses: list[Tensor] = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, loss.detach())
     assert all(torch.equal(other, loss.detach()) for other in losses)
@@ -133,8 +136,9 @@ def test_the_loss_is_that_of_torch(words: int, options: dict[str, Any]) -> None:
     run_ranks(4, loss_parity, words, torch.float32, options)
 
 
-def test_the_loss_of_16_bit_scores_is_in_fp32() -> None:
-    run_ranks(2, loss_parity, 10, torch.bfloat16, {"label_smoothing": 0.1})
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_loss_of_narrow_scores_is_in_fp32(dtype: torch.dtype) -> None:
+    run_ranks(2, loss_parity, 10, dtype, {"label_smoothing": 0.1, "reduction": "sum"})
 
 
 def prices() -> list[tuple[int, int]]:

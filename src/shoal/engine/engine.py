@@ -17,6 +17,7 @@ from shoal.engine.join import Join, JoinedCall
 from shoal.errors import CollectiveFailed, RanksDisagree, UsageError
 from shoal.interrupts import unbroken, watched
 from shoal.transport.collectives import Communicator
+from shoal.transport.reduction import wide_dtype
 from shoal.tree import fingerprint_of
 from shoal.zero.backward_hooks import graph_task_liveness
 from shoal.zero.compiled import opaque, opaque_frame
@@ -93,12 +94,12 @@ class Engine(BaseEngine):
         try:
             with (self.progress.syncing(allreduce_gradients), BaseEngine.running_backward.of(self, factor),
                   watched(), self.during("backward"), self._steps_in_backward(retain_graph)):
-                _times(loss, factor).backward(retain_graph=retain_graph)
+                _scaled(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
             if self.sharded is not None:
                 self.sharded.interrupt()
             raise
-        return _times(loss.detach(), share)
+        return _scaled(loss.detach(), share)
 
     def _steps_in_backward(self, retain_graph: bool) -> AbstractContextManager[None]:
         """Return the context of the next backward pass, in which finished units are stepped where the configuration says."""
@@ -113,7 +114,7 @@ class Engine(BaseEngine):
     @opaque
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `.backward()` on instead of `engine.backward(loss)`."""
-        scaled = _times(loss, self.loss_scale() / self.gradient_accumulation_steps())
+        scaled = _scaled(loss, self.loss_scale() / self.gradient_accumulation_steps())
         if scaled.requires_grad:
             scaled.register_hook(self._begin_scaled_backward)
         return scaled
@@ -176,8 +177,9 @@ class Engine(BaseEngine):
         self.progress.count_microbatches()
 
 
-def _times(loss: Tensor, factor: float) -> Tensor:
-    return loss if factor == 1 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+def _scaled(loss: Tensor, factor: float) -> Tensor:
+    """Return `loss` times `factor`, in fp32 or wider."""
+    return loss if factor == 1 else loss.to(wide_dtype(loss.dtype)) * factor
 
 
 def _compare_batches(tensor_ranks: Communicator, batch: Any) -> None:

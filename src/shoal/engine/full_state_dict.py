@@ -20,6 +20,7 @@ from shoal.errors import UsageError
 from shoal.mesh.mesh import MODEL
 from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
 from shoal.tier import fetched
+from shoal.transport.reduction import promoted_dtype
 from shoal.zero.partition import tied_names
 from shoal.zero.replaced import replaced_slots
 from shoal.zero.sharded import ShardedModel
@@ -107,8 +108,8 @@ def remove_frozen(state: dict[str, Tensor], module: nn.Module, prefix: str) -> N
 def _values(unit: Unit, dtype: torch.dtype | None) -> Sequence[Tensor]:
     """Gather `unit`, and return the whole value of each member: its weight, or its master for a wider `dtype`."""
     unit.gather()  # takes a pending step first
-    wider = dtype is not None and torch.promote_types(dtype, unit.full.dtype) != unit.full.dtype
-    if wider and isinstance(unit, TrainableUnit) and not (unit.is_stepped_in_place or replaced_slots(unit)):
+    wider = dtype is not None and promoted_dtype(dtype, unit.full.dtype) != unit.full.dtype
+    if wider and isinstance(unit, TrainableUnit) and unit.has_separate_master and not replaced_slots(unit):
         return unit.layout.views(unit.gather_master())
     return [member.parameter.detach() for member in unit.members]
 

@@ -32,6 +32,7 @@ from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.layers import SlicedLinear, column, sizes_of
 from shoal.tensor_parallel.part_init import ParameterSlices, draw_slice
 from shoal.tensor_parallel.regions import gather, leave
+from shoal.transport.reduction import wide_dtype
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "vocabulary_cross_entropy"]
 
@@ -193,7 +194,7 @@ class _CrossEntropy(torch.autograd.Function):
         local = targets - rows.start
         foreign = (local < 0) | (local >= len(rows)) | ignored
         local.masked_fill_(foreign, 0)
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        wide = scores.to(wide_dtype(scores.dtype))
         if rows:
             local_stats = [wide.logsumexp(-1), wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(foreign, 0)]
         else:
@@ -214,6 +215,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         scores, logarithm, local, foreign, ignored = ctx.saved_tensors
         gradient = gradient.masked_fill(ignored, 0)
+        if scores.dtype.itemsize == 1:
+            scores = scores.to(logarithm.dtype)  # torch subtracts nothing from float8
         result = (scores - logarithm.unsqueeze(-1)).exp_()
         if ctx.smoothing:
             result -= ctx.smoothing / ctx.words

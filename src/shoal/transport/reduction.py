@@ -62,9 +62,16 @@ class CopyOut:
             self._free(self._staging)
 
 
+def promoted_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that holds the values of both, as `torch.promote_types`, which knows no float8."""
+    if one == other or 1 not in (one.itemsize, other.itemsize):
+        return torch.promote_types(one, other)
+    return torch.float32 if one.itemsize == other.itemsize else max(one, other, key=lambda dtype: dtype.itemsize)
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32, or `dtype` where that is wider; torch promotes no float8."""
-    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+    """Return fp32, or `dtype` where that is wider."""
+    return promoted_dtype(dtype, torch.float32)
 
 
 def sum_addends(addends: tuple[Tensor, ...], target: Tensor, scale: float, accumulate: bool) -> None:

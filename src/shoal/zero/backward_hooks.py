@@ -41,8 +41,8 @@ class BackwardHooks:
     """The backward passes through the units of one model."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, late: Sequence[Unit], announced: bool):
-        """`begin_pass` is called when a pass begins, before anything is collected. `late` units span pipeline stages.
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, announced: bool):
+        """`begin_pass` is called when a pass begins, before anything is collected.
 
         A model whose passes are `announced` (`as_pass`) needs no hook on its output.
         """
@@ -52,7 +52,6 @@ class BackwardHooks:
         self.reducer = reducer
         self._scope = scope
         self._begin_pass = begin_pass
-        self._late = frozenset(late)
         # The gradient of the model's output tells that a pass begins, and that the first weights are needed again
         self._watches_model = not announced or any(unit.reshards for found in units.values() for unit in found)
         self._inner = {module: frozenset(module.modules()) for module in units}
@@ -76,7 +75,7 @@ class BackwardHooks:
                 if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
                     take = _drop
                     if isinstance(unit, TrainableUnit):
-                        take = partial(_collect_late if unit in self._late else self._collect, unit, slot)
+                        take = partial(_collect_spanning if unit.replica_group.spans_stages else self._collect, unit, slot)
                     self._handles.append(handle := member.parameter.register_post_accumulate_grad_hook(take))
                     self._ours.append((hooks_of_gradient(member.parameter), handle.id))
 
@@ -161,8 +160,7 @@ class BackwardHooks:
             if module in self._inner[around] or self._receives_more(unit):
                 self._entered.append((around, unit))
                 continue
-            if isinstance(unit, TrainableUnit):
-                unit.gradient.accumulator.conclude()
+            unit.conclude_grads()
             self._done(unit)
         self.reducer.advance()
 
@@ -177,14 +175,14 @@ class BackwardHooks:
 
     def _receives_more(self, unit: Unit) -> bool:
         """Whether the present pass will still give `unit` a gradient: autograd knows what its graph leads to."""
-        if not isinstance(unit, TrainableUnit) or unit.gradient.accumulator.complete:
+        parameters = [unit.members[slot].parameter for slot in unit.slots_without_grad]
+        if not parameters:
             return False
         if graph_task() != self._task:  # the graph of a re-entrant pass is not the whole
             return True
         try:
-            return any(torch._C._will_engine_execute_node(gradient_edge(unit.members[slot].parameter).node)  # pyright: ignore
-                       for slot in unit.gradient.accumulator.missing
-                       if unit.members[slot].parameter.requires_grad)  # it may be frozen by now
+            return any(torch._C._will_engine_execute_node(gradient_edge(parameter).node)  # pyright: ignore
+                       for parameter in parameters if parameter.requires_grad)  # it may be frozen by now
         except RuntimeError:  # autograd.grad is to return the gradient of one
             return True
 
@@ -192,13 +190,11 @@ class BackwardHooks:
         """Release a unit that this pass needs no more. Weights that the step or the next forward begins with stay."""
         if unit.is_released:
             return
-        overwritten = (self._pass is not None and self._pass.boundary and isinstance(unit, TrainableUnit)
-                       and not unit.is_stepped_in_place)
+        overwritten = self._pass is not None and self._pass.boundary and unit.has_separate_master
         if self._window.begins_with("forward", unit) and not overwritten:
             unit.keep_resident()
-        elif (isinstance(unit, TrainableUnit) and unit.gradient.consumed_early and unit.is_stepped_in_place
-              and unit.can_stay):
-            unit.keep_part_resident(range(len(unit.master_span)))
+        else:
+            unit.keep_for_step()
         unit.release()
 
     @opaque
@@ -248,8 +244,8 @@ def graph_task_liveness() -> Callable[[], bool]:
 
 @opaque
 @unbroken
-def _collect_late(unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
-    """Collect a gradient of a unit that several stages hold: none of their passes is its last."""
+def _collect_spanning(unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
+    """Collect a gradient of a unit that spans pipeline stages: no pass of one stage completes it."""
     collect(unit, slot, parameter)
 
 

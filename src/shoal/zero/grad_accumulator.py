@@ -80,8 +80,8 @@ class GradAccumulator:
 
     @property
     def missing(self) -> list[int]:
-        """The slots without a gradient in the present backward pass, since it last completed the unit."""
-        return [slot for slot in range(self._slots) if not self._seen >> slot & 1]
+        """The slots that the present backward pass may still give a gradient: none once it has completed the unit."""
+        return [] if self.complete else [slot for slot in range(self._slots) if not self._seen >> slot & 1]
 
     @property
     def reopened(self) -> bool:

@@ -30,7 +30,7 @@ class Gradient:
         self.stage = stage
         self.late_recompute = False
         """Whether recompute within a backward pass may add to it after it seemed complete."""
-        self.unsynced = False
+        self.unreduced = False
         """Whether a backward pass ended without reducing this gradient."""
         self.reduced_in_pass = False
         """Whether the present backward pass has reduced it."""
@@ -70,7 +70,7 @@ class Gradient:
     @property
     def pending(self) -> bool:
         """Whether a backward pass ran since the last step."""
-        return self.has_sum or self.unsynced
+        return self.has_sum or self.unreduced
 
     @property
     def bytes(self) -> int:
@@ -126,12 +126,12 @@ class Gradient:
 
     def skip(self) -> None:
         """End a backward pass that does not reduce this gradient."""
-        self.mark_unsynced()
+        self.mark_unreduced()
         self.offload()
 
-    def mark_unsynced(self) -> None:
+    def mark_unreduced(self) -> None:
         """Note that a backward pass ended without reducing this gradient, to which later passes may add."""
-        self.unsynced = True
+        self.unreduced = True
 
     def bring_sum(self, *, fresh: bool) -> None:
         """Have the resting buffer in memory; `fresh`: it will be overwritten."""
@@ -143,7 +143,7 @@ class Gradient:
         self._norm = None
         self._flight = self.transport.reduce(self)
         self.has_sum = self.reduced_in_pass = True
-        self.unsynced = False
+        self.unreduced = False
 
     def advance(self) -> None:
         """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
@@ -264,7 +264,7 @@ class Gradient:
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
             self.own.zero_()  # this rank's span of the residual buffer held the sum
         self._norm = None
-        self.has_sum = self.unsynced = self.reduced_in_pass = self._consumed_early = False
+        self.has_sum = self.unreduced = self.reduced_in_pass = self._consumed_early = False
 
     def finish_step(self) -> None:
         """Forget the gradient that a step has consumed: no recompute adds to it any more."""

@@ -28,7 +28,6 @@ from shoal.zero.compiled import RegionHook, opaque
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.replaced import ReplacedParameters
 from shoal.zero.saved_tensors import SavedTensorTracker
-from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold, Phase, Scope, graph_task
 from shoal.zero.window import Window
@@ -40,8 +39,7 @@ class Hooks:
     """The life of the units of one model, driven by its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, late: Sequence[Unit] = (), watched: bool = False,
-                 announced: bool = False):
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, watched: bool = False, announced: bool = False):
         """With `watched` saved tensors of all weights are tracked, not only of weights that are released between uses."""
         self._model = model
         self._units = units
@@ -55,7 +53,7 @@ class Hooks:
         self._saved = SavedTensorTracker({module: [unit for unit in found if unit.reshards or watched]
                                           for module, found in units.items()}, self._gather_saved)
         self.replaced = ReplacedParameters(model, [unit for found in units.values() for unit in found])
-        self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, late=late, announced=announced)
+        self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, announced=announced)
 
     def __reduce__(self) -> tuple[Callable[[], Hooks], tuple[()]]:
         """Let a deep copy of the model, or a pickled one, have hooks without an engine that find nothing to do."""
@@ -167,8 +165,8 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         for unit in self._units.get(module, ()):
             unit.check()
-            if self._records and not torch.is_grad_enabled() and isinstance(unit, TrainableUnit):
-                unit.gradient.expect_recompute()  # a re-entrant pass will run this once more, and give it gradients
+            if self._records and not torch.is_grad_enabled():
+                unit.expect_recompute()
         self._saved.enter(module)
         for unit in self._units.get(module, ()):
             if unit.gathers_rows and (rows := lookup_indices(module, args)) is not None:

@@ -41,9 +41,10 @@ class BackwardPass:
 class Reducer:
     """The reductions of one backward pass, and those that a step still owes."""
 
-    def __init__(self, gradients: Sequence[Gradient], *, overlap: bool, ranks: int = 1, late: Sequence[Gradient] = ()):
-        """`late` gradients span pipeline stages: no pass reduces them, a step does when it begins."""
-        self._late = late
+    def __init__(self, gradients: Sequence[Gradient], *, overlap: bool, ranks: int = 1,
+                 spanning_stages: Sequence[Gradient] = ()):
+        """Gradients `spanning_stages` of a pipeline are reduced by no pass, but by a step when it begins."""
+        self._spanning_stages = spanning_stages
         self._order = sorted(gradients, key=lambda gradient: gradient.transport.ends_pass)
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
@@ -81,8 +82,8 @@ class Reducer:
         for gradient in self._order:
             if gradient not in self._is_due:
                 gradient.skip()
-        for gradient in self._late:
-            gradient.mark_unsynced()
+        for gradient in self._spanning_stages:
+            gradient.mark_unreduced()
         if self._due:
             self._reduce_rest()
         self._on_reduced = None
@@ -105,7 +106,7 @@ class Reducer:
     def flush(self) -> None:
         """Reduce what earlier passes left unreduced: a step needs it."""
         for gradient in self._order:
-            if gradient.unsynced:
+            if gradient.unreduced:
                 self._launch(gradient)
         self._drain()
 

@@ -76,8 +76,8 @@ class ShardedModel:
         self.units: list[Unit] = []
         self.by_module: dict[nn.Module, list[Unit]] = {}
         self.trainable: list[TrainableUnit] = []
-        self.late: list[TrainableUnit] = []
-        """Units that several stages hold, in the same order on every rank: reduced when a step begins."""
+        self.spanning_stages: list[TrainableUnit] = []
+        """Units that several pipeline stages hold, in the same order on every rank: reduced when a step begins."""
         self.passes: list[Hooks] = []
         """The hooks of each root, in the order of the roots."""
 
@@ -103,7 +103,7 @@ class ShardedModel:
             if isinstance(unit, TrainableUnit):
                 self.trainable.append(unit)
                 if spec.replica_group.spans_stages:
-                    self.late.append(unit)
+                    self.spanning_stages.append(unit)
         trim()  # the parameters' own memory is free now
         self.passes += [self._pass(root, plan, begin_pass, announced) for root in roots or (self.model,)]
 
@@ -121,9 +121,9 @@ class ShardedModel:
         for each in self.passes:
             each.backward.grads.end_gather(keep=True)
             each.backward.reducer.flush()
-        for unit in self.late:
+        for unit in self.spanning_stages:
             unit.gradient.reduce()
-        for unit in self.late:
+        for unit in self.spanning_stages:
             unit.gradient.wait_reduced()
         for unit in self.trainable:
             unit.gradient.join_replicas()
@@ -147,7 +147,7 @@ class ShardedModel:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
         weight = sum(_bytes(unit.weight) for unit in self.units)
         gradient = sum(unit.gradient.bytes for unit in self.trainable)
-        master = sum(_bytes(unit.master) for unit in self.trainable if not unit.is_stepped_in_place)
+        master = sum(_bytes(unit.master) for unit in self.trainable if unit.has_separate_master)
         kept = sum(_bytes(value) for state in moments.values() for value in state.values()
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
@@ -240,12 +240,11 @@ class ShardedModel:
         window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
                         lanes=self.storage.lanes, every=self.units)
         reduced = [unit for found in units.values() for unit in found
-                   if isinstance(unit, TrainableUnit) and unit not in self.late]
+                   if isinstance(unit, TrainableUnit) and not unit.replica_group.spans_stages]
         reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,
                           ranks=max((unit.communicator.ranks for unit in reduced), default=1),
-                          late=[unit.gradient for unit in self.late])
-        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, late=self.late, watched=plan.in_backward,
-                      announced=announced)
+                          spanning_stages=[unit.gradient for unit in self.spanning_stages])
+        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, watched=plan.in_backward, announced=announced)
         hooks.install()
         return hooks
 

@@ -5,8 +5,9 @@ The four redistributions of a step are `gather`, `gradient.reduce`, `gradient.wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
-from shoal.tier import ResidentSpan, Store, SubSpan, Tiers, fetched, offset_names
+from shoal.tier import ResidentSpan, Span, Store, SubSpan, Tiers, fetched, offset_names
 from shoal.transport.collectives import Label
 from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient import Gradient
@@ -23,7 +24,14 @@ from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import SHARD, Stage, master_dtype
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Member, Phase, Scope
-from shoal.zero.unit_transport import DenseTransport, GradientDtypes, OneBitTransport, RowsTransport, UnitWire
+from shoal.zero.unit_transport import (
+    DenseTransport,
+    GradientDtypes,
+    OneBitTransport,
+    RowsTransport,
+    UnitWire,
+    WeightTransport,
+)
 
 __all__ = ["TrainableUnit", "UnitDtypes"]
 
@@ -48,12 +56,10 @@ class TrainableUnit(Unit):
         wire = UnitWire(name=name, index=self.index, layout=self.layout, replica_group=replica_group, dtypes=dtypes.gradient,
                         pool=pool)
         self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)
-        self.weight_transport = self.transport  # one object sends both: rows and signs depend on the gradient
         self.gradient = Gradient(wire, stage, self.transport, tiers.state)
         self.master_span: Final = self.span if stage.master is SHARD else range(self.layout.size)
         """The elements of the buffer whose master rests on this rank."""
         self.state = self._new_state(tiers.state, separate=self.transport.is_compressible)
-        self.precise, self.precise_range = self.state.master, self.master_span
 
     def _new_state(self, store: Store, *, separate: bool) -> OptimizerState:
         """Return the state that the optimizer steps; with `separate` the master is never the resting weights."""
@@ -66,15 +72,40 @@ class TrainableUnit(Unit):
         master = stepped if in_place else store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
         return OptimizerState(self.name, len(span), store, master, None if in_place else stepped, self.gradient, names)
 
+    @cached_property
+    def weight_transport(self) -> WeightTransport:
+        return self.transport  # one object sends both: rows and signs depend on the gradient
+
+    @property
+    def precise(self) -> Span:
+        return self.state.master
+
+    @property
+    def precise_range(self) -> range:
+        return self.master_span
+
     @property
     def master(self) -> Tensor:
         """The fp32 master, or the resting weights (master_span,)."""
         return self.state.master.tensor
 
     @property
-    def is_stepped_in_place(self) -> bool:
-        """Whether the resting weights are their own master."""
-        return self.state.weights is None
+    def has_separate_master(self) -> bool:
+        return self.state.weights is not None
+
+    @property
+    def slots_without_grad(self) -> Sequence[int]:
+        return self.gradient.accumulator.missing
+
+    def expect_recompute(self) -> None:
+        self.gradient.expect_recompute()
+
+    def conclude_grads(self) -> None:
+        self.gradient.accumulator.conclude()
+
+    def keep_for_step(self) -> None:
+        if self.gradient.consumed_early and self.can_stay and not self.has_separate_master:
+            self.keep_part_resident(range(len(self.master_span)))
 
     def keep_part_resident(self, part: range, *, by_step: bool = False) -> None:
         """Have the weights whose masters are the elements `part`, counted as the master's, stay in memory."""

@@ -11,7 +11,8 @@ write none of its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -61,11 +62,6 @@ class Unit:
         """Whether the weights are released between their uses."""
         self.can_stay: Final = self.reshards and self.memory.rests_in_full and not isinstance(self.rest, ResidentSpan)
         """Whether the resting weights are in memory while they are used, and may stay there: nothing copies them then."""
-        self.precise: Span = self.rest
-        """The most precise copy of the weights that rests on this rank."""
-        self.precise_range = self.resting
-        """The elements of the buffer that `precise` holds."""
-        self.weight_transport = WeightTransport(self.communicator, name, self.index)
         self.residency = ResidencyPin(self.rest)
         """Resting weights that stay in memory until their next use, or their step."""
         self.pending: PendingStep | None = None
@@ -92,6 +88,21 @@ class Unit:
     def is_concealed(self) -> bool:
         """Whether the weights are guarded although they are gathered."""
         return self._is_concealed
+
+    @cached_property
+    def weight_transport(self) -> WeightTransport:
+        """The transport that gathers the weights."""
+        return WeightTransport(self.communicator, self.name, self.index)
+
+    @property
+    def precise(self) -> Span:
+        """The most precise copy of the weights that rests on this rank."""
+        return self.rest
+
+    @property
+    def precise_range(self) -> range:
+        """The elements of the buffer that `precise` holds."""
+        return self.resting
 
     @property
     def readers(self) -> int:
@@ -273,6 +284,27 @@ class Unit:
             name = next(member.name for member in self.members if member.parameter is parameter)
             what = f"'{operation}' read the data of parameter '{name}' {tuple(parameter.shape)}"
             raise released_error(what, self.communicator.rank, self.communicator.ranks)
+
+    # Training: a frozen unit has no gradient, and no master
+
+    @property
+    def has_separate_master(self) -> bool:
+        """Whether a step writes another tensor than the resting weights, and casts it to them."""
+        return False
+
+    @property
+    def slots_without_grad(self) -> Sequence[int]:
+        """The slots that the present backward pass may still give a gradient."""
+        return ()
+
+    def expect_recompute(self) -> None:
+        """Note that recompute within backward will run the module's forward once more, and give it gradients."""
+
+    def conclude_grads(self) -> None:
+        """Note that the present backward pass gives the unit no more gradients."""
+
+    def keep_for_step(self) -> None:
+        """Have the weights stay in memory that a step within the present backward pass is to read."""
 
     # Writing values
 
