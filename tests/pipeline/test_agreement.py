@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.errors import PipelineError, RanksDisagree, ShoalError, UsageError
@@ -197,3 +198,51 @@ def test_invalid_iterators_and_counts_are_refused_without_harm() -> None:
         "num_micro_batches: got -1", "num_micro_batches: got 1.5",
     ), strict=True):
         assert words in text
+
+
+def refused_by_checks() -> tuple[list[str], str]:
+    """Return the errors of engines that every rank refuses, and the error after one that rank 1 alone refuses."""
+    recomputed: list[int] = []
+
+    def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
+        recomputed.append(len(inputs))
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+    module = shoal.PipelineModule([shoal.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)], num_stages=2,
+                                  seed_layers=True, loss_fn=nn.functional.mse_loss, activation_checkpoint_func=recompute)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def engine(config: dict[str, Any], optimizer: Any = None) -> Any:
+        return shoal.initialize(model=module, optimizer=optimizer, config={
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "timeout": 30,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "pipeline": {"activation_checkpoint_interval": 1}} | config)[0]
+
+    def assert_unchanged() -> None:
+        module.stages[0](torch.ones(2, WIDTH)).sum().backward()
+        assert not recomputed
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+    found: list[str] = []
+    for config in ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 3}},
+                   {"zero_optimization": {"offload_optimizer": {"device": "cpu", "step_in_backward": True}},
+                    "gradient_clipping": 0},
+                   {"pipeline": {"schedule": "zbv", "activation_checkpoint_interval": 1}}):
+        found.append(error_of(lambda config=config: engine(config), ShoalError))
+        assert_unchanged()
+    trained = engine({})
+    trained.train_batch(batches())
+    assert recomputed
+    trained.destroy()
+    alone = error_of(lambda: engine({}, "AdamW" if dist.get_rank() == 1 else None).train_batch(batches()), ShoalError)
+    return found, alone
+
+
+def test_a_failed_check_leaves_a_pipeline_module_as_it_was() -> None:
+    wrong = "initialize: optimizer is a str; pass an instance of a torch optimizer"
+    for rank, (found, alone) in enumerate(run_ranks(2, refused_by_checks)):
+        for text, words in zip(found, (
+                "zero_optimization.stage: got 3 with OneBitAdam", "a pipeline takes its step when all its microbatches",
+                "pipeline.schedule: got 'zbv'; the module was built for '1f1b'"), strict=True):
+            assert words in text
+        assert (f"rank 1: initialize failed: UsageError: {wrong}" if rank == 0 else wrong) in alone

@@ -134,19 +134,20 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             raise
         board = FailureBoard(check_ranks_agree(model, mesh, settings))
         _set_up_log(settings)
-        zero = settings.zero_optimization
-        parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
-            Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
-            gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
-        device = process_group.device()
-        engine_class = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
-        engine = engine_class(model, settings, mesh, parameter_groups, board, device, compilation)
-        traits = _traits(settings, optimizer)
-        _check_device(settings, device)
-        if traits.compressing:
-            check_compression(settings, mesh, model, traits.name)
-        move_buffers(model, parameter_groups.data, device)
-        with _restored_on_failure(engine):
+        with _published_on_failure(board):
+            zero = settings.zero_optimization
+            parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
+                Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
+                gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
+            device = process_group.device()
+            traits = _traits(settings, optimizer)
+            _check_device(settings, device)
+            if traits.compressing:
+                check_compression(settings, mesh, model, traits.name)
+            engine_class = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
+            engine = engine_class(model, settings, mesh, parameter_groups, board, device, compilation)
+        with _restored_on_failure(engine), _published_on_failure(board):
+            move_buffers(model, parameter_groups.data, device)
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -289,17 +290,25 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
 
 
 @contextmanager
-def _restored_on_failure(engine: BaseEngine) -> Generator[None]:
-    """Give the model back as it was when building the engine fails, so that another try may follow.
-
-    Shards that other ranks do not return stay guarded: reading such a parameter raises, so that it is not taken for weights.
-    Ranks that did not fail, and wait for this one now or later, are told why.
-    """
+def _published_on_failure(board: FailureBoard) -> Generator[None]:
+    """Publish a failure of this rank to the ranks that did not fail, and wait for this one now or later."""
     try:
         yield
     except Exception as failure:
         if not isinstance(failure, CollectiveFailed):  # which tells of another rank
-            engine.board.publish(f"rank {engine.global_rank}: initialize failed: {type(failure).__name__}: {failure}")
+            board.publish(f"rank {comm.get_rank()}: initialize failed: {type(failure).__name__}: {failure}")
+        raise
+
+
+@contextmanager
+def _restored_on_failure(engine: BaseEngine) -> Generator[None]:
+    """Give the model back as it was when building the engine fails, so that another try may follow.
+
+    Shards that other ranks do not return stay guarded: reading such a parameter raises, so that it is not taken for weights.
+    """
+    try:
+        yield
+    except Exception:
         if engine.sharded is not None:
             engine.parameter_groups.shorten_timeouts()
             try:

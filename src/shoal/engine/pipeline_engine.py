@@ -42,8 +42,6 @@ class PipelineEngine(BaseEngine):
         if self.settings.zero_optimization.offload_optimizer.step_in_backward:
             raise NotSupportedYet("zero_optimization.offload_optimizer.step_in_backward: a pipeline takes its step when all "
                                   "its microbatches are through: set it to false")
-        if interval := self.settings.pipeline.activation_checkpoint_interval:
-            self.module.set_checkpoint_interval(interval)
         self._schedules: dict[int, PipelineSchedule] = {}
         self._data: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
@@ -51,6 +49,12 @@ class PipelineEngine(BaseEngine):
         self.agg_train_loss: Tensor | None = None
         """The loss of the last step."""
         self._schedule(1)  # raises before training for a schedule that does not fit the module
+
+    def attach(self, *args: Any, **kwargs: Any) -> None:
+        """Attach the objects of the training loop, and have the module recompute as the configuration says."""
+        super().attach(*args, **kwargs)
+        if interval := self.settings.pipeline.activation_checkpoint_interval:
+            self.module.set_checkpoint_interval(interval)
 
     @property
     def roots(self) -> Mapping[nn.Module, str]:
