@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,7 +27,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailed", "run_ranks"]
+__all__ = ["RankFailed", "ranks_on", "run_ranks"]
 
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.utils.checkpoint", "torch._dynamo",
             "shoal.testing", "shoal.engine.build")
@@ -52,14 +53,32 @@ class _Job(Generic[P, T]):
     seconds: float
     folder: str
     path: tuple[str, ...]
+    prepare: Callable[[], str] | None
+
+
+_prepare: ContextVar[Callable[[], str] | None] = ContextVar("_prepare", default=None)
+
+
+@contextlib.contextmanager
+def ranks_on(prepare: Callable[[], str]) -> Iterator[None]:
+    """Have `run_ranks` call `prepare` in each rank first; it sets up a device and returns the backend, such as
+    `cpu:gloo,cuda:nccl`.
+
+    The function must be importable (module level).
+    """
+    token = _prepare.set(prepare)
+    try:
+        yield
+    finally:
+        _prepare.reset(token)
 
 
 def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-    """Call `function(*args, **kwargs)` on each of `ranks` gloo ranks and return the results by rank.
+    """Call `function(*args, **kwargs)` on each of `ranks` ranks and return the results by rank.
 
     The function must be importable (module level); arguments and results travel by pickle. `torch.distributed` is
-    initialised with one thread a rank. Raises `RankFailed` with the traceback of the first rank that raised, or after
-    `SHOAL_TEST_TIMEOUT` seconds (120).
+    initialised with one thread a rank, on gloo unless `ranks_on` says otherwise. Raises `RankFailed` with the traceback of
+    the first rank that raised, or after `SHOAL_TEST_TIMEOUT` seconds (120).
     """
     seconds = float(os.environ.get("SHOAL_TEST_TIMEOUT", "120"))
     context = _context()
@@ -69,7 +88,7 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             job = _Job(function=function, rank=rank, ranks=ranks, store=str(Path(folder) / "store"), seconds=seconds,
-                       folder=os.getcwd(), path=tuple(sys.path))
+                       folder=os.getcwd(), path=tuple(sys.path), prepare=_prepare.get())
             process = context.Process(target=_run, args=(job, theirs, args, kwargs), daemon=True)
             process.start()
             theirs.close()
@@ -122,8 +141,9 @@ def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.ranks),
                       LOCAL_WORLD_SIZE=str(job.ranks))
     try:
+        backend = "gloo" if job.prepare is None else job.prepare()
         store = dist.FileStore(job.store, job.ranks)  # pyright: ignore[reportPrivateImportUsage]  documented as public
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks,
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks,
                                 timeout=timedelta(seconds=job.seconds))
         connection.send_bytes(pickle.dumps((True, job.function(*args, **kwargs))))  # copies tensors
     except BaseException:  # the caller gets any exception, SystemExit included
