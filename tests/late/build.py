@@ -67,8 +67,9 @@ def _link(compiler: str, library: Path, objects: Sequence[Path]) -> None:
     wanted = "\n".join(path.name for path in objects)
     if library.exists() and recipe.exists() and recipe.read_text() == wanted:
         return
-    _run([compiler, "-shared", *map(str, objects), "-o", f"{library}.part", f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}",
-          "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *_depends(library)])
+    folder = _TORCH / "lib"
+    _run([compiler, "-shared", *map(str, objects), "-o", f"{library}.part", f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10",
+          "-ltorch_cpu", "-ltorch", "-ltorch_python", *_depends(library)])
     Path(f"{library}.part").replace(library)
     recipe.write_text(wanted)
 
