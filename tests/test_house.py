@@ -25,6 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "ground": ("version", "errors", "interrupts", "log", "tree"),
+    "device": ("device",),
     "configuration": ("config",),
     "names": ("registry",),
     "machine": ("native",),
@@ -71,6 +72,27 @@ COLLECTIVES = frozenset({
 })  # fmt: skip
 GROUPS = ("dist", "distributed", "group", "_group", "WORLD")
 """The names under which torch.distributed and its groups are spoken to."""
+
+DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
+    "checkpoint/rng.py": ({"cuda"}, "the key of the random state in checkpoints from before other kinds of devices"),
+    "compat/deepspeed/accelerator/": ({"CUDAGraph", "CUDA_Accelerator", "CUDA_VISIBLE_DEVICES", "cuda", "cuda_accelerator"},
+                                      "published classes and modules"),
+    "compat/deepspeed/env_report.py": ({"CUDA of torch", "cuda"}, "a row of the published report"),
+    "compat/deepspeed/launcher/multinode_runner.py": ({"MV2_CUDA_USE_NAIVE"}, "a published variable of MVAPICH"),
+    "compat/deepspeed/launcher/runner.py": ({"CUDA_VISIBLE_DEVICES=%s is ignored"}, "a published variable"),
+    "compat/deepspeed/ops/op_builder/builder.py": ({"cuda", "installed_cuda_version"}, "a published function"),
+    "compat/deepspeed/runtime/activation_checkpointing/checkpointing.py": (
+        {"CudaRNGStatesTracker", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"}, "published names"),
+    "compat/deepspeed/runtime/config.py": ({"enable_cuda_graph"}, "a published key"),
+    "compat/device_accelerator.py": ({"accelerator"}, "the published accelerator answers what torch's does"),
+    "compat/ranks_command.py": ({"CUDA_VISIBLE_DEVICES"}, "a published variable"),
+    "compat/tolerance.py": ({"captured as a CUDA graph"}, "what a published key means"),
+    "config/blocks.py": ({"capture CUDA graphs", "enable_cuda_graph"}, "published keys"),
+    "optim/registry.py": ({"cuda_aware"}, "a published parameter"),
+    "zero/guard.py": ({"is_cuda"}, "an attribute of a tensor that may be read while it is released"),
+    "zero/init.py": ({"cuda"}, "a published value of remote_device"),
+}
+"""Files beside device.py that name a kind of accelerator, the words or parts of texts that they may say, and the reason."""
 
 PRINTS = {"compat/deepspeed/env_report.py": "the command `ds_report`",
           "compat/deepspeed/launcher/runner.py": "the command `deepspeed`",
@@ -320,6 +342,54 @@ def prints(tree: ast.Module) -> Iterator[str]:
 def lacks_docstring(tree: ast.Module) -> Iterator[str]:
     if not (ast.get_docstring(tree) or "").strip():
         yield "the file does not say its law: it has no docstring"
+
+
+def names_devices(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the word where code names a kind of accelerator, or asks torch for one; docstrings do not count."""
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name("torch"), attr="accelerator" | "xpu" | "mps" | "get_device_module" as word):
+                yield node.lineno, word
+            case ast.Attribute(attr="is_xpu" | "is_mps" as word):
+                yield node.lineno, word
+            case ast.Constant(value=str(word)) if id(node) in documented:
+                pass
+            case (ast.Constant(value=str(word)) | ast.Name(word) | ast.Attribute(attr=word) | ast.arg(word)
+                  | ast.keyword(word) | ast.FunctionDef(name=word) | ast.ClassDef(name=word) | ast.alias(word)
+                  | ast.ImportFrom(word)) if "cuda" in (word or "").lower():
+                yield node.lineno, str(word)
+
+
+def foreign_device_words(name: str, tree: ast.Module) -> Iterator[str]:
+    allowed = {part for file, (words, _) in DEVICE_WORDS.items() if name.startswith(file) for part in words}
+    for line, word in names_devices(tree):
+        if name != "device.py" and not any(part == word or (" " in word and part in word) or word.endswith(f".{part}")
+                                           for part in allowed):
+            yield f"line {line} names {word!r}: ask shoal/device.py, which answers for every kind of device"
+
+
+def test_one_file_asks_which_accelerator_there_is() -> None:
+    found = [f"shoal/{name_of(path)}: {fault}" for path in FILES
+             for fault in foreign_device_words(name_of(path), tree_of(path))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("source", [
+    "torch.cuda.synchronize()", "x.cuda()", "if x.is_cuda: pass", "device = 'cuda:0'", "torch.accelerator.synchronize()",
+    "torch.xpu.synchronize()", "from torch.cuda import Event", "def to_cuda(): pass", "f(cuda=True)",
+])  # fmt: skip
+def test_a_file_that_names_a_kind_of_accelerator_is_found(source: str) -> None:
+    assert list(foreign_device_words("zero/unit.py", ast.parse(source)))
+    assert not list(foreign_device_words("device.py", ast.parse(source)))
+
+
+def test_the_table_of_device_words_has_no_dead_rows() -> None:
+    said = {path: [word for _, word in names_devices(tree_of(path))] for path in FILES}
+    dead = [(file, part) for file, (parts, _) in DEVICE_WORDS.items() for part in parts
+            if not any(part in word or f".{part}" in word for path, words in said.items() if name_of(path).startswith(file)
+                       for word in words)]
+    assert dead == []
 
 
 RULES: list[tuple[Callable[[ast.Module], Iterator[str]], tuple[str, ...], str]] = [

@@ -25,9 +25,15 @@ def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_gpu_random_state_is_ignored_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    rng.restore({**rng.capture(), "cuda": torch.zeros(16, dtype=torch.uint8)})
-    assert caplog.messages == ["the checkpoint contains the random state of a GPU; there is no GPU here, so it is ignored"]
+@pytest.mark.parametrize("saved", [
+    {"cuda": torch.zeros(16, dtype=torch.uint8)},  # as checkpoints had it before other kinds of devices
+    {"accelerator": torch.zeros(16, dtype=torch.uint8), "accelerator_kind": "cuda"},
+])
+def test_random_state_of_another_kind_of_device_is_ignored(saved: dict[str, object],
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    rng.restore({**rng.capture(), **saved})
+    assert caplog.messages == ["the checkpoint contains the random state of a device of kind cuda; ranks compute on cpu "
+                               "here, so it is ignored"]
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.device import group_backends
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import run_ranks
 from shoal.transport import process_group
@@ -82,11 +83,17 @@ def test_the_device_of_a_rank_without_gpus_is_the_cpu():
     assert device() == torch.device("cpu")
 
 
+def pretend_gpus(setattr):
+    """Have torch answer as on a host with two GPUs, of which the second is current."""
+    setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    setattr(torch.accelerator, "device_count", lambda: 2)
+    setattr(torch.accelerator, "current_device_index", lambda: 1)
+
+
 @pytest.fixture
 def gpus(unlaunched, monkeypatch):
     """A process without launcher variables, on a host with two GPUs."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pretend_gpus(monkeypatch.setattr)
 
 
 def test_ranks_beyond_the_number_of_gpus_share_them(gpus, monkeypatch):
@@ -97,7 +104,6 @@ def test_ranks_beyond_the_number_of_gpus_share_them(gpus, monkeypatch):
 def test_a_rank_without_a_local_rank_keeps_its_current_gpu(gpus, monkeypatch):
     for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device() == torch.device("cuda", 1)
     assert process_group.local_rank() == 0
 
@@ -117,21 +123,43 @@ def test_a_job_uses_gpus_that_its_backend_supports(gpus, monkeypatch, backends, 
 
 
 def on_a_host_with_gpus():
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)  # the process exits after the test
+    pretend_gpus(setattr)  # the process exits after the test
+    heard = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: heard.append(record.getMessage())
     init_distributed()
-    return str(device())
+    return str(device()), [line for line in heard if line.startswith("ranks train on the CPU")]
 
 
-def test_ranks_of_gloo_train_on_the_cpu_of_a_host_with_gpus():
-    assert run_ranks(2, on_a_host_with_gpus) == ["cpu", "cpu"]
+def test_gloo_ranks_say_that_they_train_on_the_cpu_of_a_host_with_gpus():
+    found = run_ranks(2, on_a_host_with_gpus)
+    assert [name for name, _ in found] == ["cpu", "cpu"]
+    assert ["(cpu:gloo,cuda:gloo) does not send their tensors" in line for line in found[0][1]] == [True]
 
 
 def test_nccl_rejects_a_rank_without_its_own_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pretend_gpus(monkeypatch.setattr)
     monkeypatch.setattr(process_group, "discover", lambda variables, **more: RankInfo(
         rank=6, ranks=8, local_rank=2, local_ranks=4, source="Slurm"))
-    with pytest.raises(LaunchError, match="rank 6 has no GPU of its own: it is local rank 2, and this host has 2 GPUs"):
+    with pytest.raises(LaunchError, match="rank 6 has no device of its own: it is local rank 2, and this host has 2;"):
         init_distributed("nccl")
+
+
+def test_a_process_group_is_bound_to_the_device_of_its_rank(gpus, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: calls.append(("current", index)))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: calls.append((backend, more.get("device_id"))))
+    monkeypatch.setattr(process_group, "_made_here", [])
+    for backend in ("cpu:gloo,cuda:nccl", "nccl", "gloo", "cpu:gloo"):
+        process_group._init_group(backend, 2)
+    first = torch.device("cuda", 0)
+    assert calls == [("current", 0), ("cpu:gloo,cuda:nccl", first), ("current", 0), ("nccl", first), ("gloo", None),
+                     ("cpu:gloo", None)]
+
+
+def test_the_backends_of_a_group_follow_the_kind_of_device():
+    kinds = [None, torch.device("cuda"), torch.device("xpu"), torch.device("mps"), torch.device("hpu")]
+    assert [group_backends(kind) for kind in kinds] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,xpu:xccl", "gloo", "gloo"]
 
 
 def test_the_announcement_of_a_dead_job_is_ignored(monkeypatch, tmp_path):

@@ -27,6 +27,7 @@ from torch import Tensor
 from shoal.checkpoint.index import File, Range
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.tensor_file import BLOCK, CODES, Entry, checksums, header, memory, widest_first, write_all
+from shoal.device import DeviceEvent, can_pin, on_accelerator
 from shoal.errors import CheckpointError
 
 __all__ = ["Staged", "StagedFile", "Staging", "WrittenFile", "disk_full", "write_rank_file"]
@@ -76,7 +77,7 @@ class Staging:
         groups, sizes = _groups(nonempty, file_bytes), [_bytes(piece) for piece in nonempty]
         offloaded = any(piece.hold is not None for piece in nonempty)
         self._reserve(max((sum(map(_bytes, group)) for group in groups), default=0) if offloaded else sum(sizes),
-                      pinned=any(piece.data.is_cuda for piece in nonempty))
+                      pinned=any(can_pin(piece.data.device) for piece in nonempty))
         files = (self._stage(group, 0) for group in groups)
         if not offloaded:
             starts = accumulate((sum(map(_bytes, group)) for group in groups), initial=0)
@@ -92,8 +93,8 @@ class Staging:
             with nullcontext() if piece.hold is None else piece.hold(False):
                 self._buffer[at:at + _bytes(piece)].view(piece.data.dtype).copy_(piece.data, non_blocking=True)
             at += _bytes(piece)
-        for device in {piece.data.device for piece in group if piece.data.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {piece.data.device for piece in group if on_accelerator(piece.data)}:
+            DeviceEvent(device).synchronize()
         return StagedFile(pieces=[_without_data(piece) for piece in group], data=memory(self._buffer)[start:at])
 
     def _reserve(self, size: int, *, pinned: bool) -> None:

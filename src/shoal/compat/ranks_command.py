@@ -57,11 +57,10 @@ def device_count() -> int:
     """Return how many accelerators this machine has, visible or not, else how many ranks LOCAL_SIZE asks for (1)."""
     masked = os.environ.pop(VISIBLE, None)
     try:
-        import torch
-
+        from shoal import device
         from shoal.compat.environment import local_size
 
-        return torch.cuda.device_count() or local_size()
+        return device.device_count() or local_size()
     finally:
         if masked is not None:
             os.environ[VISIBLE] = masked

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shoal import comm
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
+from shoal.device import can_pin, empty_cache
 from shoal.engine import full_optimizer_state, full_state_dict
 from shoal.engine.accessors import Accessors
 from shoal.engine.buffer_sync import BufferSync
@@ -179,7 +180,7 @@ class BaseEngine(Accessors, nn.Module):
         return Loader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), rank=self.communicator.rank,
                       ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
                       collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
-                      pin_memory=pin_memory and self.device.type == "cuda")
+                      pin_memory=pin_memory and can_pin(self.device))
 
     # Passes
 
@@ -508,8 +509,7 @@ class BaseEngine(Accessors, nn.Module):
         if self.sharded is not None:
             for unit in self.sharded.units:
                 unit.release()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True,
                        non_blocking: bool = False) -> None:

@@ -249,9 +249,9 @@ def _exit_signals() -> list[str]:
 
 
 def _default_ranks() -> int:
-    import torch
+    from shoal.device import device_count
 
-    gpus = torch.cuda.device_count()
+    gpus = device_count()
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
     basis = f"one per GPU ({gpus})" if gpus else f"half of {usable} cores"

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.device import selected
 from shoal.onebit.reference import BLOCK, blocks, views
 
 __all__ = ["difference", "pack", "unpack"]
@@ -37,7 +38,7 @@ def unpack(packed: Tensor, target: Tensor, *, factor: float, accumulate: bool) -
     elements = target.numel()
     source = views(packed, elements)
     if elements:
-        with torch.cuda.device_of(target):
+        with selected(target.device):
             _unpack[(blocks(elements),)](source.scales, source.signs, target, elements, factor, accumulate, BLOCK,
                                          enable_fp_fusion=False)
 
@@ -47,7 +48,7 @@ def _encode(packed: Tensor, left: Tensor, right: Tensor, *, residual: bool) -> N
     target = views(packed, elements)
     target.padding.zero_()
     if elements:
-        with torch.cuda.device_of(left):
+        with selected(left.device):
             _pack[(blocks(elements),)](left, right, target.scales.view(torch.int32), target.signs, elements, residual, BLOCK,
                                        _HALVINGS, enable_fp_fusion=False)
 

@@ -17,6 +17,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shoal.device import current_device, has_triton
 from shoal.log import warn_once
 from shoal.native import onebit as native
 from shoal.onebit import reference
@@ -67,8 +68,8 @@ def unpack(packed: Tensor, target: Tensor, *, factor: float = 1.0, accumulate: b
 def _backend(device: str) -> _Backend:
     if device == "cpu" and native.available():
         return native
-    if device == "cuda" and find_spec("triton") is not None:
-        return _triton_or_reference(torch.device("cuda", torch.cuda.current_device()))
+    if has_triton(torch.device(device)) and find_spec("triton") is not None:
+        return _triton_or_reference(current_device())
     return reference
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.device import steps_fused
 from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
@@ -204,7 +205,7 @@ def _always_false(keyword: str, value: bool) -> None:
 
 
 def _fusable(groups: Groups) -> bool:
-    return all(tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point() for tensor in _tensors(groups))
+    return all(steps_fused(tensor.device) and tensor.is_floating_point() for tensor in _tensors(groups))
 
 
 def _tensors(groups: Groups) -> Iterable[Tensor]:

@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shoal.device import forked_rng
 from shoal.errors import UsageError
 
 __all__ = ["Built", "Contents", "Layer", "LayerSpec", "TiedLayerSpec", "TiedWeightSpec", "Unpacked", "contents_of",
-           "generators", "named"]
+           "named"]
 
 
 class LayerSpec:
@@ -196,7 +197,7 @@ def contents_of(layer: Layer) -> Contents:
         with torch.device("meta"):
             module = source.build()
     except Exception:  # the constructor reads values: build on the CPU, which raises the true error if there is one
-        with torch.random.fork_rng(devices=generators()):
+        with forked_rng():
             module = _built(layer, source)
     return _count(module, layer)
 
@@ -207,11 +208,6 @@ def _built(layer: Layer, source: LayerSpec) -> nn.Module:
     except Exception as error:
         raise UsageError(f"layers: {layer}: {source} cannot be built: {type(error).__name__}: {error}; change the arguments "
                          f"of its LayerSpec") from error
-
-
-def generators() -> list[int]:
-    """Return the accelerators, beside the CPU, whose random generators layers may use."""
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
 
 
 def _count(module: nn.Module, layer: Layer) -> Contents:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.device import forked_rng
 from shoal.errors import PipelineError, UsageError
 from shoal.mesh.topology import PipeDataParallelTopology, ProcessTopology
-from shoal.pipeline.layer import Built, Layer, LayerSpec, generators, named
+from shoal.pipeline.layer import Built, Layer, LayerSpec, named
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.stage import PipelineStage, Recompute
 from shoal.pipeline.stage_partition import divide
@@ -218,7 +219,7 @@ class _Seeding:
     def build(self, layers: Iterable[Layer]) -> list[Built]:
         """Build layers in order."""
         built: list[Built] = []
-        with torch.random.fork_rng(devices=generators()) if self._seeded else nullcontext():
+        with forked_rng() if self._seeded else nullcontext():
             for layer in layers:
                 if self._seeded:
                     self._function(self._base + layer.index)

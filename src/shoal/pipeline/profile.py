@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.device import forked_rng, synchronize
 from shoal.errors import RanksDisagree, UsageError
-from shoal.pipeline.layer import Built, Contents, Layer, generators
+from shoal.pipeline.layer import Built, Contents, Layer
 from shoal.pipeline.value_tree import TreeSpec, flatten_tree
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
@@ -41,7 +42,7 @@ def measured(layers: Sequence[Layer], contents: Sequence[Contents], sample: Any,
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            with torch.random.fork_rng(devices=generators()):
+            with forked_rng():
                 measured_times = _measure(layers, sample, loss_fn, process_group.device())
         except Exception as error:  # sent to the other ranks, which wait for the result
             failure = error
@@ -116,6 +117,5 @@ def _build_for_measuring(layer: Layer, device: torch.device) -> Built:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

@@ -18,10 +18,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from shoal.device import DeviceEvent
+
 __all__ = ["Call", "Clock", "Handle", "Key", "Moment", "Stamps", "operation", "over"]
 
 T = TypeVar("T")
-Moment = float | torch.cuda.Event
+Moment = float | DeviceEvent
 """Seconds of the monotonic clock, or an event of a device's stream."""
 
 _TAILS = ("_list", "_object", "_into_tensor", "_tensor", "_single", "_base", "_coalesced")
@@ -68,24 +70,25 @@ class Clock:
     """Converts a device's events to the host's monotonic clock."""
 
     def __init__(self) -> None:
-        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        self._anchor: tuple[DeviceEvent, float] | None = None
 
-    def now(self, *, on_device: bool) -> Moment:
-        if not on_device:
+    def now(self, device: torch.device | None) -> Moment:
+        """Return the present moment of the host, or of what the current stream of `device` was given so far."""
+        if device is None:
             return time.monotonic()
         if self._anchor is None:  # the first call waits for the device once
-            anchor = _event()
+            anchor = DeviceEvent(device, timing=True)
             anchor.synchronize()
             self._anchor = anchor, time.monotonic()
-        return _event()
+        return DeviceEvent(device, timing=True)
 
     def seconds(self, moment: Moment) -> float:
         """Return the time of a moment that has passed."""
-        if not isinstance(moment, torch.cuda.Event):
+        if not isinstance(moment, DeviceEvent):
             return moment
         assert self._anchor is not None
         anchor, at = self._anchor
-        return at + anchor.elapsed_time(moment) / 1000
+        return at + anchor.seconds_until(moment)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +99,8 @@ class Call:
     what: str
     number: int
     """The number of earlier calls of this rank with the same key and name."""
-    on_device: bool
+    device: torch.device | None
+    """The accelerator of its buffer; None for the host."""
     clock: Clock
     began: Moment
     done: Callable[[Call], None]
@@ -105,16 +109,16 @@ class Call:
 
     def over(self, wait: Callable[[], T]) -> T:
         """Call `wait` and record when it returns; a call whose `wait` raises is counted, but not timed."""
-        self.waiting = self.clock.now(on_device=self.on_device)
+        self.waiting = self.clock.now(self.device)
         result = wait()
-        self.ended = self.clock.now(on_device=self.on_device)
+        self.ended = self.clock.now(self.device)
         self.done(self)
         return result
 
     @property
     def passed(self) -> bool:
         """Whether the moments can be read without blocking."""
-        return not isinstance(self.ended, torch.cuda.Event) or self.ended.query()
+        return not isinstance(self.ended, DeviceEvent) or self.ended.passed
 
     @property
     def stamps(self) -> Stamps:
@@ -124,9 +128,3 @@ class Call:
 def over(call: Call | None, wait: Callable[[], T]) -> T:
     """Call `wait`, and record it as the end of `call` unless that is None."""
     return wait() if call is None else call.over(wait)
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-import torch
 from torch import Tensor
 
+from shoal.device import on_accelerator, synchronize
 from shoal.log import logger
 from shoal.recording.call import Call, Clock, Handle, Key, Stamps, operation
 from shoal.recording.settings import CommsLoggerSettings
@@ -66,8 +66,8 @@ class Recorder:
 
     def settle(self) -> None:
         """Wait until the device has finished all launched calls."""
-        if any(not call.passed for call in self._ended):
-            torch.cuda.synchronize()
+        for device in {call.device for call in list(self._ended) if call.device is not None and not call.passed}:
+            synchronize(device)
         self._sum_ended()
 
     def begin(self, kind: str, sent: int, op: str, buffer: Sequence[Tensor], ranks: tuple[int, ...], what: str, *,
@@ -77,14 +77,14 @@ class Recorder:
             return None
         size = sum(tensor.numel() * tensor.element_size() for tensor in buffer) if buffer else sent
         key = Key(kind=kind, op=op, size=size, ranks=ranks, caller=_caller() if self.settings.debug else "")
-        on_device = bool(buffer) and buffer[0].is_cuda
+        device = buffer[0].device if buffer and on_accelerator(buffer[0]) else None
         with self._lock:
             row = self._rows.get(key) or CallStats(key=key)
             self._rows[key] = replace(row, calls=row.calls + 1, sent=row.sent + sent)
             number = self._numbers[key, what]
             self._numbers[key, what] += 1
-        return Call(key=key, what=what, number=number, on_device=on_device, clock=self._clock,
-                    began=self._clock.now(on_device=on_device), done=self._done)
+        return Call(key=key, what=what, number=number, device=device, clock=self._clock, began=self._clock.now(device),
+                    done=self._done)
 
     @property
     def _logs(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.device import current_device, is_initialized, manual_seed, on_accelerator, rng_state, set_rng_state
 from shoal.transport.collectives import Communicator
 
 __all__ = ["Apart", "RankLocalRng", "align"]
@@ -47,26 +48,29 @@ class Apart:
         """
         host = torch.default_generator
         seed = _mixed(int(torch.randint(1 << 31, (), generator=host)), self.seed, self.rank)
-        generators = [host] if device is None or device.type == "cpu" else [host, _generator(device)]
-        states = [generator.get_state() for generator in generators]
+        accelerator = device if device is not None and on_accelerator(device) else None
+        host_state = host.get_state()
+        state = None if accelerator is None else rng_state(accelerator)
         try:
-            for generator in generators:
-                generator.manual_seed(seed)
+            host.manual_seed(seed)
+            if accelerator is not None:
+                manual_seed(accelerator, seed)
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            host.set_state(host_state)
+            if accelerator is not None and state is not None:
+                set_rng_state(accelerator, state)
 
 
 def align(group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
     """Copy the first rank's state of the host's default generator to every rank; accelerators are seeded from it."""
     communicator = Communicator(group, timeout=timeout)
     state = torch.get_rng_state()
-    buffer = state.cuda() if communicator.native else state
+    buffer = state.to(current_device()) if communicator.native else state
     communicator.broadcast(buffer, 0, "random state")
     torch.set_rng_state(buffer.cpu())
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(torch.initial_seed())
+    if on_accelerator(device := current_device()) and is_initialized(device):
+        manual_seed(device, torch.initial_seed())
 
 
 @dataclass(slots=True)
@@ -89,10 +93,6 @@ class RankLocalRng:
         if module.training:
             device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             self._open.enter_context(self.apart.fork(device))
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index]
 
 
 def _mixed(*words: int) -> int:

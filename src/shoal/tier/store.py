@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from shoal.device import HOST, can_pin
 from shoal.log import warn_once
 from shoal.tier.disk_span import CHUNK, DiskSpan
 from shoal.tier.folder_check import check_folder, slow_reason
@@ -36,9 +37,6 @@ PAGE_POOL = 64 << 20
 
 ALIGNED = 64
 """Disk granules are multiples of this many elements: whole SIMD vectors, as the slices stepped in memory are."""
-
-HOST = torch.device("cpu")
-
 
 class Store(Protocol):
     """A place for state at rest."""
@@ -83,7 +81,7 @@ class Disk:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return HOST
 
     def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
               names: Names = no_names) -> PlacedSpan:
@@ -105,7 +103,7 @@ def open_store(offload: OffloadParam | OffloadOptimizer, aio: AioSettings, devic
         case "none":
             return Memory(device=device)
         case "cpu":
-            return Memory(device=HOST, pinned=offload.pin_memory and device.type != "cpu")
+            return Memory(device=HOST, pinned=offload.pin_memory and can_pin(device))
         case "nvme":
             assert offload.nvme_path is not None
             granule = max(min(at_once, CHUNK) // ALIGNED, 1) * ALIGNED
@@ -155,7 +153,7 @@ class StoragePlan:
         weight, state = self.weight, self.state
         if weight.granule is not None and self._on_host + weights <= self.host_elements:
             self._on_host += weights
-            weight = Memory(device=torch.device("cpu"), pinned=self.device.type != "cpu")
+            weight = Memory(device=HOST, pinned=can_pin(self.device))
         self._assigned += states
         if self._offloaded + states <= self.ratio * self._assigned:
             self._offloaded += states

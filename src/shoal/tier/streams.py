@@ -1,6 +1,7 @@
-"""Copies between a compute device and its host, concurrent with compute: one CUDA stream for each direction.
+"""Copies between a compute device and its host, concurrent with compute: one stream for each direction.
 
-Where the device is the host there are no streams, and copies are synchronous.
+Where the device is the host there are no streams, and copies are synchronous. On a device that has no streams beside its
+compute stream, copies are in that one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from shoal.device import DeviceEvent, DeviceStream, can_pin, new_stream, on_accelerator, record_use
 
 __all__ = ["CopyEvent", "CopyStream", "StagingBuffers", "d2h_stream", "h2d_stream", "side_stream", "staging_buffers"]
 
@@ -33,9 +36,10 @@ class CopyEvent(Protocol):
 
 
 class CopyStream:
-    """Copies without a stream of their own: synchronous on the host, in the compute stream on a device."""
+    """Copies without a stream of their own: synchronous on the host, in the compute stream of `device`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._deferred: deque[Callable[[], None]] = deque()
 
     def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
@@ -44,7 +48,7 @@ class CopyStream:
 
     def record_event(self) -> CopyEvent:
         """Return an event behind everything the stream was given so far."""
-        return _REACHED
+        return _REACHED if self._device is None else DeviceEvent(self._device)
 
     def free(self, tensor: Tensor, *, computed: bool) -> None:
         """Free the storage of `tensor` once its last user, the compute stream if `computed`, else this stream, is done.
@@ -64,40 +68,31 @@ class CopyStream:
             self._deferred.popleft()()
 
 
-class _CudaStream(CopyStream):
-    def __init__(self, device: torch.device):
+class _SideStream(CopyStream):
+    """Copies in a stream beside the compute stream."""
+
+    def __init__(self, stream: DeviceStream):
         super().__init__()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream
 
     def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
         if after_compute:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return torch.cuda.stream(self._stream)
+            self._stream.wait_for_current()
+        return self._stream.use()
 
     def record_event(self) -> CopyEvent:
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning on a core
-        event.record(self._stream)
-        return _CudaEvent(event, self._stream.device)
+        return self._stream.record()
 
     def free(self, tensor: Tensor, *, computed: bool) -> None:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device) if computed else self._stream)
+        if computed:
+            record_use(tensor)
+        else:
+            self._stream.record_use(tensor)
         tensor.untyped_storage().resize_(0)
 
     def keep_for_compute(self, tensor: Tensor) -> None:
-        if tensor.is_cuda:  # host memory belongs to no stream
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event, device: torch.device):
-        self._event = event
-        self._device = device
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def stream_wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        if on_accelerator(tensor):  # host memory belongs to no stream
+            record_use(tensor)
 
 
 class _ReachedEvent:
@@ -124,8 +119,11 @@ def d2h_stream(device: torch.device) -> CopyStream:
 
 
 def side_stream(device: torch.device) -> CopyStream:
-    """Return a new stream of `device`, beside its compute stream."""
-    return _CudaStream(device) if device.type == "cuda" else CopyStream()
+    """Return a new stream of `device`, beside its compute stream if it has more than that one."""
+    if not on_accelerator(device):
+        return CopyStream()
+    stream = new_stream(device)
+    return CopyStream(device) if stream is None else _SideStream(stream)
 
 
 class StagingBuffers:
@@ -143,7 +141,7 @@ class StagingBuffers:
             buffer, event = self._buffers.pop(0)
             event.synchronize()
         if buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=can_pin(self._device))
         self._borrowed = buffer
         return buffer[:size].view(dtype)
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.device import HOST, current_device
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.recording import Call, Traffic, Watched, over, traffic
 from shoal.recording.call import Handle
@@ -215,7 +216,7 @@ class Communicator:
     def gather_objects(self, value: T) -> list[T]:
         """Return the picklable `value` of every rank, by rank. Blocks; meant for checks."""
         what = "a comparison between ranks"
-        device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
+        device = current_device() if self.native else HOST
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         sizes = self._gather_whole(torch.tensor([pickled.numel()], device=device), what, _SIZE).flatten().tolist()
         padded = pickled.new_zeros(max(sizes))
@@ -229,7 +230,7 @@ class Communicator:
 
         `owners` gives the shape and dtype for each rank that has a `tensor`; other ranks pass None.
         """
-        device = torch.device("cuda", torch.cuda.current_device()) if self.native else torch.device("cpu")
+        device = current_device() if self.native else HOST
         parts: list[Tensor] = []
         try:
             if self.rank == 0:

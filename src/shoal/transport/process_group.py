@@ -12,6 +12,7 @@ import atexit
 import json
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
+from shoal.device import HOST, accelerator, default_backend, device_count, group_backends, set_current
+from shoal.device import current_device as current_accelerator
 from shoal.errors import LaunchError, RanksDisagree, UsageError
 from shoal.log import logger, set_rank, warn_once
 from shoal.transport.launcher_env import RankInfo, discover
@@ -35,6 +38,8 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 _FAILED = "a failure"
 _world_size_origin = "the process group that was there already"
+_made_here: list[bool] = []
+"""Not empty once this file has made the world group."""
 MINUTES = 10.0
 """The default timeout of collectives, in minutes."""
 
@@ -56,7 +61,8 @@ def init_distributed(
 ) -> None:
     """Join the process group of this job; a call after the process group is initialised changes nothing.
 
-    `dist_backend` is nccl on CUDA and gloo otherwise, unless given; gloo ranks train on the CPU. The rank comes from the
+    `dist_backend` is, unless given, what torch has for the accelerator beside gloo for the host (`cpu:gloo,cuda:nccl` on
+    CUDA), and gloo where there is no accelerator; ranks joined by gloo alone train on the CPU. The rank comes from the
     variables of torchrun, Open MPI, PMI or Slurm (all but torchrun's only with `auto_mpi_discovery`), unless `init_method`
     is given with `rank` and `world_size`. `distributed_port` is the port of rank 0 where ranks on several hosts have no
     MASTER_PORT. `timeout` of collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With `dist_init_required` false an
@@ -68,7 +74,7 @@ def init_distributed(
         if dist_init_required is False:
             raise UsageError("dist_init_required is False, but torch.distributed is not initialised; "
                              "call torch.distributed.init_process_group first, or leave dist_init_required out")
-        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        backend = dist_backend or group_backends(accelerator())
         wait = timeout or timedelta(minutes=_minutes(os.environ))
         if init_method is not None or rank >= 0 or world_size >= 0:
             _join_at(init_method, rank, world_size, backend, wait)
@@ -82,8 +88,7 @@ def init_distributed(
                             info.source, backend)
     _leave_at_exit()
     set_rank(dist.get_rank())
-    if (own_device := device()).type == "cuda":
-        torch.cuda.set_device(own_device)
+    set_current(device())
 
 
 def world_size_origin() -> str:
@@ -137,24 +142,37 @@ def _set_world_size_origin(origin: str) -> None:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: its GPU; the CPU where there is no GPU or where only gloo connects the ranks.
+    """Return the device of this rank: its accelerator; the CPU where there is none or where only gloo connects the ranks.
 
-    A rank's GPU is the one of its local rank. If no variable gives the local rank it is the process's current device
-    (`torch.cuda.set_device`). Ranks that each see one GPU use that one. With more ranks than GPUs the ranks share them in
-    turn, which `init_distributed` refuses for NCCL.
+    A rank's accelerator is the one of its local rank. If no variable gives the local rank it is the process's current one
+    (`torch.accelerator.set_device_index`). Ranks that each see one use that one. With more ranks than accelerators the
+    ranks share them in turn, which `init_distributed` refuses for backends other than gloo.
     """
-    if not torch.cuda.is_available() or not _gpu_collectives():
-        return torch.device("cpu")
-    local = discover_local_rank(os.environ)
-    return torch.device("cuda", torch.cuda.current_device() if local is None else local % torch.cuda.device_count())
+    kind = accelerator()
+    if kind is None:
+        return HOST
+    if not _reaches(kind):
+        warn_once(f"ranks train on the CPU, although there are devices of kind {kind.type}: the process group "
+                  f"({dist.get_backend_config()}) does not send their tensors. Leave the backend to shoal.init_distributed, "
+                  f"or pass '{group_backends(kind)}'")
+        return HOST
+    return _accelerator_of(kind, discover_local_rank(os.environ))
 
 
-def _gpu_collectives() -> bool:
-    """Return whether the process group can send GPU tensors: gloo treats their addresses as host memory in most calls.
+def _accelerator_of(kind: torch.device, local: int | None) -> torch.device:
+    """Return the accelerator of local rank `local`; the current one where it is not known."""
+    return current_accelerator() if local is None else torch.device(kind.type, local % device_count())
 
-    True before the process group is initialised, because the default on GPUs is NCCL.
+
+def _reaches(kind: torch.device) -> bool:
+    """Return whether tensors of the accelerator travel: gloo treats their addresses as host memory in most calls.
+
+    True before the process group is initialised, because the default is the device's own backend; true of a rank that is
+    alone on a device for which torch has no backend.
     """
-    return not dist.is_initialized() or backends().get("cuda", "gloo") != "gloo"
+    if not dist.is_initialized() or backends().get(kind.type, "gloo") != "gloo":
+        return True
+    return default_backend(kind) == "gloo" and dist.get_world_size() == 1
 
 
 def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -183,18 +201,46 @@ def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait:
     if init_method is None and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         raise UsageError(f"init_distributed: got rank={rank} and world_size={ranks} but no rendezvous address; "
                          "pass init_method='tcp://HOST:PORT', or set MASTER_ADDR and MASTER_PORT")
-    dist.init_process_group(backend, init_method=init_method or "env://", rank=rank, world_size=ranks, timeout=wait)
+    _init_group(backend, discover_local_rank(os.environ), init_method=init_method or "env://", rank=rank, world_size=ranks,
+                timeout=wait)
+
+
+def _init_group(backend: str, local: int | None, **rendezvous: Any) -> None:
+    """Make the world group, bound to this rank's accelerator where `backend` sends its tensors.
+
+    The device is made current before: a backend that has no device at its start takes the current one, on every rank of a
+    host the same.
+    """
+    bound = _bound_kind(backend)
+    if bound is None:
+        dist.init_process_group(backend, **rendezvous)
+    else:
+        own = _accelerator_of(bound, local)
+        set_current(own)
+        dist.init_process_group(backend, device_id=own, **rendezvous)
+    _made_here.append(True)
+
+
+def _bound_kind(backend: str) -> torch.device | None:
+    """Return the kind of accelerator whose tensors `backend` sends, None where it sends those of the host alone."""
+    kind = accelerator()
+    if kind is None:
+        return None
+    of_kind = dict(item.split(":", 1) for item in backend.split(",") if ":" in item).get(kind.type)
+    carrier = of_kind or (backend if ":" not in backend else "gloo")
+    return None if carrier == "gloo" or carrier != default_backend(kind) else kind
 
 
 def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
     _check_devices(info, backend)
+    local = None if info.source == "alone" else info.local_rank
     _keep_on_loopback(info)
     if info.source.startswith("torchrun") and info.address is not None:
         os.environ.setdefault("MASTER_PORT", str(info.port))
-        dist.init_process_group(backend, init_method="env://", timeout=wait)
+        _init_group(backend, local, init_method="env://", timeout=wait)
         return
     store = _store(info, wait)
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.ranks, timeout=wait)
+    _init_group(backend, local, store=store, rank=info.rank, world_size=info.ranks, timeout=wait)
     if info.source != "alone":
         os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.ranks), LOCAL_RANK=str(info.local_rank))
         if info.local_ranks is not None:
@@ -203,28 +249,34 @@ def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
 
 @cache
 def _leave_at_exit() -> None:
-    """Have this process leave its process groups at exit, whoever has made them."""
+    """Have this process leave its process groups at exit: those that it has made here, and gloo's, whoever made them."""
     atexit.register(_leave)
 
 
 def _leave() -> None:
-    """Destroy gloo's process groups at exit; otherwise their threads sometimes abort the process.
+    """Destroy the process groups that were made here, and gloo's, whose threads otherwise sometimes abort the process.
+
+    After an error that ends this process the groups of an accelerator are aborted: to destroy them waits for the
+    collectives that the other ranks no longer take part in.
 
     A group that something still references keeps its threads, even if the script has destroyed the groups itself: that of a
     save which has just ended, also beside NCCL. They need the interpreter to release the last tensor they sent, and abort if
     the interpreter is gone, so they get `GRACE` seconds.
     """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+    if dist.is_initialized() and (_made_here or dist.get_backend() == "gloo"):
+        if dist.get_backend() != "gloo" and "last_value" in vars(sys):
+            dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]  no public name
+        else:
+            dist.destroy_process_group()
     time.sleep(GRACE)
 
 
 def _check_devices(info: RankInfo, backend: str) -> None:
-    """Raise `LaunchError` for ranks that would share a GPU under NCCL, which hangs or fails later with another error."""
-    gpus = torch.cuda.device_count() if backend == "nccl" else 0
-    if gpus > 1 and info.local_rank >= gpus:
-        raise LaunchError(f"rank {info.rank} has no GPU of its own: it is local rank {info.local_rank}, and this host has "
-                          f"{gpus} GPUs; start at most {gpus} ranks here, or pass dist_backend='gloo' to train on the CPU")
+    """Raise `LaunchError` for ranks that would share an accelerator, with which NCCL hangs or fails later otherwise."""
+    count = device_count() if _bound_kind(backend) is not None else 0
+    if count > 1 and info.local_rank >= count:
+        raise LaunchError(f"rank {info.rank} has no device of its own: it is local rank {info.local_rank}, and this host "
+                          f"has {count}; start at most {count} ranks here, or pass dist_backend='gloo' to train on the CPU")
 
 
 def _keep_on_loopback(info: RankInfo) -> None:

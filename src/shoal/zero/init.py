@@ -20,6 +20,7 @@ from shoal.config.load import read
 from shoal.config.problem import raise_all
 from shoal.config.resolve import resolve
 from shoal.config.section import Section
+from shoal.device import current_device
 from shoal.errors import ConfigError, UsageError
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.tier import Store, trim
@@ -39,6 +40,9 @@ DEFAULT_TIMEOUT = 600.0
 TRIM_EVERY = 16 << 20
 """Bytes of whole parameters after whose sharding the heap is trimmed."""
 
+
+_ON_DEVICE = ("cuda",)
+"""Published values of `remote_device` that mean the compute device, of whatever kind it is."""
 
 _entered: list[Init] = []
 """The contexts that are open, the innermost last."""
@@ -200,7 +204,7 @@ def _offload(config: Mapping[str, Any], remote_device: str | None) -> tuple[Offl
     raise_all(found.findings.problems, "zero.Init")
     param = found.section.zero_optimization.offload_param
     if remote_device is not None:
-        device = "none" if remote_device == "cuda" else remote_device
+        device = "none" if remote_device in _ON_DEVICE or remote_device == current_device().type else remote_device
         asked = resolve(OffloadParam, {**param.model_dump(), "device": device})
         raise_all(asked.findings.problems, "zero.Init: remote_device")
         param = asked.section

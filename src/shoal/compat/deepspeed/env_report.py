@@ -12,6 +12,7 @@ from pathlib import Path
 
 import shoal
 from shoal.compat.deepspeed import __version__
+from shoal.device import device_names
 
 __all__ = ["cli_main", "debug_report", "main", "op_report", "parse_arguments"]
 
@@ -54,8 +55,7 @@ def debug_report() -> None:
     """Print versions, devices and memory."""
     import torch
 
-    cuda = torch.cuda.is_available()
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else ["CPU"]
+    devices = device_names() or ["CPU"]
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     _table("general", [
         ("torch", f"{torch.__version__}, {Path(torch.__file__).parent}"),
