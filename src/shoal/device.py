@@ -101,8 +101,8 @@ def current_device() -> torch.device:
 
 def set_current(device: torch.device) -> None:
     """Make `device` the current one of this thread. The CPU always is."""
-    if on_accelerator(device) and device.index is not None:
-        torch.accelerator.set_device_index(device.index)
+    if on_accelerator(device) and (index := _index(device)) is not None:
+        torch.accelerator.set_device_index(index)
 
 
 def on_accelerator(at: torch.device | Tensor) -> bool:
@@ -135,6 +135,10 @@ def steps_fused(device: torch.device) -> bool:
         return False
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(  # pyright: ignore[reportPrivateUsage]  no public name
         "aten::_fused_adamw_", "PrivateUse1")
+
+
+def _index(device: torch.device) -> int | None:
+    return cast("int | None", device.index)  # torch declares it as never None
 
 
 def _offered(device: torch.device, name: str) -> Any:
@@ -260,15 +264,15 @@ def _new_event(device: torch.device, timing: bool) -> Any:
 @contextmanager
 def selected(device: torch.device) -> Generator[None]:
     """Make `device` current within the context: an event belongs to the current device's current stream."""
-    index = torch.accelerator.current_device_index()
-    if device.index is None or device.index == index:
+    index, former = _index(device), torch.accelerator.current_device_index()
+    if index is None or index == former:
         yield
         return
-    torch.accelerator.set_device_index(device.index)
+    torch.accelerator.set_device_index(index)
     try:
         yield
     finally:
-        torch.accelerator.set_device_index(index)
+        torch.accelerator.set_device_index(former)
 
 
 # Memory
