@@ -7,29 +7,46 @@ Shoal's are siblings; so `isinstance(pipeline_engine, DeepSpeedEngine)` is answe
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shoal.compat.assembly import assemble
+from shoal.compat.deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
+from shoal.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from shoal.compat.deepspeed.utils import groups
-from shoal.compat.deepspeed.utils.zero_to_fp32 import write_script
+from shoal.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, write_script
 from shoal.compat.parameters import owned_by
 from shoal.compat.raising import as_published, published_errors
+from shoal.device import can_pin
 from shoal.engine.base import BaseEngine
 from shoal.engine.engine import Engine
 from shoal.engine.pipeline_engine import PipelineEngine as NativePipelineEngine
-from shoal.errors import UsageError
+from shoal.errors import NotSupportedYet, UsageError
+from shoal.zero.gathered import gathered
 
 __all__ = ["DeepSpeedEngine", "PipelineEngine", "PublishedEngine"]
 
 RESERVED = "checkpoint_parallel_dimensions"
 """A key of checkpoints that `client_state` may not have."""
+
+
+def _never(self: Any) -> bool:
+    """Return False: Shoal has no such feature yet, and the configuration refuses it."""
+    return False
+
+
+class CustomLoad(Protocol):
+    """A function that writes a state dict into a module."""
+
+    def __call__(self, *, src: Any, dst: Any) -> object: ...
 
 
 class PublishedEngine(BaseEngine):
@@ -39,7 +56,38 @@ class PublishedEngine(BaseEngine):
     managed: bool = True
     """Whether the engine counts the microbatches of a step; else each call of `step` is a boundary."""
 
-    def configure(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, args: Any, model: Any, optimizer: Any = None, model_parameters: Any = None,
+                 training_data: Any = None, lr_scheduler: Any = None, mpu: Any = None,
+                 dist_init_required: bool | None = None, collate_fn: Any = None, config: Any = None,
+                 config_class: DeepSpeedConfig | None = None, mesh_device: Any = None, dont_change_device: bool = False):
+        """Build the engine as `initialize` does; the device is the accelerator's, with `dont_change_device` too.
+
+        Raises `NotSupportedYet` for `mesh_device`.
+        """
+        with published_errors():
+            if mesh_device is not None:
+                raise NotSupportedYet("mesh_device: not supported yet; give initialize mesh_param, or an mpu")
+            self._assemble(args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
+                           training_data=training_data, lr_scheduler=lr_scheduler, mpu=mpu,
+                           dist_init_required=dist_init_required, collate_fn=collate_fn, config=config,
+                           config_class=config_class)
+
+    @classmethod
+    def assembled(cls, **arguments: Any) -> Self:
+        """Build the engine of a call of `initialize`, whose arguments are more than those of the constructor."""
+        self = cls.__new__(cls)
+        self._assemble(**arguments)
+        return self
+
+    def _assemble(self, **arguments: Any) -> None:
+        self._configure(assemble(self._begin, **arguments))
+
+    def _begin(self, *parts: Any) -> Self:
+        """Begin as Shoal's own engine, of its parts."""
+        super().__init__(*parts)
+        return self
+
+    def _configure(self, given: Mapping[str, Any]) -> None:
         """Keep the configuration as it was given, for the published accessors."""
         self.published = DeepSpeedConfig(dict(given), mpu=self.mesh)
         self.managed = self.published.managed_gradient_accumulation
@@ -57,8 +105,40 @@ class PublishedEngine(BaseEngine):
     def _config(self) -> Any:
         return self.published
 
-    checkpoint_engine: Any = None
+    checkpoint_engine = TorchCheckpointEngine()
+    """Reads and writes single files for scripts; the engine's own checkpoints are not written by it."""
     store_gradients: bool = False
+    training_data: Any = None
+    collate_fn: Any = None
+    pipeline_parallelism: bool = False
+    dont_change_device: bool = False
+    loaded_checkpoint_mp_world_size: int | None = None
+    loaded_checkpoint_dp_world_size: int | None = None
+    num_experts: tuple[int, ...] = ()
+    is_deepcompile_enabled = is_deepcompile_active = random_ltd_enabled = _never
+    curriculum_learning_enabled = data_sampling_enabled = autotuning_enabled = super_offload = _never
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        """Whether the present call is within `no_sync`."""
+        return not self.progress.sync
+
+    @property
+    def dist_backend(self) -> str:
+        """The backend of torch.distributed."""
+        return dist.get_backend()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The group of the data ranks."""
+        return self.communicator.group
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def client_lr_scheduler(self) -> Any:
+        """The schedule that `initialize` was given, or built."""
+        return self.lr_scheduler
 
     # Loops
 
@@ -93,14 +173,72 @@ class PublishedEngine(BaseEngine):
             write_script(save_dir)
         return saved
 
-    load_checkpoint = as_published(BaseEngine.load_checkpoint)
-    load_module_state_dict = as_published(BaseEngine.load_module_state_dict)
+    @as_published
+    def load_checkpoint(self, load_dir: str | Path, tag: str | int | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn: CustomLoad | None = None,
+                        ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint; returns (path, client_state), or (None, None) where nothing is saved.
+
+        `custom_load_fn(src=state, dst=module)` writes the saved weights into the whole module, on every rank.
+        """
+        path, client = super().load_checkpoint(
+            load_dir, tag, load_module_strict and custom_load_fn is None, load_optimizer_states, load_lr_scheduler_states,
+            load_module_only)
+        if path is not None and custom_load_fn is not None:
+            saved = get_fp32_state_dict_from_zero_checkpoint(load_dir, None if tag is None else str(tag))
+            self._load_by(custom_load_fn, saved)
+        return path, client
+
+    @as_published
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True,
+                               custom_load_fn: CustomLoad | None = None, fetch_z3_params: bool = False,
+                               z3_params_to_fetch: Any = None, allowed_missing_keys: Any = None) -> None:
+        """Load the entry 'module' of a checkpoint, or a state dict; whole weights at every stage.
+
+        `custom_load_fn(src=state, dst=module)` writes the weights instead. The keywords after it have no effect: what is
+        loaded is gathered in any case.
+        """
+        if custom_load_fn is None:
+            super().load_module_state_dict(checkpoint, strict)
+        else:
+            self._load_by(custom_load_fn, checkpoint.get("module", checkpoint))
+
+    def _load_by(self, load: CustomLoad, state: Any) -> None:
+        with gathered(self.module, modifier_rank=0):
+            load(src=state, dst=self.module)
+
     set_train_batch_size = as_published(BaseEngine.set_train_batch_size)
     set_train_micro_batch_size = as_published(BaseEngine.set_train_micro_batch_size)
-    deepspeed_io = as_published(BaseEngine.deepspeed_io)
+
+    @as_published
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+                     data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Any:
+        """Build the loader of a dataset; with a `data_sampler`, torch's, whose position is not saved."""
+        if data_sampler is None:
+            return super().deepspeed_io(dataset, batch_size, route, pin_memory, None, collate_fn, num_local_io_workers)
+        return DeepSpeedDataLoader(
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(), pin_memory and can_pin(self.device),
+            self.local_rank, None, collate_fn, num_local_io_workers, data_sampler,
+            dataloader_drop_last=self.settings.dataloader_drop_last)
+
     compile = as_published(BaseEngine.compile)
-    offload_states = as_published(BaseEngine.offload_states)
-    reload_states = as_published(BaseEngine.reload_states)
+
+    @as_published
+    def offload_states(self, include: Any = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True,
+                       non_blocking: bool = False) -> None:
+        """Move state to the host, where all of it rests on a machine without an accelerator.
+
+        Raises `NotSupportedYet` on an accelerator.
+        """
+        if self.device.type != "cpu":
+            super().offload_states()
+
+    @as_published
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move state back, after `offload_states`."""
+        if self.device.type != "cpu":
+            super().reload_states()
 
     # Accessors whose answer is one value of the configuration
 
@@ -116,6 +254,18 @@ class PublishedEngine(BaseEngine):
     def memory_breakdown(self) -> bool:
         """Return the configured value."""
         return self.published.memory_breakdown
+
+    def postscale_gradients(self) -> bool:
+        """Return whether `prescale_gradients` is off."""
+        return not self.published.prescale_gradients
+
+    def checkpoint_serialization_enabled(self) -> bool:
+        """Return the configured value."""
+        return bool(self.published.checkpoint_config["checkpoint_serialization"])
+
+    def checkpoint_writer_enabled(self) -> bool:
+        """Whether a writer is configured."""
+        return self.published.checkpoint_config["writer"] is not None
 
     def steps_per_print(self) -> int | None:
         """Return the configured value."""
@@ -250,6 +400,12 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
                 super().step(lr_kwargs)
         return None
 
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Accumulate without communication, at every stage; raises `AssertionError` when it is nested."""
+        with published_errors(), super().no_sync():
+            yield
+
     @as_published
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the present microbatch is the last of a step, instead of counting."""
@@ -261,6 +417,11 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
 
 class PipelineEngine(PublishedEngine, NativePipelineEngine):
     """The engine that `deepspeed.initialize` returns for a `PipelineModule`."""
+
+    pipeline_parallelism = True
+
+    def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any):
+        super().__init__(*super_args, **super_kwargs)
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Do nothing: any values may pass between stages."""

@@ -16,6 +16,7 @@ _BLANK = re.compile(r"(?:\s+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"')
 _KEY = re.compile(r"[^\s,:{}\[\]\"']+")
 _PLAIN = re.compile(r"[^\n,\]}#]+")
+_COMMENT = re.compile(r"//|/\*")
 _LINE = re.compile(r"[^\n]+")
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -24,7 +25,7 @@ def loads(text: str) -> Any:
     """Return the value that `text` stands for; raises `ValueError` with line and column."""
     reader = _Reader(text)
     reader.skip_blank()
-    value = reader.value() if reader.next() in "{[" else reader.members("")
+    value = reader.value() if reader.next() in ("{", "[") else reader.members("")
     reader.skip_blank()
     if reader.at < len(text):
         raise reader.error("text after the end of the object")
@@ -79,9 +80,10 @@ class _Reader:
 
     def plain(self) -> Any:
         start = self.at
-        word = (self.take(_PLAIN) or "").strip()
-        if word in _WORDS:
-            return _WORDS[word]
+        word = _COMMENT.split(self.take(_PLAIN) or "")[0]
+        self.at = start + len(word)
+        if word.strip() in _WORDS:
+            return _WORDS[word.strip()]
         try:
             return json.loads(word)
         except ValueError:

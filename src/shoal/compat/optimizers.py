@@ -17,10 +17,12 @@ from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import arithmetic_class
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.loss_scale import DynamicScale, StaticScale
+from shoal.zero.guard import owner_of
+from shoal.zero.unit import Unit
 
-__all__ = ["BF16_Optimizer", "DeepSpeedOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3",
-           "FP16_Optimizer", "FP16_UnfusedOptimizer", "PlainOptimizer", "PublishedOptimizer", "ZeROOptimizer",
-           "optimizer_kind"]
+__all__ = ["BF16_Optimizer", "DeepSpeedOptimizer", "DeepSpeedZeRoOffload", "DeepSpeedZeroOptimizer",
+           "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer", "FP16_UnfusedOptimizer", "PlainOptimizer",
+           "PublishedOptimizer", "ZeROOptimizer", "optimizer_kind"]
 
 
 class DeepSpeedOptimizer:
@@ -188,13 +190,15 @@ class DeepSpeedZeroOptimizer(PublishedOptimizer, ZeROOptimizer):
     """The optimizer of stages 1 and 2."""
 
 
-class HookLists:
-    """The hooks of stage 3 as published scripts look for them, to remove them while they generate.
+class DeepSpeedZeRoOffload:
+    """What gathers the parameters of a module at stage 3, as published scripts look for it.
 
-    The lists are empty: Shoal's hooks gather for inference too, and need not be removed.
+    Scripts remove the hooks of its lists while they generate. The lists are empty: Shoal's hooks gather for inference too,
+    and need not be removed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, timers: Any = None, ds_config: Any = None, **unused: Any) -> None:
+        self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 
@@ -203,14 +207,25 @@ class HookLists:
 
     _register_hooks_recursively = setup_zero_stage3_hooks = _register_deepspeed_module
 
+    def partition_all_parameters(self) -> None:
+        """Release every parameter that is gathered, and in no use."""
+        for parameter in self.module.parameters():
+            if isinstance(unit := owner_of(parameter), Unit):
+                unit.release()
+
+    empty_partition_cache = partition_all_parameters
+
+    def destroy(self) -> None:
+        """Do nothing: `engine.destroy` detaches the module."""
+
 
 class DeepSpeedZeroOptimizer_Stage3(PublishedOptimizer, ZeROOptimizer):
     """The optimizer of stage 3."""
 
     @property
-    def parameter_offload(self) -> HookLists:
-        """The hooks that gather parameters, as published scripts look for them."""
-        return HookLists()
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        """What gathers parameters, as published scripts look for it."""
+        return DeepSpeedZeRoOffload(self._model.model)
 
 
 class BF16_Optimizer(PublishedOptimizer, ZeROOptimizer):

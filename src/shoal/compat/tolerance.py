@@ -81,7 +81,8 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     if isinstance(zero, dict):
         zero["stage"] = int(get_zero_config(given).stage)
-    values.pop("managed_gradient_accumulation", None)  # which the published engine follows by itself
+    for followed in ("managed_gradient_accumulation", "torch_autocast"):  # by the published engine itself
+        values.pop(followed, None)
     values = _known(Config, values, "")
     _resolve_averaging(values)
     zero = values.setdefault("zero_optimization", {})

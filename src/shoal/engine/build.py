@@ -105,10 +105,10 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineClasses:
-    """The classes that `build` makes instances of: Shoal's own, or subclasses under other names."""
+    """What `build` makes the instances by: Shoal's own classes, or subclasses under other names."""
 
-    plain: type[Engine] = Engine
-    pipeline: type[PipelineEngine] = PipelineEngine
+    plain: Callable[..., Engine] = Engine
+    pipeline: Callable[..., PipelineEngine] = PipelineEngine
     optimizer: Callable[[Config, Optimizer], type[ShardedOptimizer]] = lambda settings, inner: ShardedOptimizer
     """The class of the sharded optimizer, by the configuration and the inner optimizer."""
 
@@ -144,8 +144,8 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             _check_device(settings, device)
             if traits.compressing:
                 check_compression(settings, mesh, model, traits.name)
-            engine_class = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
-            engine = engine_class(model, settings, mesh, parameter_groups, board, device, compilation)
+            make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
+            engine = make_engine(model, settings, mesh, parameter_groups, board, device, compilation)
         with _restored_on_failure(engine), _published_on_failure(board):
             move_buffers(model, parameter_groups.data, device)
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)

@@ -277,11 +277,11 @@ class DeepSpeedConfig:
                                 f"{', which the client that wrote the file fills in' if size == 'auto' else ''}")
         assert total is not None or micro is not None, (
             "train_batch_size: missing; give train_batch_size or train_micro_batch_size_per_gpu")
+        if steps is None and (micro is None or total is None):
+            steps = 1
         if micro is None:
-            steps = steps or 1
-            micro = total // self.world_size // steps
+            micro = total // self.world_size // (steps or 1)
         elif total is None:
-            steps = steps or 1
             total = micro * self.world_size * steps
         elif steps is None:
             steps = total // self.world_size // (micro or 1)

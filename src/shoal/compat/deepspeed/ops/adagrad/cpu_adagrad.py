@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim import Adagrad
 
+from shoal.compat.wide_state import keep_wide_state
 from shoal.errors import UsageError
 
 __all__ = ["DeepSpeedCPUAdagrad"]
@@ -20,3 +21,5 @@ class DeepSpeedCPUAdagrad(Adagrad):
             raise UsageError("DeepSpeedCPUAdagrad: got amsgrad=True; Adagrad has no such variant: leave it out")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+        if fp32_optimizer_states:
+            keep_wide_state(self)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim import Adam
 
+from shoal.compat.wide_state import keep_wide_state
 from shoal.errors import UsageError
 
 __all__ = ["DeepSpeedCPUAdam"]
@@ -26,3 +27,5 @@ class DeepSpeedCPUAdam(Adam):
                          amsgrad=amsgrad, decoupled_weight_decay=adamw_mode)
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
+        if fp32_optimizer_states:
+            keep_wide_state(self)

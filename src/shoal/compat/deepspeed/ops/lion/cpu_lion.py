@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.compat.wide_state import keep_wide_state
 from shoal.optim.lion import Lion
 
 __all__ = ["DeepSpeedCPULion"]
@@ -16,3 +17,5 @@ class DeepSpeedCPULion(Lion):
                  weight_decay: float = 0, fp32_optimizer_states: bool = True):
         super().__init__(model_params, lr, (betas[0], betas[1]), weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+        if fp32_optimizer_states:
+            keep_wide_state(self)

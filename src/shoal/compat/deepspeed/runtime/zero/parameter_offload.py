@@ -1,5 +1,3 @@
 """The published object that gathers parameters at stage 3."""
 
-from shoal.compat.optimizers import HookLists as DeepSpeedZeRoOffload
-
-__all__ = ["DeepSpeedZeRoOffload"]
+from shoal.compat.optimizers import DeepSpeedZeRoOffload as DeepSpeedZeRoOffload

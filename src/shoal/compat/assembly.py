@@ -1,0 +1,82 @@
+"""A published engine from the arguments that published constructors and `initialize` take.
+
+One call: read the lenient JSON, bring it into Shoal's form (`tolerance.py`), and have Shoal build the engine, of which the
+published class allocates the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shoal.compat import named_optimizers
+from shoal.compat.deepspeed.runtime.config import read_config
+from shoal.compat.deepspeed.utils.logging import logger
+from shoal.compat.leaf_modules import mark_configured
+from shoal.compat.optimizers import optimizer_kind
+from shoal.compat.tolerance import tolerate
+from shoal.engine.build import EngineClasses, build
+from shoal.errors import ConfigError, UsageError
+from shoal.log import warn_once
+
+__all__ = ["assemble", "tp_model_init"]
+
+
+def assemble(make: Callable[..., Any], *, args: Any, model: Any, config: Any, config_params: Any = None,
+             config_class: Any = None, distributed_port: int = 29500, mesh_param: Any = None,
+             **objects: Any) -> dict[str, Any]:
+    """Build an engine by `make`, which gets the arguments of Shoal's engine; return the configuration as it was given.
+
+    `config_class` is a `DeepSpeedConfig`, whose JSON is taken where nothing else gives one.
+    """
+    if model is None:
+        raise UsageError("initialize: model is missing; pass the torch module to train")
+    config = config_params if config is None else config
+    parsed = getattr(config_class, "_param_dict", None)
+    given = read_config(parsed if parsed is not None and config is None else _source(args, config))
+    named = _with_model_dtype(named_optimizers.rename(tolerate(given)), model)
+    if _tensor_ranks.get(model, 1) > 1:
+        named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
+    mark_configured(model, given)
+    build(EngineClasses(plain=make, pipeline=make, optimizer=optimizer_kind), args=None, model=model, config=named,
+          config_params=None, distributed_port=distributed_port, mesh_param=mesh_param, **objects)
+    return given
+
+
+def _with_model_dtype(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return `config` with the section of a model that is in 16 bits already, which Shoal trains with fp32 masters."""
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    section = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype) if dtype is not None else None
+    if section is None or any((config.get(name) or {}).get("enabled") is True for name in ("fp16", "bf16", "bfloat16")):
+        return config
+    warn_once(f"{section}.enabled: is not set, and the model is in {section} already: it is trained in {section} with fp32 "
+              f"masters; set {section}.enabled to true to hide this warning")
+    return config | {section: {"enabled": True, **({"loss_scale": 1.0} if section == "fp16" else {})}}
+
+
+def _source(args: Any, config: Any) -> Any:
+    """Return the one configuration that was given."""
+    given: dict[str, Any] = {} if args is None else vars(args)
+    if given.get("deepscale_config") is not None:
+        logger.warning("--deepscale_config is the oldest spelling; write --deepspeed_config")
+    named = next((given[key] for key in ("deepspeed_config", "deepscale_config", "shoal_config")
+                  if given.get(key) is not None), None)
+    if named is not None and config is not None:
+        raise ConfigError("initialize: got args.deepspeed_config and config; give one of them")
+    if named is None and config is None:
+        raise ConfigError("initialize: got no configuration; give config=PATH_OR_DICT, or --deepspeed_config through args")
+    return named if config is None else config
+
+
+_tensor_ranks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The tensor ranks that `tp_model_init` asked for, by model."""
+
+
+def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> Any:
+    """Cast `model` and return it; `initialize` slices its layers over `tp_size` tensor ranks by the plan of its class."""
+    _tensor_ranks[model] = tp_size
+    return model.to(dtype)
