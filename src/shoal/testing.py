@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,7 +60,7 @@ _prepare: ContextVar[Callable[[], str] | None] = ContextVar("_prepare", default=
 
 
 @contextlib.contextmanager
-def ranks_on(prepare: Callable[[], str]) -> Iterator[None]:
+def ranks_on(prepare: Callable[[], str]) -> Generator[None]:
     """Have `run_ranks` call `prepare` in each rank first; it sets up a device and returns the backend, such as
     `cpu:gloo,cuda:nccl`.
 
