@@ -45,12 +45,12 @@ def train(feature: str, config: dict[str, Any], *, steps: int,
     for step in range(steps):
         for micro in range(engine.gradient_accumulation_steps()):
             tokens, targets = batch(step, micro, dist.get_rank())
-            loss = loss_of(engine(tokens), targets)
+            loss = loss_of(engine(tokens.to(engine.device)), targets.to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
         norms.append(engine.get_global_grad_norm())
     with shoal.gathered(model):
-        weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+        weights = {name: p.detach().float().cpu().clone() for name, p in model.named_parameters()}
     engine.destroy()
     return Result(losses, norms, weights)

@@ -357,6 +357,9 @@ at::Scalar local_scalar(const Tensor& self) {
   return host_twin(self).item();
 }
 
+// A parameter of the host may become one of the device by `parameter.data = ...`, as with the devices that torch knows.
+bool may_hold_data_of(const Tensor& self, const Tensor& from) { return self.layout() == from.layout(); }
+
 void record_stream(Tensor& self, c10::Stream stream) { device_memory()->recordStream(self.storage().data_ptr(), stream); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&deferred>()); }
@@ -376,6 +379,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &may_hold_data_of);
   // Composite kernels would run in place of these, with other roundings than the CPU's own.
   for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "linalg__powsum"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&deferred>());
