@@ -30,7 +30,7 @@ def test_collectives_of_a_gpu_are_timed_without_synchronization(monkeypatch: pyt
     comm.reset_log()
     step()
     synchronized: list[object] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: synchronized.append(args))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: synchronized.append(args))
     step()
     assert synchronized == []
     monkeypatch.undo()
