@@ -18,7 +18,7 @@ from shoal.engine.training_state import weights_to_save
 from shoal.errors import ConfigError, ShoalError, TierError
 from shoal.testing import run_ranks
 from shoal.tier import store as stores
-from shoal.zero.guard import owner_of
+from shoal.zero.ownership import owner_of
 from shoal.zero.unit import Unit
 
 NOTHING: dict[str, Any] = {}

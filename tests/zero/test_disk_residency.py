@@ -17,7 +17,7 @@ from shoal.testing import run_ranks
 from shoal.tier import store as stores
 from shoal.tier.disk_span import _Chunk
 from shoal.tier.elastic import DiskBuffer
-from shoal.zero.guard import owner_of
+from shoal.zero.ownership import owner_of
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 

@@ -23,7 +23,8 @@ from shoal.optim.parameter_state import GRADIENT, MASTER, ParameterState
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.tier import fetched
 from shoal.zero.gathered import gathered
-from shoal.zero.guard import is_guarded, owner_of
+from shoal.zero.guard import is_guarded
+from shoal.zero.ownership import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Phase

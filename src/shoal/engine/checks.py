@@ -19,7 +19,8 @@ from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.sparse.embeddings import Embeddings
 from shoal.transport.collectives import Communicator
-from shoal.zero.guard import clear_owner, guard, set_owner, unguard
+from shoal.zero.guard import guard, unguard
+from shoal.zero.ownership import clear_owner, set_owner
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Phase
@@ -179,6 +180,7 @@ class _LostOwner:
     """The owner of a lost parameter, which fills it with NaN at its first use."""
 
     serves_reads = True
+    grads = None
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Give `parameter` memory of its own, full of NaN, which may be read and written from here on."""

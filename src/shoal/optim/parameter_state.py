@@ -23,8 +23,8 @@ from shoal.optim.elementwise import blank_state
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import MasterView
 from shoal.tier import fetched
-from shoal.zero.guard import owner_of
 from shoal.zero.layout import Slot
+from shoal.zero.ownership import owner_of
 from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["GRADIENT", "MASTER", "ParameterState"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -43,23 +41,6 @@ class Reduction:
         for addends, target in zip(columns, chunks(self._target, size, like=self._addends[0]), strict=True):
             sum_addends(addends, target, self._scale, self._accumulate)
         self._addends = []
-
-
-class CopyOut:
-    """A transfer into a `staging` buffer of narrower dtype; `wait` copies it to `target` and frees the staging buffer."""
-
-    def __init__(self, transfer: Handle, staging: Tensor, target: Tensor, free: Callable[[Tensor], None]):
-        self._transfer: Handle | None = transfer
-        self._staging, self._target = staging, target
-        self._free = free
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
-            self._target.copy_(self._staging)
-            self._free(self._staging)
 
 
 def promoted_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:

@@ -67,7 +67,6 @@ class BackwardHooks:
 
     def install(self) -> None:
         """Attach to the parameters."""
-        self.grads.install()
         found = [unit for units in self._units.values() for unit in units]
         training = any(isinstance(unit, TrainableUnit) for unit in found)
         for unit in found:
@@ -81,7 +80,7 @@ class BackwardHooks:
 
     def remove(self) -> None:
         """Detach from the parameters, and from the engine: it goes with its last reference."""
-        self.grads.remove()
+        self.grads.close(keep=False)
         while self._handles:
             self._handles.pop().remove()
         self._ours.clear()

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from torch import nn
 
-from shoal.zero.guard import owner_of
+from shoal.zero.ownership import owner_of
 from shoal.zero.replaced import adopt
 from shoal.zero.saved_tensors import tracked
 from shoal.zero.unit import Unit

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.errors import UsageError
 from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, fetched, mirrored, offset_names
-from shoal.zero.placement import PARTIAL, SHARD, Stage, master_dtype
+from shoal.transport.reduction import wide_dtype
+from shoal.zero.placement import PARTIAL, SHARD, Stage
 from shoal.zero.unit_transport import DenseTransport, InFlight, UnitWire
 
 __all__ = ["Gradient", "OnReduced"]
@@ -36,7 +37,8 @@ class Gradient:
         """Whether the present backward pass has reduced it."""
         self.has_sum = False
         """Whether `reduced` holds a sum."""
-        self._consumed_early = False  # a step may take the sum as soon as it is there: it is not offloaded before
+        self.consumed_early = False
+        """Whether a step may still take the sum within the present backward pass: it is not offloaded before."""
         self._measured = True
         self._replicas = wire.replica_group.replicas
         self._flight: InFlight | None = None
@@ -117,7 +119,7 @@ class Gradient:
 
     def begin(self, *, consumed_early: bool) -> None:
         """Start a backward pass; with `consumed_early` a step may take its sum at once."""
-        self._consumed_early, self.reduced_in_pass = consumed_early, False
+        self.consumed_early, self.reduced_in_pass = consumed_early, False
         self.accumulator.begin()
 
     def expect_recompute(self) -> None:
@@ -166,15 +168,10 @@ class Gradient:
 
     def offer(self, on_reduced: OnReduced | None) -> None:
         """Offer the sum to the step that may take it now, once; offload it otherwise."""
-        if self._consumed_early:
-            self._consumed_early = False
+        if self.consumed_early:
+            self.consumed_early = False
             if on_reduced is None or not on_reduced(self):
                 self.offload()
-
-    @property
-    def consumed_early(self) -> bool:
-        """Whether a step may still take the sum within the present backward pass."""
-        return self._consumed_early
 
     # Reading by scripts
 
@@ -250,7 +247,7 @@ class Gradient:
 
     def offload(self) -> None:
         """Let the accumulator's buffer or the sum rest in its tier."""
-        stays = isinstance(self._span, ResidentSpan) or (self._consumed_early and self._span is self.rest)
+        stays = isinstance(self._span, ResidentSpan) or (self.consumed_early and self._span is self.rest)
         if stays or not self._place.fetched or self._flight is not None:
             return
         if self._measured and self.has_sum and self._norm is None:
@@ -264,7 +261,7 @@ class Gradient:
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
             self.own.zero_()  # this rank's span of the residual buffer held the sum
         self._norm = None
-        self.has_sum = self.unreduced = self.reduced_in_pass = self._consumed_early = False
+        self.has_sum = self.unreduced = self.reduced_in_pass = self.consumed_early = False
 
     def finish_step(self) -> None:
         """Forget the gradient that a step has consumed: no recompute adds to it any more."""
@@ -275,7 +272,7 @@ class Gradient:
     def is_reset(self) -> bool:
         """Whether `reset` has nothing to forget."""
         return not (self.pending or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
-                    or self._consumed_early)
+                    or self.consumed_early)
 
     def discard(self) -> None:
         """Give up the sum, which a step has consumed. Which slots received a gradient stays known until `reset`."""
@@ -288,4 +285,4 @@ OnReduced = Callable[[Gradient], bool]
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient, dtype=master_dtype(gradient.dtype))
+    return torch.linalg.vector_norm(gradient, dtype=wide_dtype(gradient.dtype))

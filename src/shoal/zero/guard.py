@@ -12,39 +12,18 @@ name in plain PyTorch: where the owner would raise they return a `DetachedParame
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
-from weakref import ReferenceType, ref
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ReleasedError, UsageError
 from shoal.zero.compiled import opaque
-from shoal.zero.grad_attribute import hide_grads, note_answering, read_grad, show_grad, write_grad
+from shoal.zero.grad_attribute import hide_grads, note_answering, read_grad, write_grad
+from shoal.zero.ownership import owner_of
 
-
-class Owner(Protocol):
-    """The owner of a parameter's memory."""
-
-    @property
-    def serves_reads(self) -> bool:
-        """Whether `read` would bring back the memory at present."""
-        ...
-
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
-        """Bring back the memory of `parameter`, or raise."""
-        ...
-
-    def close(self) -> None:
-        """Give up the resting state: the parameters have another owner."""
-        ...
-
-
-_owners = WeakIdKeyDictionary()
-_kept = WeakIdKeyDictionary()
 _guarded: dict[type, type] = {}
 
 _METADATA = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "layout", "name",
@@ -222,24 +201,6 @@ def hooks_of_gradient(parameter: torch.Tensor) -> dict[int, object]:
         return cast("Any", parameter)._post_accumulate_grad_hooks
 
 
-def set_owner(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
-    """Record that `owner` holds the memory of `parameter` from now on; with `keep` the parameter keeps it alive.
-
-    An owner that was kept alive so far is told that it is not any more.
-    """
-    _owners[parameter] = ref(owner)
-    former: Owner | None = _kept.pop(parameter, None)
-    if former is not None:
-        former.close()
-    if keep:
-        _kept[parameter] = owner
-
-
-def clear_owner(parameter: nn.Parameter) -> None:
-    """Record that the parameter holds its own memory again."""
-    _owners.pop(parameter, None)
-
-
 def guard(parameter: nn.Parameter) -> None:
     """Send every later read of the parameter's data to its owner."""
     hide_grads((parameter,))
@@ -258,7 +219,6 @@ def unguard(parameter: nn.Parameter) -> None:
     """Give the parameter its own class back."""
     if is_guarded(parameter):
         parameter.__class__ = type(parameter).__mro__[1]
-        show_grad(parameter)
 
 
 def released_error(what: str, rank: int, ranks: int) -> ReleasedError:
@@ -275,9 +235,3 @@ def stepped_error(unit: str, rank: int) -> UsageError:
         f"rank {rank}: the weights of unit '{unit}' were asked for after backward stepped them, and before engine.step(), "
         f"which comes first. If backward itself reads them again (detached weights, re-entrant recompute of a part of a "
         f"block), set offload_optimizer.step_in_backward to false")
-
-
-def owner_of(parameter: torch.Tensor) -> Owner | None:
-    """Return the owner of the parameter's memory; None if it owns its memory."""
-    reference = cast("ReferenceType[Owner] | None", _owners.get(parameter))
-    return None if reference is None else reference()

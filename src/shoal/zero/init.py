@@ -28,7 +28,7 @@ from shoal.tier.settings import AioSettings, OffloadParam
 from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
-from shoal.zero.guard import owner_of
+from shoal.zero.ownership import owner_of
 from shoal.zero.placement import STAGES
 from shoal.zero.settings import ZeroSettings
 from shoal.zero.unit import Unit

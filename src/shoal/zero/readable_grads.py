@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CollectiveTimeout, UsageError
-from shoal.zero.grad_attribute import answer_grad, hide_grads, note_open, show_grads
+from shoal.zero.grad_attribute import hide_grads, show_grads
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
@@ -33,22 +33,6 @@ class ReadableGrads:
         self._views: dict[TrainableUnit, list[Tensor]] = {}
         self._gathered = self._shown = False
         self._refusal: str | None = None  # None: no backward pass since the last step
-
-    def install(self) -> None:
-        """Answer for the `grad` of the parameters."""
-        for parameter in self._places:
-            answer_grad(parameter, self)
-
-    def remove(self) -> None:
-        """Answer no more."""
-        self.close(keep=False)
-        for parameter in self._places:
-            answer_grad(parameter, None)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a pass has ended that no step has consumed, and no forward runs."""
-        return self._shown
 
     def open(self, refusal: str, *, shown: bool) -> None:
         """Let scripts read the gradients of the pass that has ended; with a `refusal` raise it where they do.
@@ -79,14 +63,16 @@ class ReadableGrads:
         """Have scripts find the gradients, if a pass has ended that no step has consumed."""
         if self._refusal is not None and not self._shown:
             self._shown = True
-            note_open(self, is_open=True)
+            for unit in self._units:
+                unit.serve_grads(self)
             show_grads(self._places)
 
     def hide(self) -> None:
         """Give the parameters their own class back."""
         if self._shown:
             self._shown = False
-            note_open(self, is_open=False)
+            for unit in self._units:
+                unit.serve_grads(None)
             hide_grads(self._places)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:

@@ -20,8 +20,8 @@ from shoal.precision.policy import Policy
 from shoal.tier import Memory, StoragePlan, trim
 from shoal.transport.collectives import Communicator
 from shoal.zero.grad_accumulator import Pool
-from shoal.zero.guard import clear_owner, owner_of
 from shoal.zero.hooks import Hooks
+from shoal.zero.ownership import clear_owner, owner_of
 from shoal.zero.partition import UnitSpec, partition, tied_names
 from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, over
 from shoal.zero.reducer import BackwardPass, Reducer
@@ -145,10 +145,10 @@ class ShardedModel:
 
     def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
-        weight = sum(_bytes(unit.weight) for unit in self.units)
+        weight = sum(unit.weight.nbytes for unit in self.units)
         gradient = sum(unit.gradient.bytes for unit in self.trainable)
-        master = sum(_bytes(unit.master) for unit in self.trainable if unit.has_separate_master)
-        kept = sum(_bytes(value) for state in moments.values() for value in state.values()
+        master = sum(unit.master.nbytes for unit in self.trainable if unit.has_separate_master)
+        kept = sum(value.nbytes for state in moments.values() for value in state.values()
                    if isinstance(value, Tensor) and value.dim())
         return StateBytes(weight=weight, gradient=gradient, master=master, moments=kept)
 
@@ -268,10 +268,6 @@ def _flatten(unit: Unit, values: Iterator[Tensor], device: torch.device) -> Tens
     for view, value in zip(unit.layout.views(flat), values, strict=True):
         view.copy_(value)
     return flat
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def check_agreement(communicator: Communicator, specs: list[UnitSpec]) -> None:

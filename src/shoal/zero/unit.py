@@ -24,8 +24,10 @@ from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
 from shoal.tier import ResidencyPin, ResidentSpan, Span, Store, Transfer
 from shoal.tier.span import DONE
-from shoal.zero.guard import guard, released_error, set_owner, stepped_error, unguard
+from shoal.zero.grad_attribute import show_grads
+from shoal.zero.guard import guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
+from shoal.zero.ownership import GradReader, set_owner
 from shoal.zero.placement import SHARD, Stage
 from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters, graph_task
 from shoal.zero.unit_transport import WeightTransport
@@ -65,6 +67,8 @@ class Unit:
         self.residency = ResidencyPin(self.rest)
         """Resting weights that stay in memory until their next use, or their step."""
         self.pending: PendingStep | None = None
+        self.grads: GradReader | None = None
+        """The reader of the parameters' `grad` at present."""
         self.phase = Phase.GATHERED
         self._gathers_over_ranks = self.is_sharded and self.communicator.ranks > 1  # else the whole rests here
         self._scope = scope
@@ -183,8 +187,7 @@ class Unit:
             self._handle.wait()
             self._handle = None
         self._enter(Phase.GATHERED)
-        for parameter in self._parameters:
-            unguard(parameter)
+        self._unguard()
         self.versions.see()
         self.memory.expose()
 
@@ -201,6 +204,10 @@ class Unit:
             Variable._execution_engine.queue_callback(self.release)  # pyright: ignore  no annotation, no other way
         self.gather()
 
+    def serve_grads(self, reader: GradReader | None) -> None:
+        """Have `reader` answer for the `grad` of the parameters; None: scripts find what autograd writes."""
+        self.grads = reader
+
     def conceal(self) -> None:
         """Guard the weights of a unit that stays gathered for its next use: to read them raises as if it were released."""
         if self.phase is Phase.GATHERED and self.is_sharded and not self._contexts:
@@ -211,8 +218,7 @@ class Unit:
     def _reveal(self) -> None:
         if self._is_concealed:
             self._is_concealed = False
-            for parameter in self._parameters:
-                unguard(parameter)
+            self._unguard()
 
     @torch.no_grad()
     def gather_rows(self, rows: Tensor) -> None:
@@ -222,8 +228,7 @@ class Unit:
             self._loading.wait()
             if self.weight_transport.gather_rows(self.full, rows):
                 self._enter(Phase.ROWS_GATHERED)
-                for parameter in self._parameters:
-                    unguard(parameter)
+                self._unguard()
         if self.phase is not Phase.ROWS_GATHERED:
             self.gather()
 
@@ -239,6 +244,12 @@ class Unit:
             if not self.is_sharded and any(self.versions.since):
                 self.memory.mark_dirty()
             self._shrink()
+
+    def _unguard(self) -> None:
+        for parameter in self._parameters:
+            unguard(parameter)
+        if self.grads is not None:
+            show_grads(self._parameters)
 
     def _shrink(self) -> None:
         for parameter in self._parameters:
@@ -315,8 +326,8 @@ class Unit:
         The master keeps the precision of `values`; the weights are rounded to the compute dtype.
         """
         self.full.copy_(values)
+        self._unguard()
         for view, parameter in zip(self.layout.views(self.full), self._parameters, strict=True):
-            unguard(parameter)
             parameter.data = view
             set_owner(parameter, self, keep=self.temporary)
         self._keep(values)

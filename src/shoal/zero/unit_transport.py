@@ -26,7 +26,6 @@ from shoal.recording.call import Handle
 from shoal.sparse.row_exchange import RowExchange
 from shoal.tier import FetchOnce
 from shoal.transport.collectives import Communicator, Label
-from shoal.transport.reduction import CopyOut
 from shoal.zero.grad_accumulator import GradAccumulator, Pool, ResidualAccumulator, RowsAccumulator
 from shoal.zero.layout import Layout
 
@@ -216,7 +215,12 @@ class DenseTransport(WeightTransport):
         narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
         spans = whole.view(communicator.ranks, -1)
         narrow.view(communicator.ranks, -1)[communicator.rank] = spans[communicator.rank]
-        return CopyOut(communicator.all_gather(narrow, self._replicate_label), narrow, whole, self._pool.give_back)
+
+        def widen() -> None:
+            whole.copy_(narrow)
+            self._pool.give_back(narrow)
+
+        return _HandleWithCallback(communicator.all_gather(narrow, self._replicate_label), widen)
 
 
 class RowsTransport(DenseTransport):
