@@ -17,7 +17,7 @@ from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import arithmetic_class
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.loss_scale import DynamicScale, StaticScale
-from shoal.zero.guard import owner_of
+from shoal.zero.ownership import owner_of
 from shoal.zero.unit import Unit
 
 __all__ = ["BF16_Optimizer", "DeepSpeedOptimizer", "DeepSpeedZeRoOffload", "DeepSpeedZeroOptimizer",
