@@ -51,13 +51,15 @@ class Registry(Generic[T]):
         self._spelling[name.lower()] = name
         return factory
 
-    def make(self, type: str, params: Mapping[str, object] | None, subject: object) -> T:
-        """Return `factory(subject, **params)` of the factory called `type`.
+    def make(self, type: str, params: Mapping[str, object] | None, subject: object, *,
+             replaced_by: Mapping[str, Callable[..., T]] | None = None) -> T:
+        """Return `factory(subject, **params)` of the factory called `type`, or of the one that replaces it.
 
         Raises `ConfigError` for an unknown name or keyword, a missing keyword, and for values that the factory refuses;
         `NotSupportedYet` for a published name of a later version.
         """
-        factory = self._find(type)
+        replacements = {name.lower(): factory for name, factory in (replaced_by or {}).items()}
+        factory = replacements.get(type.lower()) or self._find(type)
         keywords = dict(params or {})
         self._check(type, factory, keywords)
         try:

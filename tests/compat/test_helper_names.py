@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.compat.deepspeed.runtime import lr_schedules, utils
-from shoal.compat.deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler
+from shoal.compat.deepspeed.runtime.fp16.loss_scaler import (
+    CreateLossScaler,
+    DynamicLossScaler,
+    LossScaleConfig,
+    LossScaleProfile,
+    LossScaler,
+)
 from shoal.compat.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 from shoal.compat.deepspeed.utils.init_on_device import OnDevice
 from shoal.compat.deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
-from shoal.schedule import warmup
 
 BALANCED: list[tuple[list[float], int, list[int]]] = [
     ([1, 2, 3, 4, 5], 2, [0, 3, 5]), ([1] * 10, 3, [0, 4, 7, 10]), ([5, 1, 1, 1], 2, [0, 1, 4]),
@@ -75,7 +80,7 @@ def test_a_scaler_fits_the_dtype() -> None:
     assert CreateLossScaler(torch.float16, 128.0, False, None).loss_scale == 128.0
     assert CreateLossScaler(torch.float16, 0, True, None).dynamic
     value = torch.ones(1, requires_grad=True)
-    assert LossScaler(4).backward((value * 2).sum()).item() == 8.0
+    LossScaler(4).backward((value * 2).sum())
     assert value.grad is not None and value.grad.tolist() == [8.0]
 
 
@@ -104,9 +109,41 @@ def test_a_schedule_writes_the_published_learning_rates(kind: Any, given: dict[s
     assert scheduled.state_dict() == {"last_batch_iteration": len(rates) - 1}
 
 
-def test_a_schedule_that_an_engine_built_is_a_published_one() -> None:
-    built = warmup.WarmupLR(an_optimizer())
-    assert isinstance(built, lr_schedules.WarmupLR) and not isinstance(built, lr_schedules.WarmupCosineLR)
+CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4}
+MOMENTA: list[tuple[dict[str, Any], list[float], list[float]]] = [
+    ({"cycle_first_stair_count": 2}, [0.8, 0.9, 0.85, 0.85, 0.8, 0.85], [0.01, 0.055, 0.055, 0.1, 0.055]),
+    ({"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 1, "decay_lr_rate": 1.0,
+      "decay_mom_rate": 0.1}, [0.8, 0.9, 0.99, 1.08], [0.01, 0.005, 0.01 / 3]),
+    ({"cycle_min_mom": 0.9, "cycle_max_mom": 0.7, "cycle_first_step_size": 0.5}, [0.9, 0.7], [0.01]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "momenta", "rates"), MOMENTA)
+def test_a_cycle_moves_the_first_beta_from_its_minimum(given: dict[str, Any], momenta: list[float],
+                                                       rates: list[float]) -> None:
+    scheduled = lr_schedules.OneCycle(an_optimizer(), **CYCLE | given)
+    found, written = [scheduled.optimizer.param_groups[0]["betas"][0]], list[float]()
+    for _ in rates:
+        scheduled.step()
+        found.append(scheduled.optimizer.param_groups[0]["betas"][0])
+        written += scheduled.get_last_lr()
+    assert found == pytest.approx(momenta) and written == pytest.approx(rates)
+
+
+def test_a_cycle_leaves_the_momentum_of_sgd_alone() -> None:
+    scheduled = lr_schedules.OneCycle(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.5), **CYCLE)
+    scheduled.step()
+    assert not scheduled.cycle_momentum and scheduled.optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def test_the_profiles_of_a_loss_scale_have_the_published_defaults() -> None:
+    fused, unfused = (LossScaleConfig(torch.float16, True, 1.0, None, profile=profile) for profile in LossScaleProfile)
+    assert (fused.cur_scale, fused.min_loss_scale) == (2**32, 1)
+    assert (unfused.cur_scale, unfused.min_loss_scale) == (2**16, 0.25)
+    assert (fused.cur_iter, fused.last_overflow_iter, fused.scale_window, fused.scale_factor) == (0, -1, 1000, 2.0)
+    static = LossScaleConfig(torch.float16, False, 8.0, None)
+    assert (static.cur_scale, static.dynamic_loss_scale, static.last_overflow_iter) == (8.0, False, None)
+    assert LossScaleConfig(torch.bfloat16, True, 8.0, None).cur_scale == 1.0
 
 
 def test_schedules_raise_the_published_errors() -> None:

@@ -15,13 +15,16 @@ from torch import nn
 
 from shoal.compat import named_optimizers
 from shoal.compat.deepspeed.runtime.config import read_config
+from shoal.compat.deepspeed.runtime.lr_schedules import SCHEDULES
 from shoal.compat.deepspeed.utils.logging import logger
 from shoal.compat.leaf_modules import mark_configured
 from shoal.compat.optimizers import optimizer_kind
 from shoal.compat.tolerance import tolerate
-from shoal.engine.build import EngineClasses, build
+from shoal.engine.build import EngineClasses, build, loss_scale_of
+from shoal.engine.schema import Config
 from shoal.errors import ConfigError, UsageError
 from shoal.log import warn_once
+from shoal.precision.loss_scale import DynamicScale, LossScale
 
 __all__ = ["assemble", "tp_model_init"]
 
@@ -42,9 +45,19 @@ def assemble(make: Callable[..., Any], *, args: Any, model: Any, config: Any, co
     if _tensor_ranks.get(model, 1) > 1:
         named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
     mark_configured(model, given)
-    build(EngineClasses(plain=make, pipeline=make, optimizer=optimizer_kind), args=None, model=model, config=named,
-          config_params=None, distributed_port=distributed_port, mesh_param=mesh_param, **objects)
+    classes = EngineClasses(plain=make, pipeline=make, optimizer=optimizer_kind, schedules=SCHEDULES, loss_scale=_loss_scale)
+    build(classes, args=None, model=model, config=named, config_params=None, distributed_port=distributed_port,
+          mesh_param=mesh_param, **objects)
     return given
+
+
+def _loss_scale(settings: Config) -> LossScale:
+    """Return the loss scale; as published, every overflow at stage 0 halves a dynamic one, which stays at its minimum."""
+    fp16 = settings.fp16
+    if settings.zero_optimization.stage or not (fp16.enabled and fp16.dynamic):
+        return loss_scale_of(settings)
+    return DynamicScale(initial_scale_power=fp16.initial_scale_power, loss_scale_window=fp16.loss_scale_window, hysteresis=1,
+                        min_loss_scale=fp16.min_loss_scale, stays_at_minimum=True)
 
 
 def _with_model_dtype(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:

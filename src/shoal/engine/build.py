@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
@@ -54,7 +54,7 @@ from shoal.zero.sharded import ShardingPlan
 if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
-__all__ = ["EngineClasses", "add_config_arguments", "build", "initialize"]
+__all__ = ["EngineClasses", "add_config_arguments", "build", "initialize", "loss_scale_of"]
 
 OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
@@ -111,6 +111,10 @@ class EngineClasses:
     pipeline: Callable[..., PipelineEngine] = PipelineEngine
     optimizer: Callable[[Config, Optimizer], type[ShardedOptimizer]] = lambda settings, inner: ShardedOptimizer
     """The class of the sharded optimizer, by the configuration and the inner optimizer."""
+    schedules: Mapping[str, Callable[..., AnySchedule]] = field(default_factory=dict[str, Callable[..., AnySchedule]])
+    """Schedules that replace those registered under the same names."""
+    loss_scale: Callable[[Config], LossScale] = lambda settings: loss_scale_of(settings)
+    """The loss scale, by the configuration."""
 
 
 def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimizer: OptimizerSource | None,
@@ -149,7 +153,7 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
         with _restored_on_failure(engine), _published_on_failure(board):
             move_buffers(model, parameter_groups.data, device)
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
-            schedule = _schedule(settings, sharded_optimizer, lr_scheduler)
+            schedule = _schedule(settings, sharded_optimizer, lr_scheduler, classes)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
             engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
     if isinstance(optimizer, Optimizer) and sharded_optimizer is not None:
@@ -286,7 +290,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
                          f"{len(groups.options)}; return an optimizer over the groups that it was given")
     groups.show_params(inner)
     rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
-    return classes.optimizer(settings, inner)(sharded, views, inner, _loss_scale(settings), rules)
+    return classes.optimizer(settings, inner)(sharded, views, inner, classes.loss_scale(settings), rules)
 
 
 @contextmanager
@@ -320,7 +324,8 @@ def _restored_on_failure(engine: BaseEngine) -> Generator[None]:
         raise
 
 
-def _schedule(settings: Config, sharded: ShardedOptimizer | None, source: ScheduleSource | None) -> AnySchedule | None:
+def _schedule(settings: Config, sharded: ShardedOptimizer | None, source: ScheduleSource | None,
+              classes: EngineClasses) -> AnySchedule | None:
     """Return the schedule of the configuration, or the one that `source` is or makes."""
     if sharded is None:
         return None
@@ -328,7 +333,8 @@ def _schedule(settings: Config, sharded: ShardedOptimizer | None, source: Schedu
     if source is not None:
         schedule = source(optimizer) if callable(source) else source
     elif settings.scheduler.type is not None:
-        schedule = make_schedule(settings.scheduler.type, settings.scheduler.params, optimizer)
+        schedule = make_schedule(settings.scheduler.type, settings.scheduler.params, optimizer,
+                                 replaced_by=classes.schedules)
     if isinstance(optimizer, CompressedOptimizer):
         configured = None if source is not None else settings.scheduler.params.get("total_num_steps")
         check_warm_up(optimizer, getattr(schedule, "total_steps", configured))
@@ -440,7 +446,7 @@ def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, na
         in_backward=bool(offload.step_in_backward))
 
 
-def _loss_scale(settings: Config) -> LossScale:
+def loss_scale_of(settings: Config) -> LossScale:
     """Return the factor of losses, and how it changes; 1 without fp16."""
     fp16 = settings.fp16
     if not fp16.enabled:

@@ -5,10 +5,12 @@ The dynamic scale searches for the largest value that does not overflow (mixed p
 
     overflow, patience left     patience -= 1
     overflow, patience used up  value = max(value / 2, smallest); at the smallest already: LossScaleError
-    `window` clean steps        value *= 2, and patience is full again
+    the clean step that follows `window` clean steps, and every window later
+                                value *= 2, and patience is full again
     one clean step              with `consecutive_hysteresis`, patience is full again
 
-`update` is called once a step with the same `overflow` on every rank, so the value is the same on every rank.
+These are DeepSpeed's rule and counts. `update` is called once a step with the same `overflow` on every rank, so the value
+is the same on every rank.
 """
 
 from __future__ import annotations
@@ -67,15 +69,17 @@ class StaticScale:
 class DynamicScale:
     """A scale that halves when gradients overflow and doubles after a window of clean steps.
 
-    The first value is `2 ** initial_scale_power`. Overflow at `min_loss_scale` raises `LossScaleError`.
+    The first value is `2 ** initial_scale_power`. Overflow at `min_loss_scale` raises `LossScaleError`, unless
+    `stays_at_minimum`.
     """
 
     def __init__(self, *, initial_scale_power: int = 16, loss_scale_window: int = 1000, hysteresis: int = 2,
-                 consecutive_hysteresis: bool = False, min_loss_scale: float = 1.0) -> None:
+                 consecutive_hysteresis: bool = False, min_loss_scale: float = 1.0, stays_at_minimum: bool = False) -> None:
         self.smallest = _positive("fp16.min_loss_scale", min_loss_scale)
         self.window = _count("fp16.loss_scale_window", loss_scale_window)
         self.hysteresis = _count("fp16.hysteresis", hysteresis)
         self.consecutive = consecutive_hysteresis
+        self.stays_at_minimum = stays_at_minimum
         self._value = 2.0**initial_scale_power
         if self._value < self.smallest:
             raise ConfigError(f"fp16.initial_scale_power: got {initial_scale_power}, a scale of {self._value:g}; it "
@@ -102,7 +106,7 @@ class DynamicScale:
             self._patience -= 1
         elif self._value > self.smallest:
             self._value = max(self._value / 2, self.smallest)
-        else:
+        elif not self.stays_at_minimum:
             raise LossScaleError(
                 f"step {self._steps}: the gradients overflow at loss scale {self._value:g}, the smallest that "
                 f"fp16.min_loss_scale allows; the weights are as before this step. The loss itself is probably inf or "
@@ -110,8 +114,8 @@ class DynamicScale:
                 f"or train in bf16, which needs no loss scale")
 
     def _passed(self) -> None:
+        grow = self._clean > 0 and self._clean % self.window == 0
         self._clean += 1
-        grow = self._clean % self.window == 0
         if grow:
             self._value *= 2
         if grow or self.consecutive:

@@ -29,7 +29,7 @@ class Fp16Settings(Section):
     """The initial dynamic loss scale is 2 to this power."""
 
     loss_scale_window: Positive = 1000
-    """Steps without overflow after which the dynamic loss scale doubles."""
+    """Steps without overflow after which the next one doubles the dynamic loss scale."""
 
     hysteresis: Positive = 2
     """Overflows until the dynamic loss scale halves; the first `hysteresis - 1` overflows only skip their step."""

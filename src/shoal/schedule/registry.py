@@ -68,12 +68,14 @@ def register_schedule(name: str) -> Callable[[F], F]:
     return register
 
 
-def make_schedule(type: str, params: Mapping[str, object] | None, optimizer: Optimizer) -> AnySchedule:
+def make_schedule(type: str, params: Mapping[str, object] | None, optimizer: Optimizer, *,
+                  replaced_by: Mapping[str, Callable[..., AnySchedule]] | None = None) -> AnySchedule:
     """Build the schedule named `type` for `optimizer` (or for its `.optimizer`) with keywords `params`.
 
-    Raises `ConfigError`, with the allowed names, for an unknown name or keyword or an invalid value.
+    `replaced_by` are factories to use in place of those registered under their names. Raises `ConfigError`, with the
+    allowed names, for an unknown name or keyword or an invalid value.
     """
-    return _schedules.make(type, params, torch_optimizer(optimizer))
+    return _schedules.make(type, params, torch_optimizer(optimizer), replaced_by=replaced_by or {})
 
 
 _BUILT_IN: dict[str, type[Schedule]] = {

@@ -10,7 +10,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError, ConfigError, UsageError
-from shoal.schedule import base, cycle, warmup
+from shoal.log import warn_once
+from shoal.schedule import base, warmup
 
 __all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
            "add_tuning_arguments", "get_config_from_args", "get_lr_from_config", "get_torch_optimizer", "override_params",
@@ -86,20 +87,25 @@ def _format_param(optimizer: Optimizer, param_value: Any, param_name: str) -> li
     return list(param_value)
 
 
-NATIVE: Mapping[str, type[base.Schedule]] = {
-    kind.__name__: kind for kind in (cycle.LRRangeTest, cycle.OneCycle, warmup.WarmupLR, warmup.WarmupDecayLR,
-                                     warmup.WarmupCosineLR)}
-"""Shoal's own schedules, which engines build from a configuration."""
+BETA2 = 0.99
+"""The second beta while the first one cycles, as published."""
 
 
-class _FindsNative(type):
-    """The type of published schedules: `isinstance` finds Shoal's own of the same name too."""
+def _steps(value: Any, name: str) -> int:
+    """Return a positive int. Raises `ValueError` for another value."""
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{name} must be a positive integer, got {value}")
+    return int(value)
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return super().__instancecheck__(instance) or type(instance) is NATIVE.get(cls.__name__)
+
+def _length(value: Any, name: str, *, may_be_zero: bool) -> float:
+    """Return a length in steps, which may be a fraction. Raises `ValueError` for a negative one."""
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise ConfigError(f"{name} must be {'non-negative' if may_be_zero else 'positive'}, got {value}")
+    return float(value)
 
 
-class _Loads(base.Schedule, metaclass=_FindsNative):
+class _Loads(base.Schedule):
     """A schedule that raises the published error for a state without a step."""
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -110,27 +116,35 @@ class _Loads(base.Schedule, metaclass=_FindsNative):
             raise _NoStep(*error.args) from None
 
 
-class LRRangeTest(_Loads, cycle.LRRangeTest):
-    """The published schedule of that name."""
+class LRRangeTest(_Loads):
+    """The published schedule of that name; the rate may be negative."""
 
     def __init__(self, optimizer: Any, lr_range_test_min_lr: Any = 1e-3, lr_range_test_step_size: int = 2000,
                  lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
                  last_batch_iteration: int = -1):
         inner = get_torch_optimizer(optimizer)
-        super().__init__(inner, lr_range_test_min_lr, lr_range_test_step_size, lr_range_test_step_rate,
-                         lr_range_test_staircase, last_batch_iteration)
         self.min_lr = _format_param(inner, lr_range_test_min_lr, LR_RANGE_TEST_MIN_LR)
-        self.step_size = lr_range_test_step_size
+        self.step_size = _steps(lr_range_test_step_size, LR_RANGE_TEST_STEP_SIZE)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
+        super().__init__(inner, low=self.min_lr, high=[2 * low for low in self.min_lr], curve=self._increase,
+                         last_batch_iteration=last_batch_iteration)
+
+    def _increase(self, step: int) -> float:
+        interval = (step + 1) / self.step_size
+        return self.step_rate * (math.floor(interval) if self.staircase else interval)
 
     def step(self, batch_iteration: int | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  published
         """Move to the next step, or to `batch_iteration`."""
         super().step(batch_iteration)
 
 
-class OneCycle(_Loads, cycle.OneCycle):
-    """The published schedule of that name: `get_last_lr` raises until the first step."""
+class OneCycle(_Loads):
+    """The published schedule of that name: the learning rate and the first beta of Adam cycle, and then decay.
+
+    The formulas are those of `shoal.schedule.cycle`, without its limits: sizes may be fractions, rates negative, and the
+    momentum may grow past 1. Until the first step the first beta is its minimum, and `get_last_lr` raises.
+    """
 
     def __init__(self, optimizer: Any, cycle_min_lr: Any, cycle_max_lr: Any, decay_lr_rate: float = 0.0,
                  cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None,
@@ -138,23 +152,72 @@ class OneCycle(_Loads, cycle.OneCycle):
                  cycle_momentum: bool = True, cycle_min_mom: Any = 0.8, cycle_max_mom: Any = 0.9,
                  decay_mom_rate: float = 0.0, last_batch_iteration: int = -1):
         inner = get_torch_optimizer(optimizer)
-        second = cycle_second_step_size or cycle_first_step_size
-        super().__init__(inner, cycle_min_lr, cycle_max_lr, decay_lr_rate, cycle_first_step_size, second,
-                         cycle_first_stair_count, cycle_second_stair_count, decay_step_size, cycle_momentum, cycle_min_mom,
-                         cycle_max_mom, decay_mom_rate, last_batch_iteration)
-        self._last_lr = None
         self.min_lrs = _format_param(inner, cycle_min_lr, CYCLE_MIN_LR)
         self.max_lrs = _format_param(inner, cycle_max_lr, CYCLE_MAX_LR)
-        self.cycle_momentum = self._momentum is not None
-        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
+        self.first_step_size = _length(cycle_first_step_size, CYCLE_FIRST_STEP_SIZE, may_be_zero=False)
+        self.second_step_size = self.first_step_size if cycle_second_step_size is None else _length(
+            cycle_second_step_size, CYCLE_SECOND_STEP_SIZE, may_be_zero=True)
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.total_size = self.first_step_size + self.second_step_size
         self.step_ratio = self.first_step_size / self.total_size
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.skip_lr_decay = self.skip_mom_decay = decay_step_size == 0
+        self.skip_lr_decay = decay_step_size == 0 or decay_lr_rate == 0
+        self.skip_mom_decay = decay_step_size == 0 or decay_mom_rate == 0
+        self.cycle_momentum = cycle_momentum and "betas" in inner.defaults
+        super().__init__(inner, low=self.min_lrs, high=self.max_lrs, curve=self._height,
+                         last_batch_iteration=last_batch_iteration)
+        self._last_lr = None
+        if self.cycle_momentum:
+            self._start_momentum(cycle_min_mom, cycle_max_mom)
+        elif cycle_momentum:
+            warn_once(f"scheduler.params.cycle_momentum: {type(inner).__name__} has no betas; only the learning rate is "
+                      f"cycled")
+
+    def _start_momentum(self, low: Any, high: Any) -> None:
+        groups = self.optimizer.param_groups
+        self.min_moms = [(each, BETA2) for each in _format_param(self.optimizer, low, CYCLE_MIN_MOM)]
+        self.max_moms = [(each, BETA2) for each in _format_param(self.optimizer, high, CYCLE_MAX_MOM)]
+        if self.last_batch_iteration == -1:
+            for group, betas in zip(groups, self.min_moms, strict=True):
+                group["betas"] = betas
+
+    def _height(self, step: int) -> float:
+        """Return 0 at the lowest and 1 at the highest learning rate of the cycle, and 0 after it."""
+        n = step + 1
+        if n <= self.first_step_size and n < self.total_size:
+            return _stairs(n / self.first_step_size, self.first_stair_count)
+        left = max(0.0, self.total_size - n)
+        return _stairs(left / self.second_step_size, self.second_stair_count) if left else 0.0
+
+    def _decays(self) -> float:
+        """Return the steps since the end of the cycle, in units of `decay_step_size`."""
+        return max(0.0, self.last_batch_iteration + 1 - self.total_size) / self.decay_step_size
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group at the current step."""
+        decay = 1 if self.skip_lr_decay else 1 + self.decay_lr_rate * self._decays()
+        return [lr / decay for lr in super().get_lr()]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each group at the current step; None if they do not cycle."""
+        if not self.cycle_momentum:
+            return None
+        height = self._height(self.last_batch_iteration)
+        growth = 1 if self.skip_mom_decay else 1 + self.decay_mom_rate * self._decays()
+        return [((high - (high - low) * height) * growth, BETA2)
+                for (low, _), (high, _) in zip(self.min_moms, self.max_moms, strict=True)]
 
     def step(self, batch_iteration: int | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  published
         """Move to the next step, or to `batch_iteration`."""
         super().step(batch_iteration)
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
+            group["betas"] = betas
+
+
+def _stairs(height: float, stairs: int) -> float:
+    """Return `height`, rounded down to a multiple of `1 / stairs` if there are any."""
+    return math.floor(height * stairs + 1e-9) / stairs if stairs > 0 else height
 
 
 class WarmupLR(_Loads, warmup.WarmupLR):
@@ -162,9 +225,10 @@ class WarmupLR(_Loads, warmup.WarmupLR):
 
     def __init__(self, optimizer: Any, warmup_min_lr: Any = 0.0, warmup_max_lr: Any = None, warmup_num_steps: int = 1000,
                  warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1):
-        super().__init__(get_torch_optimizer(optimizer), warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type,
+        steps = _steps(warmup_num_steps, WARMUP_NUM_STEPS)
+        super().__init__(get_torch_optimizer(optimizer), warmup_min_lr, warmup_max_lr, steps, warmup_type,
                          last_batch_iteration)
-        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_num_steps = max(2, steps)
         self.warmup_type = warmup_type if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE) else WARMUP_LOG_RATE
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
@@ -193,10 +257,11 @@ class WarmupDecayLR(WarmupLR, warmup.WarmupDecayLR):
 
     def __init__(self, optimizer: Any, total_num_steps: int, warmup_min_lr: Any = 0.0, warmup_max_lr: Any = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1):
+        steps = _steps(warmup_num_steps, WARMUP_NUM_STEPS)
         warmup.WarmupDecayLR.__init__(self, get_torch_optimizer(optimizer), total_num_steps, warmup_min_lr, warmup_max_lr,
-                                      warmup_num_steps, warmup_type, last_batch_iteration)
+                                      steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
-        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_num_steps = max(2, steps)
         self.warmup_type = warmup_type if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE) else WARMUP_LOG_RATE
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
@@ -206,11 +271,14 @@ class WarmupCosineLR(_Loads, warmup.WarmupCosineLR):
 
     def __init__(self, optimizer: Any, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
                  cos_min_ratio: float = 0.0001, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1):
-        super().__init__(get_torch_optimizer(optimizer), total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio,
+        steps = _steps(warmup_num_steps, WARMUP_NUM_STEPS)
+        super().__init__(get_torch_optimizer(optimizer), total_num_steps, warmup_min_ratio, steps, cos_min_ratio,
                          warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
+        self.warmup_num_steps = max(2, steps)
+        self.warmup_type = warmup_type if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE) else WARMUP_LOG_RATE
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     @property
     def org_lrs(self) -> list[float]:
@@ -220,6 +288,11 @@ class WarmupCosineLR(_Loads, warmup.WarmupCosineLR):
     def get_lr_ratio(self) -> float:
         """Return the factor of the present step."""
         return self._curve(self.last_batch_iteration)
+
+
+SCHEDULES: Mapping[str, type[base.Schedule]] = {
+    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+"""The schedules that engines build from a configuration under the published name."""
 
 
 # The command line

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -69,6 +69,15 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         if not math.isfinite(number) or number < 0:
             raise ValueError(f"fp16.loss_scale: got {number}; give a finite number from 0, where 0 is dynamic")
         return number
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        if self.enabled and self.loss_scale == 0:
+            for name in ("loss_scale_window", "min_loss_scale"):
+                if getattr(self, name) <= 0:
+                    raise ValueError(f"fp16.{name}: got {getattr(self, name)}; a dynamic loss scale (loss_scale of 0) needs "
+                                     f"a number above 0")
+        return self
 
     def initial_dynamic_scale(self) -> int:
         """Return the first dynamic loss scale."""

@@ -1,13 +1,14 @@
 """The published loss scalers, as objects of their own: scripts construct them, and published checkpoints name them.
 
 The dynamic scale halves when gradients overflow, and doubles once `scale_window` clean steps have followed a first one; the
-last of `delayed_shift` overflows halves it. (Shoal's engines scale by `shoal.precision.loss_scale`, which does not wait for
-that first step.)
+last of `delayed_shift` overflows halves it. Shoal's engines follow the same rule, by `shoal.precision.loss_scale`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,8 +20,20 @@ from shoal.compat.deepspeed.utils.logging import logger
 from shoal.errors import LossScaleError
 
 __all__ = [
-    "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "INITIAL_LOSS_SCALE", "MIN_LOSS_SCALE", "SCALE_WINDOW", "CreateLossScaler",
-    "DynamicLossScaler", "LossScaler", "LossScalerBase", "to_python_float",
+    "CONSECUTIVE_HYSTERESIS",
+    "DELAYED_SHIFT",
+    "INITIAL_LOSS_SCALE",
+    "LOSS_SCALE_PROFILE_DEFAULTS",
+    "MIN_LOSS_SCALE",
+    "SCALE_WINDOW",
+    "CreateLossScaler",
+    "DynamicLossScaler",
+    "LossScaleConfig",
+    "LossScaleProfile",
+    "LossScaleProfileDefaults",
+    "LossScaler",
+    "LossScalerBase",
+    "to_python_float",
 ]  # fmt: skip
 
 INITIAL_LOSS_SCALE = "init_scale"
@@ -58,11 +71,9 @@ class LossScalerBase(DeepSpeedConfigObject):
         """Return the loss times the factor."""
         return loss * self.loss_scale
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """Run backward of the scaled loss, and return that."""
-        scaled = self.scale_loss(loss)
-        scaled.backward(retain_graph=retain_graph)  # pyright: ignore[reportUnknownMemberType]
-        return scaled
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run backward of the scaled loss."""
+        self.scale_loss(loss).backward(retain_graph=retain_graph)  # pyright: ignore[reportUnknownMemberType]
 
 
 class LossScaler(LossScalerBase):
@@ -143,3 +154,50 @@ def CreateLossScaler(dtype: torch.dtype, static_loss_scale: float, dynamic_scali
             CONSECUTIVE_HYSTERESIS: False, **(dynamic_loss_args or {})}
         return DynamicLossScaler(dtype=dtype, **given)
     return LossScaler(static_loss_scale if dtype == torch.half else 1.0)
+
+
+class LossScaleProfile(Enum):
+    """Which published fp16 optimizer the defaults of a loss scale are for."""
+
+    FUSED = "fused"
+    UNFUSED = "unfused"
+
+
+@dataclass(frozen=True)
+class LossScaleProfileDefaults:
+    """The dynamic scale of a profile where the arguments do not say another."""
+
+    initial_dynamic_scale: float
+    default_scale_window: int
+    default_min_loss_scale: float
+    scale_factor: float
+
+
+LOSS_SCALE_PROFILE_DEFAULTS = {
+    LossScaleProfile.FUSED: LossScaleProfileDefaults(
+        initial_dynamic_scale=2**32, default_scale_window=1000, default_min_loss_scale=1, scale_factor=2.0),
+    LossScaleProfile.UNFUSED: LossScaleProfileDefaults(
+        initial_dynamic_scale=2.0**16, default_scale_window=1000, default_min_loss_scale=0.25, scale_factor=2.0)}
+
+
+class LossScaleConfig:
+    """The loss scale of an fp16 optimizer at stage 0: its present value and the rule that changes it."""
+
+    def __init__(self, low_precision_dtype: torch.dtype, dynamic_loss_scale: bool, static_loss_scale: float,
+                 dynamic_loss_args: Mapping[str, Any] | None, *, profile: LossScaleProfile = LossScaleProfile.FUSED,
+                 initial_dynamic_scale: float | None = None):
+        self.use_grad_scaling = low_precision_dtype == torch.float16
+        self.dynamic_loss_scale = self.use_grad_scaling and dynamic_loss_scale
+        self.cur_iter = 0
+        self.last_overflow_iter: int | None = None
+        self.scale_factor: float | None = None
+        self.scale_window: int | None = None
+        self.min_loss_scale: float | None = None
+        self.cur_scale: float = static_loss_scale if self.use_grad_scaling else 1.0
+        if self.dynamic_loss_scale:
+            defaults, given = LOSS_SCALE_PROFILE_DEFAULTS[profile], dynamic_loss_args or {}
+            initial = defaults.initial_dynamic_scale if initial_dynamic_scale is None else initial_dynamic_scale
+            self.cur_scale = given.get(INITIAL_LOSS_SCALE, initial)
+            self.scale_window = given.get(SCALE_WINDOW, defaults.default_scale_window)
+            self.min_loss_scale = given.get(MIN_LOSS_SCALE, defaults.default_min_loss_scale)
+            self.scale_factor, self.last_overflow_iter = defaults.scale_factor, -1

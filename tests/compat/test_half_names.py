@@ -1,0 +1,60 @@
+"""fp16 engines under the published name follow the published loss scale, step by step, as recorded there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal.compat.deepspeed as deepspeed
+from shoal.errors import LossScaleError
+from shoal.testing import run_ranks
+
+PATIENT = {"initial_scale_power": 4, "loss_scale_window": 2}
+IMPATIENT = {**PATIENT, "hysteresis": 1, "min_loss_scale": 4}
+OVERFLOWS = "0100101000"
+RECORDED: list[tuple[int, dict[str, int], str, list[int]]] = [
+    (0, PATIENT, "000000", [16, 16, 32, 32, 64, 64]),
+    (0, PATIENT, OVERFLOWS, [16, 8, 8, 8, 4, 4, 2, 2, 2, 4]),
+    (0, IMPATIENT, OVERFLOWS, [16, 8, 8, 8, 4, 4, 4, 4, 4, 8]),
+    (1, PATIENT, "000000", [16, 16, 32, 32, 64, 64]),
+    (1, PATIENT, OVERFLOWS, [16, 16, 16, 16, 8, 8, 4, 4, 4, 8]),
+    (2, {**PATIENT, "loss_scale_window": 3, "hysteresis": 3, "consecutive_hysteresis": True}, "0001100000",
+     [16, 16, 16, 16, 16, 16, 16, 16, 32, 32]),
+]  # fmt: skip
+"""Stage, section, the steps that overflow, and the published scale after each step. At stage 0 hysteresis has no effect."""
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return (self.weight * value).sum()
+
+
+def scales(stage: int, fp16: dict[str, Any], overflows: str) -> list[float]:
+    engine, *_ = deepspeed.initialize(model=Sum(), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "fp16": {"enabled": True, **fp16}, "zero_optimization": {"stage": stage}})
+    found: list[float] = []
+    for overflow in overflows:
+        engine.backward(engine(torch.full((4,), float("inf") if overflow == "1" else 0.0, dtype=torch.half)))
+        engine.step()
+        found.append(engine.loss_scale())
+    assert engine.skipped_steps == overflows.count("1")
+    return found
+
+
+def every_recorded() -> list[list[float]]:
+    with pytest.raises(LossScaleError):
+        scales(1, IMPATIENT, OVERFLOWS)
+    return [scales(stage, fp16, overflows) for stage, fp16, overflows, _ in RECORDED]
+
+
+def test_engines_scale_the_loss_by_the_published_counts() -> None:
+    found, = run_ranks(1, every_recorded)
+    assert found == [expected for *_, expected in RECORDED]
