@@ -4,6 +4,7 @@
     ├── ConfigError            the configuration is wrong: key path, what it got, what is allowed
     │   └── NotSupportedYet    a published key that a later version will honour
     ├── UsageError             a call in the wrong place or with the wrong object
+    │   ├── DataEnded          an iterator ended within a step
     │   ├── ReleasedError      the data of a sharded parameter was read outside a gather
     │   ├── OptimizerError     an optimizer that cannot step on slices
     │   └── ScheduleError      a pipeline schedule that no ranks can carry out
@@ -38,6 +39,10 @@ class NotSupportedYet(ConfigError):
 
 class UsageError(ShoalError, RuntimeError):
     """A call in the wrong place or with the wrong object."""
+
+
+class DataEnded(UsageError):
+    """An iterator of data ended within a step."""
 
 
 class ReleasedError(UsageError):

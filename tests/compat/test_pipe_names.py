@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from shoal.compat.deepspeed.runtime.pipe import schedule
 from shoal.compat.deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from shoal.compat.entry import initialize
 from shoal.testing import run_ranks
 
 TRAIN_3_OF_2 = {
@@ -106,6 +109,144 @@ def describe_pipeline() -> dict[str, Any]:
 
 def test_a_pipeline_module_has_the_published_members() -> None:
     found, = run_ranks(1, describe_pipeline)
-    assert found == {"parts": [0, 3], "map": {"0": 0, "2": 2}, "funcs": 3, "tied": ["t"],
+    assert found == {"parts": [0, 3], "map": {"0": 0}, "funcs": 3, "tied": ["t"],
                      "path": "/x/layer_02-model_states.pt", "errors": ["NotSupportedYet", "NotSupportedYet", "ShoalError"],
-                     "owner": 0, "groups": ([0], [0], [[0, 0]]), "topology": "ProcessTopology"}
+                     "owner": 0, "groups": ([0], [0], [[0, 0]]), "topology": "PipeDataParallelTopology"}
+
+
+class Words(nn.Module):
+    """An embedding whose positions the head does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12).view(6, 2))
+        self.positions = nn.Parameter(torch.ones(3, 2))
+        self.register_buffer("order", torch.arange(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.weight[words] + self.positions[self.get_buffer("order")]
+
+
+def scores(words: Words, hidden: Tensor) -> Tensor:
+    return hidden @ words.weight.t()
+
+
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def texts(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for step in range(count):
+        words = (torch.arange(6).view(2, 3) + step) % 6
+        yield words, (words + 1) % 6
+
+
+def tied_engine(stages: int) -> Any:
+    layers = [TiedLayerSpec("words", Words), LayerSpec(nn.Linear, 2, 2), torch.tanh,
+              TiedLayerSpec("words", Words, forward_fn=scores)]
+    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform", seed_layers=True)
+    return initialize(model=module, config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+                                            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+                                            "zero_optimization": {"stage": 1}})[0]
+
+
+def trained(stages: int, folder: str) -> dict[str, Any]:
+    engine = tied_engine(stages)
+    module = engine.module
+    losses = [float(engine.train_batch(texts(2))) for _ in range(2)]
+    engine.save_checkpoint(folder, tag="t")
+    module.save_state_dict(f"{folder}/t", engine.checkpoint_engine)
+    return {"losses": losses, "weights": {name: each.detach().clone() for name, each in module.named_parameters()},
+            "state": list(module.state_dict()), "comms": {
+                key: (comm["ranks"], comm["weight_attr"], comm["module"] is module.tied_modules[key])
+                for key, comm in module.tied_comms.items()}}
+
+
+def resumed(folder: str) -> list[dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = []
+    for by_layer in (False, True):
+        engine = tied_engine(1)
+        if by_layer:
+            engine.module.load_state_dir(f"{folder}/t", engine.checkpoint_engine)
+        else:
+            engine.load_checkpoint(folder, tag="t")
+        found.append({name: each.detach().clone() for name, each in engine.module.named_parameters()})
+    return found
+
+
+def test_every_division_trains_and_saves_the_same_tied_model(tmp_path: Path) -> None:
+    whole, = run_ranks(1, trained, 1, str(tmp_path / "whole"))
+    first, last = run_ranks(2, trained, 2, str(tmp_path / "halves"))
+    shared = ["tied_modules.words.weight", "tied_modules.words.positions"]
+    assert list(whole["weights"]) == list(first["weights"]) == [*shared, "1.weight", "1.bias"]
+    assert (list(last["weights"]), last["state"]) == (shared, [*shared, "tied_modules.words.order"])
+    assert (whole["comms"], last["comms"]) == ({}, {"words": ([0, 1], ["weight"], True)})
+    assert whole["losses"] == pytest.approx(first["losses"], rel=1e-6) and whole["losses"][1] < whole["losses"][0]
+    for found in (first["weights"], last["weights"], *run_ranks(1, resumed, str(tmp_path / "halves"))[0]):
+        for name, value in found.items():
+            torch.testing.assert_close(value, whole["weights"][name])
+
+
+class Two(nn.Linear):
+    """Another class than `nn.Linear`, of the same parameters."""
+
+
+def tied_of_two_classes() -> dict[str, Any]:
+    module = PipelineModule([TiedLayerSpec("t", nn.Linear, 3, 3), TiedLayerSpec("t", Two, 3, 3)], num_stages=1)
+    first, second = module.forward_funcs
+    return {"names": [name for name, _ in module.named_parameters()], "same": first is second,
+            "weight": module.get_parameter("0.weight") is module.get_parameter("1.weight")}
+
+
+def test_tied_layers_of_two_classes_share_only_the_named_weights() -> None:
+    assert run_ranks(1, tied_of_two_classes) == [{"names": ["0.weight", "0.bias", "1.bias"], "same": False, "weight": True}]
+
+
+def gradients_of_tied_weights() -> list[float]:
+    module = PipelineModule([TiedLayerSpec("t", nn.Linear, 2, 2), nn.Tanh(), TiedLayerSpec("t", nn.Linear, 2, 2)],
+                            num_stages=2, partition_method=[0, 1, 3])
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + module.stage_id)
+    module.allreduce_tied_weight_gradients()
+    (weight, _), = module.get_tied_weights_and_groups()
+    assert weight is module.get_parameter("tied_modules.t.weight")
+    return [float(each.grad.flatten()[0]) for each in module.parameters() if each.grad is not None]
+
+
+def test_scripts_can_sum_the_gradients_of_tied_weights() -> None:
+    assert run_ranks(2, gradients_of_tied_weights) == [[3.0, 1.0], [3.0, 2.0]]
+
+
+def published_engine() -> dict[str, Any]:
+    module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss())
+    engine = initialize(model=module, config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+                                              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    with torch.no_grad():
+        module.get_parameter("0.weight").copy_(torch.eye(2))
+        module.get_parameter("0.bias").zero_()
+
+    def data(count: int = 2) -> Iterator[Any]:
+        return iter([(torch.full((1, 2), 1.0 + each), torch.zeros(1, 2)) for each in range(count)])
+
+    outputs = engine.eval_batch(data(), compute_loss=False)
+    loss, last = engine.eval_batch(data(), return_logits=True)
+    evaluating = module.training
+    raised: list[str] = []
+    for error, call in ((StopIteration, lambda: engine.train_batch(data(1))),
+                        (NotImplementedError, lambda: engine.eval_batch(data(), reduce_output="sum"))):
+        with pytest.raises(error) as found:
+            call()
+        raised.append(type(found.value).__name__)
+    engine.train_batch(data())
+    return {"outputs": outputs.tolist(), "last": (float(loss), last.tolist()), "modes": (evaluating, module.training),
+            "raised": raised, "grid": engine.grid is engine.mpu is module.mpu(),
+            "stages": (engine.prev_stage, engine.next_stage),
+            "sizes": (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel, engine.micro_batch_size),
+            "list": len(engine.eval_batch(data(), compute_loss=False, reduce_output=None))}
+
+
+def test_a_pipeline_engine_evaluates_and_raises_as_published() -> None:
+    found, = run_ranks(1, published_engine)
+    assert found == {"outputs": [[1.5, 1.5]], "last": (2.5, [[2.0, 2.0]]), "modes": (False, True),
+                     "raised": ["DataEnded", "_NoSuchReduction"], "grid": True, "stages": (-1, 1),
+                     "sizes": (False, False, False, 1), "list": 2}

@@ -1,7 +1,6 @@
 """Shoal's engines under their published names: the published accessors, return values and error types.
 
-`PublishedEngine` is what both have in common. The published pipeline engine is a subclass of the published engine, and
-Shoal's are siblings; so `isinstance(pipeline_engine, DeepSpeedEngine)` is answered by registration.
+`PublishedEngine` is what the engine and the pipeline engine (`pipeline_engine.py`) have in common.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from shoal.compat.raising import as_published, published_errors
 from shoal.device import can_pin
 from shoal.engine.base import BaseEngine
 from shoal.engine.engine import Engine
-from shoal.engine.pipeline_engine import PipelineEngine as NativePipelineEngine
 from shoal.errors import NotSupportedYet, UsageError
 from shoal.zero.gathered import gathered
 
-__all__ = ["DeepSpeedEngine", "PipelineEngine", "PublishedEngine"]
+__all__ = ["DeepSpeedEngine", "PublishedEngine"]
 
 RESERVED = "checkpoint_parallel_dimensions"
 """A key of checkpoints that `client_state` may not have."""
@@ -413,18 +411,3 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
             raise UsageError("set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every step() "
                              "is a boundary; leave the call out")
         super().set_gradient_accumulation_boundary(is_boundary)
-
-
-class PipelineEngine(PublishedEngine, NativePipelineEngine):
-    """The engine that `deepspeed.initialize` returns for a `PipelineModule`."""
-
-    pipeline_parallelism = True
-
-    def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any):
-        super().__init__(*super_args, **super_kwargs)
-
-    def set_has_attention_mask(self, value: bool) -> None:
-        """Do nothing: any values may pass between stages."""
-
-
-DeepSpeedEngine.register(PipelineEngine)

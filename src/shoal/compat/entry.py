@@ -8,8 +8,9 @@ from torch.optim import Optimizer
 
 from shoal.compat.assembly import tp_model_init
 from shoal.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from shoal.compat.engine import DeepSpeedEngine, PipelineEngine
+from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.optimizers import PlainOptimizer
+from shoal.compat.pipeline_engine import PipelineEngine
 from shoal.compat.raising import as_published
 from shoal.compat.unsupported import unsupported_function
 from shoal.pipeline.module import PipelineModule

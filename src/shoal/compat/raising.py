@@ -1,17 +1,18 @@
 """Errors under a published name are also of the types that published scripts catch.
 
-Shoal raises its own error tree. Where the published call raises an `AssertionError`, a `ValueError` or a `TypeError`, the
-error is of that type as well, with the same name and the same message.
+Shoal raises its own error tree. Where the published call raises an `AssertionError`, a `ValueError` or another of Python's
+errors, it is of that type as well, with the same name and the same message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, wraps
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from shoal.errors import CheckpointError, ConfigError, NotSupportedYet, ShoalError, UsageError
+from shoal.errors import CheckpointError, ConfigError, DataEnded, NotSupportedYet, ShoalError, UsageError
 
 __all__ = ["as_published", "published_errors"]
 
@@ -21,22 +22,24 @@ R = TypeVar("R")
 ALSO: tuple[tuple[type[ShoalError], tuple[type[Exception], ...]], ...] = (
     (NotSupportedYet, (NotImplementedError, AssertionError)),
     (ConfigError, (AssertionError, TypeError)),
+    (DataEnded, (StopIteration,)),
     (UsageError, (AssertionError, ValueError)),
     (CheckpointError, (AssertionError, ValueError)),
 )
 """An error of the first type is also of the others; the first row that fits counts."""
 
 
-@contextmanager
-def published_errors() -> Generator[None]:
+class _PublishedErrors(AbstractContextManager[None, None]):
+    """Not a generator: one cannot raise `StopIteration`."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, ShoalError) and (both := _with_published_types(type(error))) is not type(error):
+            raise both(*error.args).with_traceback(trace) from error.__cause__
+
+
+def published_errors() -> AbstractContextManager[None, None]:
     """Give the errors that leave the context their published types as well."""
-    try:
-        yield
-    except ShoalError as error:
-        both = _with_published_types(type(error))
-        if both is type(error):
-            raise
-        raise both(*error.args).with_traceback(error.__traceback__) from error.__cause__
+    return _PublishedErrors()
 
 
 def as_published(call: Callable[P, R]) -> Callable[P, R]:

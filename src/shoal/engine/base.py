@@ -44,7 +44,7 @@ from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
 from shoal.tree import tree_map
 from shoal.zero.reducer import BackwardPass
-from shoal.zero.sharded import ShardedModel, ShardingPlan
+from shoal.zero.sharded import ShardedModel, ShardingPlan, TiedBuffer
 
 __all__ = ["BaseEngine"]
 
@@ -135,11 +135,17 @@ class BaseEngine(Accessors, nn.Module):
         """The names in the whole model of parameters that have other names in the module."""
         return {}
 
+    @property
+    def tied_buffers(self) -> Mapping[str, TiedBuffer]:
+        """The buffers that several pipeline stages have, by their names in the module."""
+        return {}
+
     def shard(self, trained: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy,
               storage: StoragePlan) -> ShardedModel:
         """Shard the model, of which `trained` are the parameters that an optimizer steps, by their group."""
         self.policy = policy
-        sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases)
+        sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases,
+                                              tied_buffers=self.tied_buffers)
         sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces, begin_pass=self.begin_pass)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.data import RepeatingLoader
 from shoal.engine.base import BaseEngine
 from shoal.engine.mesh_setup import aliases_of
-from shoal.errors import NotSupportedYet, PipelineError, RanksDisagree, UsageError
+from shoal.errors import DataEnded, NotSupportedYet, PipelineError, RanksDisagree, UsageError
 from shoal.interrupts import uninterrupted
 from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.links import Connector, Links
@@ -27,6 +27,7 @@ from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
 from shoal.tree import tree_map
 from shoal.zero.hooks import Hooks
+from shoal.zero.sharded import TiedBuffer
 
 __all__ = ["PipelineEngine"]
 
@@ -43,8 +44,10 @@ class PipelineEngine(BaseEngine):
             raise NotSupportedYet("zero_optimization.offload_optimizer.step_in_backward: a pipeline takes its step when all "
                                   "its microbatches are through: set it to false")
         self._schedules: dict[int, PipelineSchedule] = {}
-        self._data: Iterator[Any] | None = None
-        self._batch_fn: Callable[[Any], Any] | None = None
+        self.data_iterator: Iterator[Any] | None = None
+        """Where microbatches are drawn from if `train_batch` is given no iterator."""
+        self.batch_fn: Callable[[Any], Any] | None = None
+        """Called on each item of an iterator."""
         self._compared: set[str] = set()
         self.agg_train_loss: Tensor | None = None
         """The loss of the last step."""
@@ -66,14 +69,21 @@ class PipelineEngine(BaseEngine):
         """The names in the whole model of weights that several stages share, by their names on this rank."""
         return aliases_of(self.module)
 
+    @property
+    def tied_buffers(self) -> Mapping[str, TiedBuffer]:
+        """The buffers of modules that layers of several stages share."""
+        return self.module.tied_buffers
+
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on `gradient_accumulation_steps` microbatches and take a step; every rank of the job calls it.
 
         `data_iter` yields (inputs, labels) of one microbatch at a time. The ranks of the first and the last stage draw from
         it, each the samples of its data rank: both need the same ones, in the same order. The default is the loader of
-        `training_data`. Returns the mean loss over microbatches and data ranks, on every rank, in fp32. Raises
-        `PipelineError` when a rank fails; `UsageError` without an optimizer, with gradients disabled, or without data; and
-        at the first step (with `debug` at each) `RanksDisagree` where ranks that share a data rank drew different samples.
+        `training_data`. Returns the mean loss over microbatches and data ranks, on every rank, in fp32.
+
+        Raises `PipelineError` when a rank fails; `DataEnded` where the iterator ends, before anything is trained;
+        `UsageError` without an optimizer, with gradients disabled, or without data; and at the first step (with `debug` at
+        each) `RanksDisagree` where ranks that share a data rank drew different samples.
         """
         self.begin_call("train_batch")
         if self.optimizer is None:
@@ -104,6 +114,14 @@ class PipelineEngine(BaseEngine):
         returns (loss, outputs): the last stage's outputs, joined along the first dim if they are tensors, None elsewhere.
         Draws `num_micro_batches` microbatches (default: `gradient_accumulation_steps`).
         """
+        loss, outputs = self.evaluate(
+            data_iter, compute_loss=compute_loss, keep_outputs=return_logits, reduce_output=reduce_output,
+            bcast_loss=bcast_loss, num_micro_batches=num_micro_batches)
+        return (loss, _joined(outputs)) if return_logits else loss
+
+    def evaluate(self, data_iter: Iterator[Any], *, compute_loss: bool, keep_outputs: bool, reduce_output: str | None,
+                 bcast_loss: bool, num_micro_batches: int | None) -> tuple[Any, list[Any]]:
+        """Do the work of `eval_batch`; return the loss, and the last stage's outputs by microbatch ([] elsewhere)."""
         self.begin_call("eval_batch")
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch: reduce_output: got {reduce_output!r}; choose 'avg' or None")
@@ -122,7 +140,7 @@ class PipelineEngine(BaseEngine):
         training = self.module.training
         self.module.eval()
         try:
-            results = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=return_logits)
+            results = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=keep_outputs)
         finally:
             self.module.train(training)
         loss: Any = None
@@ -132,19 +150,19 @@ class PipelineEngine(BaseEngine):
                 loss = self._mean(losses) if reduce_output == "avg" else self._from_last(losses)
             if not bcast_loss and not self.is_last_stage():
                 loss = None
-        return (loss, _joined([output for output, _ in results])) if return_logits else loss
+        return loss, [output for output, _ in results] if keep_outputs else []
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Draw microbatches from `loader`, from its start again after its end, where `train_batch` is given no iterator."""
-        self._data = iter(RepeatingLoader(loader))
+        self.data_iterator = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Draw microbatches from `iterator` where `train_batch` is given none."""
-        self._data = iterator
+        self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Call `fn` on each item of the iterator; it returns (inputs, labels)."""
-        self._batch_fn = fn
+        self.batch_fn = fn
 
     @property
     def grid(self) -> Any:
@@ -276,12 +294,12 @@ class PipelineEngine(BaseEngine):
         """Draw the microbatches of a step, on the ranks of the first and the last stage."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return []
-        if data_iter is None and self._data is None and self.training_dataloader is not None:
+        if data_iter is None and self.data_iterator is None and self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
-        data = data_iter if data_iter is not None else self._data
+        data = data_iter if data_iter is not None else self.data_iterator
         if data is None:
             raise UsageError(f"{call}: there is no data; pass an iterator, or training_data to initialize")
-        return draw(data, count, f"{call}, step {self.global_steps + 1}", self._batch_fn)
+        return draw(data, count, f"{call}, step {self.global_steps + 1}", self.batch_fn)
 
     def _draw_agreed(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
         """Draw microbatches. All ranks raise, before a pass has begun, if one cannot draw or if ranks differ in the call or
@@ -290,11 +308,11 @@ class PipelineEngine(BaseEngine):
         Ranks exchange a few words at each call, and whole objects only where the words differ. Values of samples are
         compared at the first call of each kind, with `debug` at each call.
         """
-        name, items, problem = call.partition(" ")[0], list[tuple[Any, Any]](), ""
+        name, items, problem, ended = call.partition(" ")[0], list[tuple[Any, Any]](), "", False
         try:
             items = self._draw(data_iter, count, name)
         except Exception as error:
-            problem = str(error) or type(error).__name__
+            problem, ended = str(error) or type(error).__name__, isinstance(error, DataEnded)
         except BaseException as error:  # an interrupt, or the end of the program
             self.board.publish(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
             raise
@@ -306,15 +324,17 @@ class PipelineEngine(BaseEngine):
         words = torch.tensor([digest(call), bool(problem) or values, *drawn.digests()]).to(self.device)
         if self._agree(self.parameter_groups.world.gather_words(words, "the call and its samples").tolist()):
             return self._batches(items)
-        by_rank = self.parameter_groups.world.gather_objects((call, problem, drawn))
+        by_rank = self.parameter_groups.world.gather_objects((call, problem, ended, drawn))
         first = by_rank[0][0]
-        for rank, (other, _, _) in enumerate(by_rank):
+        for rank, (other, *_) in enumerate(by_rank):
             if other != first:
                 raise RanksDisagree(f"ranks call different things: rank 0 is in {first}, rank {rank} in {other}; let "
                                     f"every rank make the same calls, in one order")
-        if any(text for _, text, _ in by_rank):
-            raise UsageError(_join_by_rank([text for _, text, _ in by_rank]))
-        require_equal_samples([each for _, _, each in by_rank], name)
+        problems = [(text, end) for _, text, end, _ in by_rank]
+        if any(text for text, _ in problems):
+            kind = DataEnded if all(end for text, end in problems if text) else UsageError
+            raise kind(_join_by_rank([text for text, _ in problems]))
+        require_equal_samples([each for *_, each in by_rank], name)
         self._compared.add(name)
         return self._batches(items)
 

@@ -50,7 +50,8 @@ def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
         for part in unit.layout.parts(unit.span) if unit.replica_group.is_first_copy else ():
             yield from _weight(model, unit, part, unit.span)
     if model.parameter_groups.is_first_copy:
-        yield from _unsharded(model)
+        elsewhere = {f"{BUFFER}/{tied.name}" for tied in model.tied_buffers.values() if not tied.saved_here}
+        yield from (piece for piece in _unsharded(model) if piece.name not in elsewhere)
 
 
 def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool) -> Iterator[Piece]:
@@ -230,7 +231,8 @@ def _unsharded(model: ShardedModel) -> Iterator[Piece]:
             yield _flat(f"{WEIGHT}/{name}", parameter.data)
     for name, buffer in model.model.named_buffers():
         if name in persistent:
-            yield _flat(f"{BUFFER}/{name}", buffer)
+            tied = model.tied_buffers.get(name)
+            yield _flat(f"{BUFFER}/{name if tied is None else tied.name}", buffer)
 
 
 def _flat(name: str, tensor: Tensor) -> Piece:

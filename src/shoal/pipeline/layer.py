@@ -21,7 +21,7 @@ from shoal.device import forked_rng
 from shoal.errors import UsageError
 
 __all__ = ["Built", "Contents", "Layer", "LayerSpec", "TiedLayerSpec", "TiedWeightSpec", "Unpacked", "contents_of",
-           "named"]
+           "named", "parameters_of"]
 
 
 class LayerSpec:
@@ -90,6 +90,8 @@ class Layer:
 
     index: int
     name: str
+    path: str
+    """Where the module is registered; layers of one path share one module on each rank."""
     source: Source
     unpack: bool
 
@@ -105,12 +107,15 @@ class Layer:
     def __str__(self) -> str:
         return f"'{self.name}' ({self.kind})"
 
-    def build(self) -> Built:
-        """Build the layer from its spec, or use the given module or function."""
+    def build(self, shared: nn.Module | None = None) -> Built:
+        """Build the layer from its spec, or use the `shared` module, or the given module or function."""
         source = self.source
-        body = source.build() if isinstance(source, LayerSpec) else source
+        body = shared
+        if body is None:
+            body = source.build() if isinstance(source, LayerSpec) else source
         call = source.forward_fn if isinstance(source, TiedLayerSpec) else None
-        return Built(index=self.index, name=self.name, kind=self.kind, body=body, call=call, unpack=self.unpack)
+        return Built(index=self.index, name=self.name, path=self.path, kind=self.kind, body=body, call=call,
+                     unpack=self.unpack)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +124,7 @@ class Built:
 
     index: int
     name: str
+    path: str
     kind: str
     body: nn.Module | Callable[..., Any]
     call: Callable[..., Any] | None
@@ -173,7 +179,7 @@ def named(layers: Any) -> tuple[Layer, ...]:
 
     Raises `UsageError` for an item that is no layer, a name that is no module path, and a name that lies within another.
     """
-    found = tuple(Layer(index=index, name=name, source=_source(name, item), unpack=isinstance(item, Unpacked))
+    found = tuple(Layer(index=index, name=name, path=name, source=_source(name, item), unpack=isinstance(item, Unpacked))
                   for index, (name, item) in enumerate(_items(layers)))
     if not found:
         raise UsageError("layers: got none; a pipeline has one layer or more")
@@ -190,16 +196,27 @@ def named(layers: Any) -> tuple[Layer, ...]:
 
 def contents_of(layer: Layer) -> Contents:
     """Count the parameters of a layer; a spec is built for that, on the meta device if its constructor allows."""
+    module = _module(layer)
+    return Contents(parameters=0, trainable=0) if module is None else _count(module, layer)
+
+
+def parameters_of(layer: Layer) -> Mapping[str, TiedWeightSpec]:
+    """Return the facts of a layer's parameters, by their names in it."""
+    module = _module(layer)
+    return {} if module is None else {name: _facts(parameter) for name, parameter in module.named_parameters()}
+
+
+def _module(layer: Layer) -> nn.Module | None:
+    """Return the module of a layer, which is that of the model only where the layer was given as a module."""
     source = layer.source
     if not isinstance(source, LayerSpec):
-        return _count(source, layer) if isinstance(source, nn.Module) else Contents(parameters=0, trainable=0)
+        return source if isinstance(source, nn.Module) else None
     try:
         with torch.device("meta"):
-            module = source.build()
+            return source.build()
     except Exception:  # the constructor reads values: build on the CPU, which raises the true error if there is one
         with forked_rng():
-            module = _built(layer, source)
-    return _count(module, layer)
+            return _built(layer, source)
 
 
 def _built(layer: Layer, source: LayerSpec) -> nn.Module:
@@ -224,6 +241,10 @@ def _weight(module: nn.Module, attribute: str, layer: Layer) -> TiedWeightSpec:
     except AttributeError as error:
         names = ", ".join(name for name, _ in module.named_parameters())
         raise UsageError(f"layer {layer}: tied_weight_attr: got '{attribute}'; its parameters are {names}") from error
+    return _facts(parameter)
+
+
+def _facts(parameter: nn.Parameter) -> TiedWeightSpec:
     return TiedWeightSpec(shape=tuple(parameter.shape), dtype=parameter.dtype, requires_grad=parameter.requires_grad)
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, cast
 from zlib import crc32
 
-from shoal.errors import RanksDisagree, UsageError
+from shoal.errors import DataEnded, RanksDisagree, UsageError
 from shoal.log import warn_once
 from shoal.tree import Fingerprint, fingerprint_of
 
@@ -26,8 +26,8 @@ _FIX = ("the ranks of the first and the last stage, and all their tensor ranks, 
 def draw(data: object, count: int, call: str, change: Callable[[Any], Any] | None) -> list[tuple[Any, Any]]:
     """Return `count` microbatches (inputs, labels) of an iterator, with `change` applied to each item.
 
-    `call` names the caller in errors. Raises `UsageError` for an object that is no iterator, an iterator that ends early or
-    fails, and items that are not pairs.
+    `call` names the caller in errors. Raises `DataEnded` for an iterator that ends early, `UsageError` for an object that is
+    no iterator, an iterator that fails, and items that are not pairs.
     """
     if not isinstance(data, Iterator):
         raise UsageError(f"{call}: got a {type(data).__name__}, which would start anew at every step; pass an iterator: "
@@ -37,7 +37,7 @@ def draw(data: object, count: int, call: str, change: Callable[[Any], Any] | Non
     except Exception as error:
         raise UsageError(f"{call}: the iterator failed: {type(error).__name__}: {error}") from error
     if len(found) < count:
-        raise UsageError(f"{call}: the iterator ended after {len(found)} of {count} microbatches; give it a multiple of "
+        raise DataEnded(f"{call}: the iterator ended after {len(found)} of {count} microbatches; give it a multiple of "
                          f"{count}, or wrap the loader in shoal.RepeatingLoader")
     for item in found:
         parts = cast("Sequence[Any]", item) if isinstance(item, tuple | list) else ()

@@ -29,6 +29,7 @@ from shoal.pipeline.stage_partition import divide
 from shoal.pipeline.tying import Tied, tie
 from shoal.transport import process_group
 from shoal.zero.init import is_building_sharded
+from shoal.zero.sharded import TiedBuffer
 
 __all__ = ["PipelineModule"]
 
@@ -76,7 +77,7 @@ class PipelineModule(nn.Module):
         if is_building_sharded():
             raise UsageError("PipelineModule: built within zero.Init, in which every rank must build the same parameters; "
                              "leave zero.Init out: each rank builds its own layers only, and initialize shards them")
-        _refuse_nested(found := named(layers))
+        _refuse_nested(found := self._named(layers))
         _refuse_parameters(loss_fn)
         process_group.init_distributed()
         self.dynamic_shape = dynamic_shape
@@ -103,8 +104,14 @@ class PipelineModule(nn.Module):
         self.tied: Mapping[str, Tied] = {}
         """This rank's parameters that several layers share, by their names in `named_parameters`."""
         self.tied = self._register([layer for stage in self.stages for layer in stage.layers])
+        self.tied_buffers = self._tied_buffers({layer.path: layer for layer in reversed(found)})
+        """This rank's buffers of modules that several layers share, by their names in `named_buffers`."""
         self._recompute = Recompute(function=activation_checkpoint_func, kinds=checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
+
+    def _named(self, layers: Any) -> tuple[Layer, ...]:
+        """Return the layers with their names."""
+        return named(layers)
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -158,7 +165,7 @@ class PipelineModule(nn.Module):
         for stage in self.stages:
             for layer in stage.layers:
                 if layer.module is not None:
-                    layer.body = self.get_submodule(layer.name)
+                    layer.body = self.get_submodule(layer.path)
                     setattr(stage, str(layer.index), layer.body)
 
     def get_additional_losses(self) -> Mapping[str, Tensor] | None:
@@ -185,9 +192,17 @@ class PipelineModule(nn.Module):
         shared = [(each, parameter) for each, parameter in tie(self._partition.ties, layers)]
         for layer in layers:
             if layer.module is not None:
-                self._add_submodule(layer.name, layer.module)
+                self._add_submodule(layer.path, layer.module)
         names = {parameter: name for name, parameter in self.named_parameters()}
         return {names[parameter]: Tied(name=each.name, stages=each.stages) for each, parameter in shared}
+
+    def _tied_buffers(self, first: Mapping[str, Layer]) -> dict[str, TiedBuffer]:
+        """Return the buffers of modules that layers share, of which `first` is the first in the whole model, by path."""
+        built = [layer for stage in self.stages for layer in stage.layers]
+        here = {layer.index for layer in built}
+        shared = {layer.path: layer.module for layer in built if layer.path != layer.name and layer.module is not None}
+        return {f"{path}.{name}": TiedBuffer(name=f"{first[path].name}.{name}", saved_here=first[path].index in here)
+                for path, module in shared.items() for name, _ in module.named_buffers()}
 
     def _add_submodule(self, name: str, module: nn.Module) -> None:
         """Register a module under a name, with a parent module for each part of a dotted name."""
@@ -209,12 +224,13 @@ class _Branch(nn.Module):
 
 
 class _Seeding:
-    """Builds layers, each from its own seed if `seeded`."""
+    """Builds layers, each from its own seed if `seeded`; layers of one path get the module of the first."""
 
     def __init__(self, seeded: bool, function: Callable[[int], Any] | None, base: int):
         self._seeded = seeded
         self._function = torch.manual_seed if function is None else function
         self._base = base
+        self._bodies: dict[str, nn.Module] = {}
 
     def build(self, layers: Iterable[Layer]) -> list[Built]:
         """Build layers in order."""
@@ -223,7 +239,9 @@ class _Seeding:
             for layer in layers:
                 if self._seeded:
                     self._function(self._base + layer.index)
-                built.append(layer.build())
+                built.append(layer.build(self._bodies.get(layer.path)))
+                if (module := built[-1].module) is not None:
+                    self._bodies[layer.path] = module
         return built
 
 

@@ -52,7 +52,8 @@ def ties_of(layers: Sequence[Layer], contents: Sequence[Contents], stage_of: Seq
                 raise UsageError(f"TiedLayerSpec '{key}': layers {first} and {other} name weights that cannot be tied: "
                                  f"{_listed(first, contents)}, and {_listed(other, contents)}; they must agree in number, "
                                  f"shape, dtype and requires_grad")
-        for position, attribute in enumerate(spec.tied_weight_attr if len(members) > 1 else ()):
+        named_otherwise = len(members) > 1 or first.path != first.name
+        for position, attribute in enumerate(spec.tied_weight_attr if named_otherwise else ()):
             places = {layer.index: each.tied_weight_attr[position] for layer, each in members}
             ties.append(Tie(key=key, name=f"{first.name}.{attribute}", places=places,
                             stages=tuple(sorted({stage_of[index] for index in places}))))

@@ -60,15 +60,27 @@ class ShardingPlan:
     """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedBuffer:
+    """A buffer of this rank that several pipeline stages have."""
+
+    name: str
+    """Its name in the whole model: that in its first layer."""
+    saved_here: bool
+    """Whether this rank saves it, and not the rank of another stage."""
+
+
 class ShardedModel:
     """The units of one model on one data axis."""
 
     def __init__(self, model: nn.Module, parameter_groups: ParameterGroups, storage: StoragePlan, *,
-                 aliases: Mapping[str, str] | None = None):
+                 aliases: Mapping[str, str] | None = None, tied_buffers: Mapping[str, TiedBuffer] | None = None):
         self.model = model
         self.parameter_groups = parameter_groups
         self.aliases = aliases or {}
         """The first names, in the whole model, of parameters that have others here."""
+        self.tied_buffers = tied_buffers or {}
+        """Buffers that several pipeline stages have, by their names here."""
         self.cuts = parameter_groups.tensor_slices
         self.storage = storage
         self.pool = Pool(storage.device)

@@ -1,20 +1,34 @@
-"""Pipeline modules under their published names, with the published methods, attributes and errors."""
+"""Pipeline modules under their published names, with the published methods, attributes and errors.
+
+Layers of one key whose modules have the same parameters share one module on each rank, which is named `tied_modules.KEY`,
+and all its parameters are tied between stages: so every division of the layers trains the same model. Layers of one key
+that differ are modules of their own, and share the weights that `tied_weight_attr` names. Checkpoints name a tied weight by
+its first layer in both cases, as Shoal's own do.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+import shoal.comm
+from shoal.compat.deepspeed.runtime.activation_checkpointing import checkpointing
 from shoal.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from shoal.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from shoal.errors import NotSupportedYet, PipelineError, UsageError
 from shoal.pipeline import layer, module
+from shoal.pipeline.tying import Tied
+from shoal.transport.process_group import group_of
+from shoal.zero.gathered import gathered
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
@@ -86,21 +100,103 @@ class PipelineModule(module.PipelineModule):
                               f"'type:REGEX', or 'profile' with sample=, one microbatch")
         if any(isinstance(each, module.PipelineModule) for each in _listed(layers)):
             raise _Nested("PipelineModule: a layer is a PipelineModule, and pipelines do not nest; give its layers instead")
+        recompute = activation_checkpoint_func or checkpointing.checkpoint
         super().__init__(layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed, partition_method,
-                         activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, dynamic_shape,
-                         **native)
+                         activation_checkpoint_interval, recompute, checkpointable_layers, dynamic_shape, **native)
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func
+        self.activation_checkpoint_func = recompute
         self.checkpointable_layers = checkpointable_layers
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.local_rank, self.world_group = shoal.comm.get_local_rank(), dist.group.WORLD
         self.stage_id = self.pipeline_rank
         self.micro_offset = 0
         self._layer_specs = _listed(layers)
         self._num_layers = len(self.names)
         given = super().topology()
-        self._topo = given if isinstance(given, ProcessTopology) else ProcessTopology(given.axes, given.dims)
+        if isinstance(given, ProcessTopology):
+            self._topo = given
+        elif topology is None:
+            self._topo = PipeDataParallelTopology(*given.dims)
+        else:
+            self._topo = ProcessTopology(given.axes, given.dims)
         self._grid = PipelineParallelGrid(topology=self._topo)
+        self.tied_comms = dict(self._tied_comms())
+        """What joins the stages that share a key: `ranks`, `group`, `weight_attr` and `module`, by key."""
+
+    def _named(self, layers: Any) -> tuple[layer.Layer, ...]:
+        """Return the layers; those of one key with the same parameters share a path, and tie all their parameters."""
+        found = {each.index: each for each in super()._named(layers)}
+        keys: dict[str, list[layer.Layer]] = {}
+        for each in found.values():
+            if isinstance(each.source, layer.TiedLayerSpec):
+                keys.setdefault(each.source.key, []).append(each)
+        for key, members in keys.items():
+            weights = layer.parameters_of(members[0])
+            if all(_kind(each) is _kind(members[0]) and layer.parameters_of(each) == weights for each in members):
+                for each in members:
+                    source: Any = copy(each.source)
+                    source.tied_weight_attr = tuple(weights)
+                    found[each.index] = replace(each, path=f"tied_modules.{key}", source=source)
+        return tuple(found.values())
+
+    def _register(self, layers: Sequence[layer.Built]) -> Mapping[str, Tied]:
+        self.tied_modules = nn.ModuleDict()
+        """The modules of this rank that layers share, by key."""
+        return super()._register(layers)
+
+    def _tied_comms(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the facts of the keys that several stages share, this rank among them. Every rank calls it."""
+        keys: dict[str, list[int]] = {}
+        for index, spec in enumerate(self._layer_specs):
+            if isinstance(spec, layer.TiedLayerSpec):
+                keys.setdefault(spec.key, []).append(index)
+        for key, members in keys.items():
+            owners = sorted({self.stage_owner(index) for index in members})
+            places = [self._topo.get_coord(rank)._asdict() for rank in self._topo.filter_match(pipe=owners[0])]
+            lists = [tuple(self._topo.get_rank(**{**place, "pipe": owner}) for owner in owners) for place in places]
+            group = group_of(lists) if len(owners) > 1 else None
+            mine = next((ranks for ranks in lists if self.global_rank in ranks), ())
+            if group is not None and mine:
+                here = next(built.module for built in self._built if built.index in members)
+                yield key, {"ranks": list(mine), "group": group, "weight_attr": self.tied_weight_attrs[key], "module": here}
+
+    def forward(self, forward_input: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  published so
+        """Run the layers of this rank."""
+        for stage in self.stages:
+            forward_input = stage(forward_input)
+        return forward_input
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Return each weight that stages share, with the group of its ranks."""
+        return [(attrgetter(name)(comm["module"]), comm["group"])
+                for comm in self.tied_comms.values() for name in comm["weight_attr"]]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum `grad` of each weight that stages share, for scripts without an engine, which does it by itself."""
+        for weight, group in self.get_tied_weights_and_groups():
+            if weight.grad is not None:
+                shoal.comm.all_reduce(weight.grad, group=group)
+
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
+        """Write the weights of each layer of this rank to its published file. Every rank calls it."""
+        with gathered(self):
+            for place, built in enumerate(self._built):
+                if built.module is not None and getattr(self._topo.get_coord(self.global_rank), "data", 0) == 0:
+                    frozen = {name for name, each in built.module.named_parameters() if not each.requires_grad}
+                    skipped = frozen if exclude_frozen_params else set[str]()
+                    state = {name: value.detach().clone() for name, value in built.module.state_dict().items()
+                             if name not in skipped}
+                    checkpoint_engine.save(state, self.ckpt_layer_path(save_dir, place))
+        shoal.comm.barrier()
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
+        """Load the weights of each layer of this rank from its published file. Every rank calls it."""
+        with gathered(self, modifier_rank=0):
+            for place, built in enumerate(self._built):
+                if built.module is not None:
+                    state = checkpoint_engine.load(self.ckpt_layer_path(load_dir, place), map_location="cpu")
+                    built.module.load_state_dict(state, strict=strict)
 
     def topology(self) -> ProcessTopology:
         """Return the topology: the coordinates of all ranks."""
@@ -134,18 +230,9 @@ class PipelineModule(module.PipelineModule):
 
     @property
     def fwd_map(self) -> dict[str, int]:
-        """The place of each module of this rank in `forward_funcs`, by its name."""
-        return {built.name: place for place, built in enumerate(self._built) if built.module is not None}
-
-    @property
-    def tied_modules(self) -> nn.ModuleDict:
-        """The first module of each key of tied layers that this rank has."""
-        found: dict[str, nn.Module] = {}
-        for built in self._built:
-            spec = self._layer_specs[built.index]
-            if isinstance(spec, layer.TiedLayerSpec) and built.module is not None:
-                found.setdefault(spec.key, built.module)
-        return nn.ModuleDict(found)
+        """The place of each module of this rank in `forward_funcs`, by its name; without those of `tied_modules`."""
+        return {built.name: place for place, built in enumerate(self._built)
+                if built.module is not None and built.path == built.name}
 
     @property
     def tied_weight_attrs(self) -> dict[str, list[str]]:
@@ -196,6 +283,10 @@ class PipelineModule(module.PipelineModule):
         """Return the published files of a layer, of all tensor ranks, that are there."""
         number = self._local_start + local_layer_idx
         return sorted(map(str, Path(ckpt_dir).glob(f"layer_{number:02d}-*model_states.pt")))
+
+
+def _kind(each: layer.Layer) -> type | None:
+    return each.source.typename if isinstance(each.source, layer.LayerSpec) else None
 
 
 def _listed(layers: Any) -> list[Any]:
