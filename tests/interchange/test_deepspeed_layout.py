@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint import Piece, read, write
-from shoal.errors import CheckpointError, UsageError
+from shoal.errors import CheckpointError
 from shoal.interchange import open_checkpoint
 from shoal.interchange.archive import Opaque, load_archive
 from shoal.interchange.writer import Target, write_folder
@@ -87,7 +87,7 @@ def test_a_folder_is_read_as_whole_tensors_by_name(tmp_path: Path, stage: int, m
         assert shared["lr_scheduler"] == {"last_batch_iteration": 4}
 
 
-def native(folder: Path) -> None:
+def native(folder: Path, optimizer: str = "AdamW") -> None:
     """Write the same training in Shoal's format."""
     tensors = {**{f"weight/{name}": value for name, value in WEIGHTS.items()}, "exp_avg/a": A + 10, "exp_avg/b": B + 10,
                "scalar.step/a": torch.tensor(5.0), "scalar.step/b": torch.tensor(5.0), "buffer/buffer": torch.ones(1)}
@@ -96,7 +96,8 @@ def native(folder: Path) -> None:
     write(folder, "step5", pieces, step=5, shared={
         "global_steps": 5, "global_samples": 40, "skipped_steps": 1, "tied": {"alias": "a"}, "group_names": [["a", "b"]],
         "groups": [{"lr": 0.25, "betas": (0.5, 0.75), "fused": True}], "client_state": {"epoch": 3}, "loss_scale": {},
-        "lr_scheduler": {"last_batch_iteration": 4}, "parameters": {"a": [3], "b": [2, 2], "frozen": [3]}})
+        "lr_scheduler": {"last_batch_iteration": 4}, "optimizer": optimizer,
+        "parameters": {"a": [3], "b": [2, 2], "frozen": [3]}})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -138,9 +139,30 @@ def test_stage_0_is_written_as_the_optimizer_of_torch_saves(tmp_path: Path) -> N
     assert torch.equal(optimizer.state[parameters[1]]["exp_avg"], B + 10)
 
 
-def test_stage_0_in_16_bits_is_refused_before_anything_is_written() -> None:
-    with pytest.raises(UsageError, match="choose stage 1"):
-        Target(stage=0, ranks=1, dtype=torch.float16)
+@pytest.mark.parametrize(("optimizer", "key"), [("AdamW", "fp32_groups_flat"), ("SGD", "fp32_groups")])
+def test_stage_0_in_16_bits_keeps_the_masters_beside_the_weights(tmp_path: Path, optimizer: str, key: str) -> None:
+    native(tmp_path / "shoal", optimizer)
+    with read(tmp_path / "shoal") as snapshot:
+        path = write_folder(snapshot, tmp_path / "out", "step5", Target(stage=0, ranks=2, dtype=torch.bfloat16))
+    state = load_archive(path / "mp_rank_00_model_states.pt")
+    assert key in state["optimizer"] and state["module"]["b"].dtype == torch.bfloat16
+    with open_checkpoint(tmp_path / "out", groups=[["a", "b"]]) as snapshot:
+        assert snapshot.dtype("weight/b") == torch.float32
+        assert torch.equal(snapshot.tensor("exp_avg/b"), B + 10)
+
+
+def test_the_steps_of_a_group_are_those_that_its_adam_counts_in_one_parameter(tmp_path: Path) -> None:
+    """DeepSpeed's own Adam leaves 0 in the state of every parameter but the last."""
+    native(tmp_path / "shoal")
+    with read(tmp_path / "shoal") as snapshot:
+        path = write_folder(snapshot, tmp_path / "out", "step5", Target(stage=0, ranks=1)) / "mp_rank_00_model_states.pt"
+    model = torch.load(path, weights_only=True)
+    for number, steps in enumerate([0, 5]):
+        model["optimizer"]["state"][number]["step"] = steps
+    model["optimizer"]["param_groups"][0]["step"] = 0
+    torch.save(model, path)
+    with open_checkpoint(tmp_path / "out", groups=[["a", "b"]]) as snapshot:
+        assert [float(snapshot.tensor(f"scalar.step/{name}")) for name in "ab"] == [5, 5]
 
 
 @pytest.mark.parametrize(("name", "message"), [

@@ -8,9 +8,9 @@ from shoal.checkpoint.folder import Tag, latest, tags
 from shoal.checkpoint.inspection import inspect, verify
 from shoal.checkpoint.piece import Piece, boxes
 from shoal.checkpoint.ranks import Ranks
-from shoal.checkpoint.snapshot import Snapshot, read
+from shoal.checkpoint.snapshot import Snapshot, read, read_unpublished
 from shoal.checkpoint.state_dict_export import export, export_dcp
 from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, settle, write
 
 __all__ = ["FILE_BYTES", "PendingSave", "Piece", "Ranks", "Snapshot", "Tag", "Writer", "boxes", "export", "export_dcp",
-           "inspect", "latest", "read", "settle", "tags", "verify", "write"]
+           "inspect", "latest", "read", "read_unpublished", "settle", "tags", "verify", "write"]

@@ -27,6 +27,10 @@ class CheckpointSettings(Section):
     async_save: Switch = True
     """Write in the background: `save_checkpoint` returns once the state is copied. (Shoal only.)"""
 
+    layout: Annotated[Literal["shoal", "deepspeed"], BeforeValidator(any_case("shoal", "deepspeed"))] = "shoal"
+    """The files of a checkpoint: `deepspeed` adds those of DeepSpeed's layout, for scripts that read them and for runs that
+    go back to DeepSpeed; about twice the bytes are then written. (Shoal only.)"""
+
     published: ClassVar[Mapping[str, Published]] = {
         "load_universal": inert(
             "load the universal form", False, True, reason="every checkpoint is in a form that loads anywhere"

@@ -31,7 +31,7 @@ from shoal.checkpoint.values import decode
 from shoal.checkpoint.writer import PRIVATE, SHARED
 from shoal.errors import CheckpointError
 
-__all__ = ["IndexedSnapshot", "Snapshot", "read"]
+__all__ = ["IndexedSnapshot", "Snapshot", "read", "read_unpublished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,11 @@ def read(folder: str | os.PathLike[str], tag: str | None = None, *, ranks: Ranks
         resolved = ranks.run_collectively("could not load", lambda: folders.resolve(path, tag) if ranks.rank == 0 else "")
         name = ranks.all_gather(resolved.encode())[0].decode()
         return ranks.run_collectively("could not load", lambda: _open(path, name, ranks, verify))
+
+
+def read_unpublished(path: Path) -> IndexedSnapshot:
+    """Open the complete checkpoint in `path` that this save has not published yet (`Writer.write`). Not collective."""
+    return IndexedSnapshot(path, folders.load_index(path), Ranks(), verify=False)
 
 
 def _open(folder: Path, tag: str, ranks: Ranks, verify: bool) -> IndexedSnapshot:

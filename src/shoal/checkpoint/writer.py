@@ -3,7 +3,9 @@
     every rank   stages its pieces and returns to training
     rank 0       removes the leftovers of interrupted saves, creates the hidden folder
     every rank   writes its files, syncs them, reads them back
-    rank 0       merges the parts into the index, renames the folder to its tag, updates `latest`, deletes old checkpoints
+    rank 0       merges the parts into the index
+    every rank   adds files of its own, where the caller asks for that (`add_files`)
+    rank 0       renames the folder to its tag, updates `latest`, deletes old checkpoints
 
 After each line all ranks learn whether it succeeded on every rank. Nothing visible changes before the rename, so a save that
 fails, is killed, or finds the disk full leaves the previous checkpoint and `latest` unchanged.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,7 @@ class _Content:
     staged: Staged
     shared: JsonValue
     private: JsonValue
+    add_files: Callable[[Path], None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +143,15 @@ class Writer:
 
     def write(self, folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, step: int = 0,
               shared: dict[str, object] | None = None, private: dict[str, object] | None = None, latest: bool = True,
-              keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES) -> PendingSave:
+              keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES,
+              add_files: Callable[[Path], None] | None = None) -> PendingSave:
         """Begin to save `pieces` as `folder/tag`. A collective call; it first waits for an earlier save.
 
         The pieces of all ranks must be disjoint and cover every tensor; they may change after the return. `shared` values
         are saved from rank 0 and `private` values from every rank (types: `values.encode`). `latest` updates the file
         `latest`, `keep_last` is the number of checkpoints to keep, `read_back` compares the bytes on disk with the bytes
-        written, and `file_bytes` is the largest size of a file.
+        written, and `file_bytes` is the largest size of a file. `add_files` is called on every rank with the folder of the
+        complete checkpoint, before it is published; the files that it writes there appear with the checkpoint.
 
         Raises UsageError for an invalid tag or `keep_last` and for a value that needs pickle; raises CheckpointError for
         invalid pieces and for an unreported failure of the earlier save. The other ranks receive the error from
@@ -160,7 +165,7 @@ class Writer:
             self._pending = pending
             pending.begin()
             _check_options(save)
-            content = self._stage(pieces, shared or {}, private or {}, file_bytes)
+            content = self._stage(pieces, shared or {}, private or {}, file_bytes, add_files)
             threading.Thread(target=self._run, args=(save, content, pending), name=f"shoal-save-{tag}").start()
         except BaseException as error:
             failure = error if isinstance(error, Exception) else CheckpointError(f"interrupted by {type(error).__name__}")
@@ -170,7 +175,7 @@ class Writer:
         return pending
 
     def _stage(self, pieces: Iterable[Piece], shared: dict[str, object], private: dict[str, object],
-               file_bytes: int) -> _Content:
+               file_bytes: int, add_files: Callable[[Path], None] | None) -> _Content:
         shared_values, private_values = encode(shared), encode(private)
         named = [(f"{PRIVATE}{self.ranks.rank}/{i}", value) for i, value in enumerate(private_values.tensors)]
         if self.ranks.rank == 0:
@@ -178,7 +183,7 @@ class Writer:
         values = [Piece(name=name, shape=tuple(value.shape), start=0, stop=value.numel(), data=value.reshape(-1))
                   for name, value in named]
         staged = self._staging.copy([*pieces, *values], file_bytes)
-        return _Content(staged=staged, shared=shared_values.json, private=private_values.json)
+        return _Content(staged=staged, shared=shared_values.json, private=private_values.json, add_files=add_files)
 
     def _run(self, save: _SaveOptions, content: _Content | Exception, pending: PendingSave) -> None:
         """Run the whole save. This is the body of a non-daemon thread, so the interpreter waits for it at exit.
@@ -228,7 +233,10 @@ def _save_collectively(ranks: Ranks, save: _SaveOptions, content: _Content | Exc
         try:
             part = ranks.run_collectively(failure, lambda: _write_part(hidden, save, ready, ranks.rank))
             parts = ranks.gather(part.dump())
-            ranks.run_collectively(failure, lambda: _commit(hidden, save, parts) if ranks.rank == 0 else None)
+            ranks.run_collectively(failure, lambda: _write_index(hidden, save, parts) if ranks.rank == 0 else None)
+            if (add_files := ready.add_files) is not None:
+                ranks.run_collectively(failure, lambda: add_files(hidden))
+            ranks.run_collectively(failure, lambda: _publish(hidden, save) if ranks.rank == 0 else None)
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -272,8 +280,8 @@ def _stored(part: RankPart, piece: Piece) -> StoredTensor:
     return part.tensors.setdefault(piece.name, empty)
 
 
-def _commit(hidden: Path, save: _SaveOptions, parts: list[bytes]) -> None:
-    """Write the index and publish the checkpoint; on rank 0."""
+def _write_index(hidden: Path, save: _SaveOptions, parts: list[bytes]) -> None:
+    """Write the index, with which the checkpoint is complete; on rank 0."""
     index = merge([parse_part(part) for part in parts], save.step)
     if faults := folders.faults(hidden, index):
         raise CheckpointError("this rank does not see the files of other ranks; a checkpoint needs a folder that all ranks "
@@ -284,12 +292,19 @@ def _commit(hidden: Path, save: _SaveOptions, parts: list[bytes]) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+    except OSError as error:
+        raise _disk_full_error(error, save.folder, len(text)) from error
+
+
+def _publish(hidden: Path, save: _SaveOptions) -> None:
+    """Rename the complete checkpoint to its tag, and delete old ones; on rank 0."""
+    try:
         folders.sync(hidden)
         folders.publish(save.folder, save.tag)
         if save.latest:
             folders.point_latest(save.folder, save.tag)
     except OSError as error:
-        raise _disk_full_error(error, save.folder, len(text)) from error
+        raise _disk_full_error(error, save.folder, 0) from error
     if save.keep_last is not None:
         folders.retain(save.folder, save.keep_last, save.tag)
 

@@ -23,6 +23,7 @@ from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from shoal.compat.deepspeed.utils import groups
 from shoal.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, write_script
 from shoal.compat.parameters import owned_by
+from shoal.compat.published_load import LEFT_OVER, load_result
 from shoal.compat.raising import as_published, published_errors
 from shoal.device import can_pin
 from shoal.engine.base import BaseEngine
@@ -160,12 +161,17 @@ class PublishedEngine(BaseEngine):
     def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
-        """Save the training state; returns True once it is written, unless `checkpoint.async_save` is true."""
+        """Save the training state; returns True once it is written, unless `checkpoint.async_save` is true.
+
+        The folder has DeepSpeed's files beside Shoal's, unless `checkpoint.layout` is "shoal". Keys of `client_state` that
+        an earlier load left there are written anew.
+        """
         if not str(save_dir):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder")
         if RESERVED in (client_state or {}):
             raise KeyError(f"save_checkpoint: client_state has the key '{RESERVED}', which is reserved; rename it")
-        saved = super().save_checkpoint(save_dir, tag, client_state=client_state, save_latest=save_latest,
+        client = {key: value for key, value in (client_state or {}).items() if key not in LEFT_OVER}
+        saved = super().save_checkpoint(save_dir, tag, client_state=client, save_latest=save_latest,
                                         exclude_frozen_parameters=exclude_frozen_parameters)
         if self.settings.zero_optimization.stage and self.global_rank == 0:
             write_script(save_dir)
@@ -178,6 +184,7 @@ class PublishedEngine(BaseEngine):
                         ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; returns (path, client_state), or (None, None) where nothing is saved.
 
+        The path is that of a model file in DeepSpeed's layout, and the state has its other keys, where there is one.
         `custom_load_fn(src=state, dst=module)` writes the saved weights into the whole module, on every rank.
         """
         path, client = super().load_checkpoint(
@@ -186,7 +193,7 @@ class PublishedEngine(BaseEngine):
         if path is not None and custom_load_fn is not None:
             saved = get_fp32_state_dict_from_zero_checkpoint(load_dir, None if tag is None else str(tag))
             self._load_by(custom_load_fn, saved)
-        return path, client
+        return (path, client) if path is None or client is None else load_result(path, client, self.communicator.rank)
 
     @as_published
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True,

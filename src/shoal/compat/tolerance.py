@@ -89,7 +89,7 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(zero, dict) and not {"stage3_param_persistence_threshold", "param_persistence_threshold"} & {
             key for key, value in zero.items() if not is_auto(value)}:
         zero["stage3_param_persistence_threshold"] = PERSISTENT_BELOW
-    values.setdefault("checkpoint", {}).setdefault("async_save", False)
+    values["checkpoint"] = {"async_save": False, "layout": "deepspeed", **values.get("checkpoint", {})}
     return values
 
 

@@ -6,7 +6,7 @@ the state is copied. A failure of the write is raised by the next `save`, by `wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, rng, settle, tags
+from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, read_unpublished, rng, settle, tags
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
@@ -32,6 +32,7 @@ from shoal.engine.training_state import (
 )
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.interchange import latest, open_checkpoint
+from shoal.interchange.writer import Target, write_ranks
 from shoal.log import logger, warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.masks import MASK
@@ -100,7 +101,8 @@ class Checkpointer:
         pending = self._open_writer().write(
             save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
             file_bytes=AWAY_BYTES if away else FILE_BYTES, keep_last=settings.keep_last,
-            shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()})
+            shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()},
+            add_files=self._published_files(training))
         if away or not settings.async_save:
             pending.wait()
 
@@ -144,6 +146,26 @@ class Checkpointer:
         if self._writer is None:  # every rank comes here at its first save or load
             self._writer = Writer(Ranks.join(self._parameter_groups.world.group))
         return self._writer
+
+    def _published_files(self, training: TrainingObjects) -> Callable[[Path], None] | None:
+        """Return the function that writes this rank's files of DeepSpeed's layout, None where none are asked for."""
+        if self._settings.checkpoint.layout == "shoal":
+            return None
+        mesh, data = self._parameter_groups.mesh, self._parameter_groups.data
+        if mesh.size("pipeline") > 1 or mesh.size("tensor") > 1 or training.optimizer is None:
+            warn_once("checkpoint.layout: deepspeed is written for data-parallel training with an optimizer; this training "
+                      "is saved in Shoal's files alone, and `shoal checkpoint convert` writes its weights for DeepSpeed")
+            return None
+        settings = self._settings
+        dtype = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else torch.float32
+        target = Target(stage=settings.zero_optimization.stage, ranks=data.ranks, dtype=dtype,
+                        clip_grad=settings.gradient_clipping, config=settings.model_dump(mode="json"))
+
+        def write(folder: Path) -> None:
+            with read_unpublished(folder) as snapshot:
+                write_ranks(snapshot, folder, target, [data.rank])
+
+        return write
 
     def _agree_on_tag(self, tag: str | int | None, progress: Progress) -> str:
         tags = self._parameter_groups.world.gather_objects(

@@ -1,7 +1,7 @@
 """Objects of DeepSpeed's classes, written into a file of `torch.save` by name, where the classes are not installed.
 
-DeepSpeed saves its loss scaler as an object, and expects one. Python's pickler refuses a class that cannot be imported; ours
-writes the name.
+DeepSpeed saves its loss scaler and the addresses of fragments as objects, and expects them. Python's pickler refuses a class
+that cannot be imported; ours writes the name.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["loss_scaler", "save_archive"]
+__all__ = ["fragment_address", "loss_scaler", "save_archive"]
 
-HOME = "deepspeed.runtime.fp16.loss_scaler"
-STATIC, DYNAMIC = (type(name, (), {"__module__": HOME}) for name in ("LossScaler", "DynamicLossScaler"))
+STATIC, DYNAMIC = (type(name, (), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
+                   for name in ("LossScaler", "DynamicLossScaler"))
+ADDRESS = type("fragment_address", (), {"__module__": "deepspeed.utils.tensor_fragment"})
+WRITTEN_BY_NAME = (STATIC, DYNAMIC, ADDRESS)
 
 
 def loss_scaler(state: Mapping[str, float]) -> object:
@@ -30,6 +32,13 @@ def loss_scaler(state: Mapping[str, float]) -> object:
         "cur_hysteresis": state["patience"], "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
         "dtype": torch.float16} if state else {"cur_scale": 1.0, "dynamic": False})
     return scaler
+
+
+def fragment_address(count: int, start: int) -> object:
+    """Return DeepSpeed's record of the place of a fragment in a flat buffer."""
+    address = object.__new__(ADDRESS)
+    vars(address).update({"numel": count, "start": start})
+    return address
 
 
 def save_archive(value: object, path: Path) -> None:
@@ -48,8 +57,8 @@ class _Pickler(_PythonPickler):
         super().__init__(file, protocol)
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if obj is STATIC or obj is DYNAMIC:
-            self.write(pickle.GLOBAL + f"{HOME}\n{obj.__name__}\n".encode())
+        if any(obj is kind for kind in WRITTEN_BY_NAME):
+            self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__name__}\n".encode())
             self.memoize(obj)
         else:
             super().save_global(obj, name)

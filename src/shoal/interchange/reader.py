@@ -221,14 +221,23 @@ def _only_group(model: State, inner: State) -> Groups | None:
 
 def _moments(base: Any, index: int) -> tuple[dict[str, Tensor], Mapping[str, object]]:
     """Return the tensors and the numbers that an optimizer keeps for its parameter `index`."""
-    state = cast("State", base[index] if isinstance(base, list) else base["state"].get(index, {}))
+    states = cast("dict[int, State]", dict(enumerate(base)) if isinstance(base, list) else base["state"])
+    state = states.get(index, {})
     groups = [] if isinstance(base, list) else _param_groups(base)
     tensors = {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
     numbers: dict[str, object] = {kind: value for kind, value in state.items()
                if kind not in tensors and isinstance(value, Tensor | int | float) and not isinstance(value, bool)}
     if tensors and "step" not in numbers and index < len(groups) and "step" in groups[index]:
         numbers["step"] = groups[index]["step"]
+    elif any("step" in group for group in groups) and isinstance(numbers.get("step"), int):
+        numbers["step"] = _count_of_group(states, groups, index)
     return tensors, numbers
+
+
+def _count_of_group(states: Mapping[int, State], groups: list[dict[str, Any]], index: int) -> int:
+    """Return the steps of the group of parameter `index`: DeepSpeed's Adam counts them in one parameter of each group."""
+    group = next((group["params"] for group in groups if index in group["params"]), [index])
+    return max(integer(states[number].get("step", 0)) for number in group if number in states)
 
 
 def add_numbers(contents: ForeignCheckpoint, numbers: Mapping[str, object], name: str) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -31,10 +33,10 @@ from shoal.interchange.layout import (
     optimizer_file,
     sliced_fragments,
 )
-from shoal.interchange.published_objects import loss_scaler, save_archive
+from shoal.interchange.published_objects import fragment_address, loss_scaler, save_archive
 from shoal.log import warn_once
 
-__all__ = ["SCALAR", "SavedModel", "Target", "model_state", "optimizer_values", "write_folder"]
+__all__ = ["SCALAR", "SavedModel", "Target", "model_state", "optimizer_values", "write_folder", "write_ranks"]
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written."""
@@ -55,15 +57,15 @@ class Target:
     """Data-parallel ranks."""
     dtype: torch.dtype = torch.float32
     """The dtype of compute."""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The configuration that is saved for readers; loading does not need it."""
+    clip_grad: float = 0.0
 
     def __post_init__(self) -> None:
         if self.stage not in range(4):
             raise UsageError(f"stage: got {self.stage}; choose 0, 1, 2 or 3")
         if self.ranks < 1:
             raise UsageError(f"ranks: got {self.ranks}; choose 1 or more")
-        if self.stage == 0 and self.dtype != torch.float32:
-            raise UsageError(f"stage 0 in {self.dtype}: DeepSpeed's layout then depends on the optimizer's class; choose "
-                             "stage 1, which holds the same state, or float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,23 +109,28 @@ def write_folder(snapshot: Snapshot, out: str | os.PathLike[str], tag: str, targ
     path = parent / tag
     if path.exists():
         raise CheckpointError(f"{path}: exists; choose another folder or tag, or remove it")
-    model = SavedModel.of(snapshot)
     parent.mkdir(parents=True, exist_ok=True)
     draft = parent / f".{tag}.{uuid.uuid4().hex}"
     draft.mkdir()
     try:
-        for rank in range(target.ranks):
-            if rank == 0 or target.stage == 3:
-                save_archive(model_state(snapshot, model, target, rank), draft / model_file(target.stage, rank))
-            if target.stage:
-                state = {"optimizer_state_dict": _optimizer_state(snapshot, model, target, rank), "ds_config": {},
-                         "ds_version": VERSION}
-                save_archive(state, draft / optimizer_file(rank, bf16=target.dtype == torch.bfloat16))
+        write_ranks(snapshot, draft, target, range(target.ranks))
         os.rename(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     (parent / LATEST).write_text(tag)
     return path
+
+
+def write_ranks(snapshot: Snapshot, folder: Path, target: Target, ranks: Iterable[int]) -> None:
+    """Write into `folder` the files of some data `ranks`; the part of one rank is in memory at a time."""
+    model = SavedModel.of(snapshot)
+    for rank in ranks:
+        if rank == 0 or target.stage == 3:
+            save_archive(model_state(snapshot, model, target, rank), folder / model_file(target.stage, rank))
+        if target.stage:
+            state = {"optimizer_state_dict": _optimizer_state(snapshot, model, target, rank), "ds_config": {**target.config},
+                     "ds_version": VERSION}
+            save_archive(state, folder / optimizer_file(rank, bf16=target.dtype == torch.bfloat16))
 
 
 def _group_names(snapshot: Snapshot, shapes: Shapes) -> Sequence[Sequence[str]]:
@@ -146,23 +153,27 @@ def model_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int
         raise CheckpointError(f"client_state: the keys {', '.join(taken)} are DeepSpeed's own; save under other names")
     zero = target.stage > 0
     trained, frozen = model.trained, model.frozen
-    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in model.groups]
+    shapes = [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in model.groups]
     return {
         "module": _module(snapshot, model, target), "buffer_names": model.buffers,
-        "optimizer": None if zero else _whole_optimizer(snapshot, model),
+        "optimizer": None if zero else _whole_optimizer(snapshot, model, target),
         "param_shapes": shapes if zero else None,
-        "frozen_param_shapes": {name: torch.Size(shape) for name, shape in frozen.items()} if zero and frozen else None,
+        "frozen_param_shapes": OrderedDict((name, torch.Size(shape)) for name, shape in frozen.items())
+        if zero and frozen else None,
         "frozen_param_fragments": _frozen_parts(snapshot, frozen, target, rank) if zero and frozen else None,
         "shared_params": {alias: name for alias, name in model.tied.items() if name in trained} if zero else None,
         "lr_scheduler": shared.get("lr_scheduler"), "data_sampler": None, "random_ltd": None,
         **{name: shared.get(name, 0) for name in ("skipped_steps", "global_steps", "global_samples")},
         "dp_world_size": target.ranks, "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_config": {}, "ds_version": VERSION, **client}
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_config": {**target.config},
+        "ds_version": VERSION, **client}
 
 
-def _module(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, Tensor]:
+def _module(snapshot: Snapshot, model: SavedModel, target: Target) -> OrderedDict[str, Tensor]:
     """Return the state dict of the module; at stage 3 weights are empty there. Tied names share one tensor."""
-    state = {name: snapshot.tensor(f"buffer/{name}") for name in model.buffers}
+    state = OrderedDict[str, Tensor]()
+    for name in model.buffers:
+        state[name] = snapshot.tensor(f"buffer/{name}")
     for name in (*model.trained, *model.frozen):
         state[name] = (torch.empty(0, dtype=target.dtype) if target.stage == 3 else
                        snapshot.tensor(f"weight/{name}", target.dtype))
@@ -190,17 +201,16 @@ def _optimizer_state(snapshot: Snapshot, model: SavedModel, target: Target, rank
         else:
             groups.append((flat_fragments(shapes, target.ranks)[rank], flat_part(shapes, target.ranks)))
     masters = [_flat(snapshot, "weight", fragments, width) for fragments, width in groups]
-    base = {"state": {index: {**_steps(snapshot, model, [*model.groups[index]]),
-                              **{kind: _flat(snapshot, kind, *group) for kind in model.kinds}}
-                      for index, group in enumerate(groups)} if model.kinds or model.numbers else {},
-            "param_groups": _numbered_options(snapshot, model)}
+    base = _flat_state(snapshot, model, groups)
     common = optimizer_values(snapshot, model, target)
     common.pop("param_groups")
     if target.stage == 3:
         return {**common, "partition_count": target.ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters}
     paddings = [flat_part(shapes, target.ranks) * target.ranks - sum(map(prod, shapes.values())) for shapes in model.groups]
     last = rank == target.ranks - 1
-    return {**common, "base_optimizer_state": base,
+    return {**common, "base_optimizer_state": base, "clip_grad": target.clip_grad,
+            "param_slice_mappings": [OrderedDict((each.name, fragment_address(each.count, each.at)) for each in fragments)
+                                     for fragments, _ in groups],
             "single_partition_of_fp32_groups": [_lean(master, fragments) for master, (fragments, _)
                                                 in zip(masters, groups, strict=True)],
             "group_paddings": [padding if last else 0 for padding in paddings],
@@ -255,12 +265,46 @@ def _steps(snapshot: Snapshot, model: SavedModel, names: list[str]) -> dict[str,
 
 def _options(snapshot: Snapshot, model: SavedModel) -> Iterator[dict[str, object]]:
     saved = cast("list[dict[str, object]]", snapshot.shared.get("groups") or [{} for _ in model.groups])
+    adam = {"bias_correction": True} if {"exp_avg", "exp_avg_sq"} <= {*model.kinds} else {}
     for options in saved:
-        yield {**NEUTRAL, **{key: value for key, value in options.items() if key in HYPERPARAMETERS}}
+        yield {**NEUTRAL, **adam, **{key: value for key, value in options.items() if key in HYPERPARAMETERS}}
 
 
-def _whole_optimizer(snapshot: Snapshot, model: SavedModel) -> dict[str, Any]:
-    """Return the optimizer's state of stage 0: torch's own, by the number of the parameter."""
+def _whole_optimizer(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, Any]:
+    """Return the optimizer's state of stage 0: in 16 bits with its masters, flat where the optimizer is one of Adam's."""
+    if target.dtype == torch.float32:
+        return _numbered_state(snapshot, model)
+    scale = optimizer_values(snapshot, model, target)
+    scaler = vars(scale["loss_scaler"])
+    values: dict[str, Any] = {"dynamic_loss_scale": scaler["dynamic"], "cur_scale": scaler["cur_scale"],
+                              "cur_iter": scaler.get("cur_iter", 0), "clip_grad": target.clip_grad}
+    if scaler["dynamic"]:
+        values |= {name: scaler[name] for name in ("last_overflow_iter", "scale_factor", "scale_window")}
+    if "Adam" not in str(snapshot.shared.get("optimizer")):
+        masters = [[snapshot.tensor(f"weight/{name}", torch.float32) for name in shapes] for shapes in model.groups]
+        return {**values, "optimizer_state_dict": _numbered_state(snapshot, model), "fp32_groups": masters}
+    groups = [(_end_to_end(shapes), sum(map(prod, shapes.values()))) for shapes in model.groups]
+    return {**values, "optimizer_state_dict": _flat_state(snapshot, model, groups),
+            "fp32_groups_flat": [_flat(snapshot, "weight", *group) for group in groups]}
+
+
+def _end_to_end(shapes: Shapes) -> list[Fragment]:
+    """Return whole parameters that lie one behind the other in a flat buffer."""
+    starts = accumulate(map(prod, shapes.values()), initial=0)
+    return [Fragment(name=name, shape=shape, start=0, at=at, count=prod(shape))
+            for (name, shape), at in zip(shapes.items(), starts, strict=False)]
+
+
+def _flat_state(snapshot: Snapshot, model: SavedModel, groups: list[tuple[list[Fragment], int]]) -> dict[str, Any]:
+    """Return the state of the optimizer whose parameters are the flat buffers of the groups."""
+    state = {index: {**_steps(snapshot, model, [*model.groups[index]]),
+                     **{kind: _flat(snapshot, kind, *group) for kind in model.kinds}}
+             for index, group in enumerate(groups)} if model.kinds or model.numbers else {}
+    return {"state": state, "param_groups": _numbered_options(snapshot, model)}
+
+
+def _numbered_state(snapshot: Snapshot, model: SavedModel) -> dict[str, Any]:
+    """Return the state of torch's own optimizers, by the number of the parameter."""
     numbers = {name: number for number, name in enumerate(model.trained)}
     state = {number: {**_steps(snapshot, model, [name]),
                       **{kind: snapshot.tensor(f"{kind}/{name}") for kind in model.kinds if f"{kind}/{name}" in snapshot}}
