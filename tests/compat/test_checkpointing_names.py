@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,41 @@ def test_inputs_that_tensor_ranks_partition_come_back_exactly() -> None:
     from shoal.testing import run_ranks
 
     assert run_ranks(2, partitioned) == [True, True]
+
+
+def test_inputs_leave_the_memory_where_they_were_once_forward_is_over() -> None:
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    given = torch.ones(64, requires_grad=True) * 1.0
+    freed = weakref.ref(given)
+    result = checkpointing.checkpoint(torch.exp, given)
+    del given
+    checkpointing.configure(None)
+    assert freed() is None
+    result.sum().backward()
+
+
+def test_options_can_be_read_as_the_published_variables() -> None:
+    def options() -> list[Any]:
+        names = ("PARTITION_ACTIVATIONS", "CPU_CHECKPOINT", "SYNCHRONIZE", "num_layers", "mp_rank", "mp_size")
+        return [getattr(checkpointing, name) for name in names]
+
+    checkpointing.configure(None, deepspeed_config={"train_batch_size": 1, "activation_checkpointing": {
+        "partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 7}}, checkpoint_in_cpu=False)
+    assert checkpointing.is_configured() and options() == [True, False, False, 7, 0, 1]
+    checkpointing.configure(None)
+    assert options() == [False, False, False, None, 0, 1]
+
+
+def test_published_helpers_take_arguments_apart() -> None:
+    given = (torch.ones(4, 4, requires_grad=True), 2, torch.zeros(3, dtype=torch.long), None)
+    apart = checkpointing.extract_tensors(given)
+    assert apart[1:] == ((2, None), (True, False, True, False)) and checkpointing.merge_tensors(*apart) == given
+    first, *_ = checkpointing.detach_variable(given)
+    assert first.is_leaf and first.requires_grad and first is not given[0]
+    assert [checkpointing.is_activation_to_checkpoint(each) for each in given] == [True, False, False, False]
+    assert (checkpointing.get_partition_size(given[0]), checkpointing.get_partition_start(given[0])) == (16, 0)
+    found: list[Any] = []
+    assert checkpointing.CheckpointFunction.apply(torch.exp, found, given[0]) is found[0]
 
 
 @pytest.mark.parametrize("given", [{"contiguous_checkpointing": True},

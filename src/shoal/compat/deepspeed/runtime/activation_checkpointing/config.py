@@ -6,12 +6,21 @@ from typing import Any
 
 from shoal.compat.deepspeed.runtime.config_utils import DeepSpeedConfigObject, get_scalar_param
 
-__all__ = ["ACT_CHKPT", "ACT_CHKPT_DEFAULT", "DeepSpeedActivationCheckpointingConfig"]
-
 ACT_CHKPT = "activation_checkpointing"
+ACT_CHKPT_PARTITION_ACTIVATIONS, ACT_CHKPT_PARTITION_ACTIVATIONS_DEFAULT = "partition_activations", False
+ACT_CHKPT_NUMBER_CHECKPOINTS, ACT_CHKPT_NUMBER_CHECKPOINTS_DEFAULT = "number_checkpoints", None
+ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION = "contiguous_memory_optimization"
+ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION_DEFAULT = False
+ACT_CHKPT_SYNCHRONIZE_CHECKPOINT_BOUNDARY = "synchronize_checkpoint_boundary"
+ACT_CHKPT_SYNCHRONIZE_CHECKPOINT_BOUNDARY_DEFAULT = False
+ACT_CHKPT_PROFILE, ACT_CHKPT_PROFILE_DEFAULT = "profile", False
+ACT_CHKPT_CPU_CHECKPOINTING, ACT_CHKPT_CPU_CHECKPOINTING_DEFAULT = "cpu_checkpointing", False
 ACT_CHKPT_DEFAULT: dict[str, Any] = {
-    "partition_activations": False, "contiguous_memory_optimization": False, "cpu_checkpointing": False,
-    "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False}
+    ACT_CHKPT_PARTITION_ACTIVATIONS: ACT_CHKPT_PARTITION_ACTIVATIONS_DEFAULT,
+    ACT_CHKPT_NUMBER_CHECKPOINTS: ACT_CHKPT_NUMBER_CHECKPOINTS_DEFAULT,
+    ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION: ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION_DEFAULT,
+    ACT_CHKPT_SYNCHRONIZE_CHECKPOINT_BOUNDARY: ACT_CHKPT_SYNCHRONIZE_CHECKPOINT_BOUNDARY_DEFAULT,
+    ACT_CHKPT_PROFILE: ACT_CHKPT_PROFILE_DEFAULT, ACT_CHKPT_CPU_CHECKPOINTING: ACT_CHKPT_CPU_CHECKPOINTING_DEFAULT}
 
 
 class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigObject):
