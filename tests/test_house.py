@@ -82,10 +82,12 @@ DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
     "compat/deepspeed/launcher/runner.py": ({"CUDA_VISIBLE_DEVICES=%s is ignored"}, "a published variable"),
     "compat/deepspeed/ops/op_builder/builder.py": ({"cuda", "installed_cuda_version"}, "a published function"),
     "compat/deepspeed/runtime/activation_checkpointing/checkpointing.py": (
-        {"CudaRNGStatesTracker", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"}, "published names"),
+        {"CudaRNGStatesTracker", "_CUDA_RNG_STATE_TRACKER", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"},
+        "published names"),
     "compat/deepspeed/runtime/config.py": ({"enable_cuda_graph"}, "a published key"),
     "compat/device_accelerator.py": ({"accelerator"}, "the published accelerator answers what torch's does"),
     "compat/ranks_command.py": ({"CUDA_VISIBLE_DEVICES"}, "a published variable"),
+    "compat/recompute.py": ({"CudaRNGStatesTracker"}, "a published class"),
     "compat/tolerance.py": ({"captured as a CUDA graph"}, "what a published key means"),
     "config/blocks.py": ({"capture CUDA graphs", "enable_cuda_graph"}, "published keys"),
     "optim/registry.py": ({"cuda_aware"}, "a published parameter"),

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from shoal.compat.deepspeed import comm
+from shoal.compat.deepspeed.comm import comm as comm_module
+from shoal.compat.deepspeed.comm import utils
+from shoal.compat.deepspeed.comm.torch import TorchBackend
 from shoal.compat.deepspeed.runtime.utils import PartitionedTensor
+from shoal.compat.deepspeed.utils import comms_logging
 from shoal.testing import run_ranks
 
 
@@ -45,7 +49,7 @@ def every_collective() -> dict[str, list[float]]:
     tensor = mine.clone()
     keep("async", tensor, comm.all_reduce(tensor, async_op=True))
     tensor = mine.clone()
-    keep("inference", tensor, comm.inference_all_reduce(tensor))
+    keep("inference", comm.inference_all_reduce(tensor), None)
     tensor = mine.clone()
     keep("coalesced", tensor, comm.all_reduce_coalesced([tensor], async_op=True))
     whole = torch.empty(ranks)
@@ -87,3 +91,77 @@ def test_every_collective_gives_what_torch_gives() -> None:
             "partitioned": [0.0, 1.0, 2.0, 3.0, 4.0]}
     assert first == {**both, "reduce_scatter_fn": [2.0], "all_to_all": [1.0, 2.0], "batch": [2.0]}
     assert second == {**both, "reduce_scatter_fn": [4.0], "all_to_all": [11.0, 12.0], "recv": [1.0], "batch": [1.0]}
+
+
+# Backends and the log
+
+
+def backend() -> dict[str, Any]:
+    present = comm_module.cdb
+    mine, whole = torch.ones(2), torch.zeros(2 * comm.get_world_size())
+    present.all_reduce(mine, op=comm.ReduceOp.SUM)
+    present.all_gather_into_tensor(whole, mine)
+    return {"kind": isinstance(present, TorchBackend), "facts": (present.name, present.world_size, present.get_backend()),
+            "sums": whole.tolist(), "functions": (present.get_all_gather_function().__name__, present.is_initialized())}
+
+
+def test_the_backend_is_an_object_with_the_collectives() -> None:
+    assert comm_module.cdb is None
+    found, _ = run_ranks(2, backend)
+    assert found == {"kind": True, "facts": ("torch", 2, "gloo"), "sums": [2.0] * 4,
+                     "functions": ("all_gather_into_tensor", True)}
+
+
+def logged() -> dict[str, Any]:
+    log = comm.comms_logger
+    comm.configure(enabled=True, prof_all=True)
+    comm.all_reduce(torch.ones(4))
+    comm.all_gather_into_tensor(torch.zeros(4 * comm.get_world_size()), torch.ones(4), log_name="mine")
+    comm.timed_op(doubled)(torch.ones(2), log_name="custom")
+    found = {name: {size: record[0] for size, record in sizes.items()} for name, sizes in log.comms_dict.items()}
+    log.stop_profiling_comms()
+    comm.all_reduce(torch.ones(4))
+    log.start_profiling_op(["broadcast"])
+    comm.broadcast(torch.ones(1), 0)
+    later = (log.enabled, log.prof_all, log.prof_ops, log.get_total_operations(), comm.get_comm_operation_count())
+    log.reset_data()
+    summary = comm.log_summary()
+    comm.configure(enabled=False)
+    return {"found": found, "later": later, "empty": not log.has_data(), "summary": summary}
+
+
+def doubled(tensor: torch.Tensor, log_name: str = "") -> torch.Tensor:
+    return 2 * tensor
+
+
+def test_the_published_logger_reads_and_switches_the_record() -> None:
+    found, _ = run_ranks(2, logged)
+    assert found == {"found": {"all_reduce": {16: 1}, "mine": {32: 1}, "custom": {8: 1}},
+                     "later": (True, False, ["broadcast"], 4, 4), "empty": True, "summary": None}
+
+
+def test_a_logger_of_a_script_computes_the_published_bandwidths() -> None:
+    log = comms_logging.CommsLogger()
+    log.append("all_reduce", "grads", 2.0, 1000)
+    log.append("all_reduce", "grads", 4.0, 1000)
+    log.append("broadcast", "weights", 1.0, 10)
+    assert log.comms_dict["grads"] == {1000: [2, [2.0, 4.0], [pytest.approx(0.008), pytest.approx(0.004)], [0.0, 0.0]]}
+    assert (log.get_operation_names(), log.get_total_operations()) == (["grads", "weights"], 3)
+    found = log.log_all(print_log=False, show_straggler=True, return_dict=True)
+    assert found is not None and found["straggler_analysis"]["weights"][10]["total_straggler_ms"] == 0.0
+    assert found["summary"]["grads"][1000]["avg_latency_ms"] == 3.0 and log.log_all(print_log=False) is None
+    with pytest.raises(ValueError, match="all_reduce"):
+        comms_logging.calc_bw_log("bogus", 1, 1.0)
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0B"), (1023, "1023.0 B"), (1024, "1.0 KB"), (5000, "4.88 KB"),
+                                            (3 * 10**12, "2.73 TB")])
+def test_sizes_are_written_as_published(size: int, text: str) -> None:
+    assert comms_logging.convert_size(size) == text
+
+
+def test_the_tensor_of_a_call_is_found_by_the_names_of_parameters() -> None:
+    assert (utils.get_tensor_position(doubled), utils.get_default_args(doubled)) == (0, {"log_name": ""})
+    assert utils.get_msg_size_from_args(doubled, torch.ones(4)) == utils.get_msg_size_from_args(
+        doubled, tensor=torch.ones(4)) == 16
+    assert utils.get_debug_log_name({"log_name": "a"}, False) == "a"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["accelerator", "host_memory", "local_size", "timeout_minutes"]
+__all__ = ["accelerator", "host_memory", "local_size", "number", "on_azure", "on_dlts", "on_sagemaker", "timeout_minutes"]
 
 
 def accelerator() -> str | None:
@@ -19,6 +19,26 @@ def local_size() -> int:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
     return 1
+
+
+def number(*names: str, default: int) -> int:
+    """Return the number in the first of these variables that is set."""
+    return next((int(os.environ[name]) for name in names if name in os.environ), default)
+
+
+def on_azure() -> bool:
+    """Whether Azure's machine learning service started this process."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def on_sagemaker() -> bool:
+    """Whether Amazon's SageMaker started this process."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def on_dlts() -> bool:
+    """Whether Microsoft's deep learning training service started this process."""
+    return "DLTS_JOB_ID" in os.environ
 
 
 def host_memory() -> tuple[int, int]:

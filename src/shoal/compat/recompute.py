@@ -64,8 +64,7 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Generator[None]:
         """Within the context the device draws from the state `name`, which advances. Raises `UsageError` if unknown."""
         if name not in self.states_:
-            raise UsageError(f"rng tracker: there is no state '{name}'; call add(name, seed), or "
-                             f"model_parallel_cuda_manual_seed(seed)")
+            raise UsageError(f"rng tracker: there is no state '{name}'; call add(name, seed) first")
         device = get_accelerator()
         before = device.get_rng_state()
         device.set_rng_state(self.states_[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ import shoal.comm
 from shoal.comm import configure as configure
 from shoal.comm import is_available as is_available
 from shoal.comm import is_initialized as is_initialized
-from shoal.comm import log_summary as log_summary
 from shoal.comm import reset_log as reset_log
+from shoal.compat import environment
+from shoal.compat.comms_record import RecordedComms
 from shoal.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shoal.compat.deepspeed.comm.constants import CCL_BACKEND as CCL_BACKEND
 from shoal.compat.deepspeed.comm.constants import GLOO_BACKEND as GLOO_BACKEND
@@ -32,9 +34,12 @@ from shoal.compat.deepspeed.comm.constants import NCCL_BACKEND as NCCL_BACKEND
 from shoal.compat.deepspeed.comm.reduce_op import ReduceOp as ReduceOp
 from shoal.compat.deepspeed.comm.reduce_op import torch_op
 from shoal.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from shoal.compat.deepspeed.utils.comms_logging import CommsLogger as CommsLogger
+from shoal.compat.deepspeed.utils.timer import SynchronizedWallClockTimer
 from shoal.compat.raising import as_published
 from shoal.errors import UsageError
-from shoal.recording import traffic
+from shoal.recording import over, traffic
+from shoal.recording.call import operation
 from shoal.transport import process_group
 
 PUBLISHED = frozenset({"prof", "log_name", "debug"})
@@ -51,14 +56,17 @@ def _require_initialized() -> None:
                               "deepspeed.init_distributed() first")
 
 
-def _published(function: Callable[..., Any], *, counted: bool) -> Callable[..., Any]:
-    """Return `function` with the published reductions and keywords; a `counted` one takes the keywords itself."""
+def _published(function: Callable[..., Any], *, counted: bool, name: str = "") -> Callable[..., Any]:
+    """Return `function` with the published `name`, reductions and keywords; a `counted` one takes the keywords itself."""
     @wraps(function)
     def published(*args: Any, **kwargs: Any) -> Any:
         _require_initialized()
-        given = {name: torch_op(value) for name, value in kwargs.items() if counted or name not in PUBLISHED}
+        given = {key: torch_op(value) for key, value in kwargs.items() if counted or key not in PUBLISHED}
+        if name and given.get("log_name") is None:
+            given["log_name"] = name
         return function(*map(torch_op, args), **given)
 
+    published.__name__ = name or published.__name__
     return published
 
 
@@ -83,9 +91,9 @@ all_reduce = _published(shoal.comm.all_reduce, counted=True)
 reduce = _published(shoal.comm.reduce, counted=True)
 broadcast = _published(shoal.comm.broadcast, counted=True)
 all_gather = _published(shoal.comm.all_gather, counted=True)
-all_gather_into_tensor = _published(shoal.comm.all_gather_into_tensor, counted=True)
+all_gather_into_tensor = _published(shoal.comm.all_gather_into_tensor, counted=True, name="all_gather_into_tensor")
 reduce_scatter = _published(shoal.comm.reduce_scatter, counted=True)
-reduce_scatter_tensor = _published(shoal.comm.reduce_scatter_tensor, counted=True)
+reduce_scatter_tensor = _published(shoal.comm.reduce_scatter_tensor, counted=True, name="reduce_scatter_tensor")
 all_to_all_single = _published(shoal.comm.all_to_all_single, counted=True)
 send = _published(shoal.comm.send, counted=True)
 barrier = _published(shoal.comm.barrier, counted=True)
@@ -113,8 +121,9 @@ def reduce_scatter_fn(output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.
 
 def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False,
                          **keywords: Any) -> Any:
-    """Reduce a tensor over the ranks."""
-    return all_reduce(tensor, op=op, group=group, async_op=async_op, **keywords)
+    """Reduce a tensor over the ranks; return it, or the handle of an `async_op`."""
+    work = all_reduce(tensor, op=op, group=group, async_op=async_op, **keywords)
+    return work if async_op else tensor
 
 
 class _Works:
@@ -166,6 +175,14 @@ def all_to_all(output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence
     for whole, part in zip(output_tensor_list, received.split([each.numel() for each in output_tensor_list]), strict=True):
         whole.copy_(part.view_as(whole))
     return _Works([]) if async_op else None
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print the record on rank 0, and with `return_dict` return it; a collective call over the job."""
+    if return_dict:
+        return shoal.comm.log_summary(show_straggler, return_dict=True)
+    shoal.comm.log_summary(show_straggler)
+    return None
 
 
 class P2POp:
@@ -279,3 +296,44 @@ def get_comm_operation_count() -> int:
     """Return how many calls were recorded."""
     recorder = traffic.recorder
     return 0 if recorder is None else sum(row.calls for row in recorder.rows)
+
+
+def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `func`, a collective of a script, recorded under its name or the keyword `log_name` if the record is on."""
+    @wraps(func)
+    def log_wrapper(*args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:1]
+        ranks = tuple(dist.get_process_group_ranks(kwargs.get("group"))) if is_initialized() else (0,)
+        call = traffic.count(str(kwargs.get("log_name") or func.__name__), 0, op=operation(func.__name__), of=tensors,
+                             ranks=ranks, requested=bool(kwargs.get("prof")))
+        return over(None if kwargs.get("async_op") else call, lambda: func(*args, **kwargs))
+
+    return log_wrapper
+
+
+comms_logger: CommsLogger = RecordedComms()
+"""The record of this process, as the published logger."""
+
+timers = SynchronizedWallClockTimer()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "cdb":
+        backend = vars(import_module("shoal.compat.deepspeed.comm.torch"))["TorchBackend"]
+        return backend.joined() if is_initialized() else None
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def in_aml() -> bool:
+    """Whether Azure's machine learning service started this process."""
+    return environment.on_azure()
+
+
+def in_aws_sm() -> bool:
+    """Whether Amazon's SageMaker started this process."""
+    return environment.on_sagemaker()
+
+
+def in_dlts() -> bool:
+    """Whether Microsoft's deep learning training service started this process."""
+    return environment.on_dlts()

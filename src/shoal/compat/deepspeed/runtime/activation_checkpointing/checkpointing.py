@@ -29,6 +29,7 @@ from shoal.compat.deepspeed.utils.bwc import (
 )
 from shoal.compat.recompute import MODEL_PARALLEL_RNG, Recompute, may_rest
 from shoal.compat.recompute import CudaRNGStatesTracker as CudaRNGStatesTracker
+from shoal.errors import UsageError
 from shoal.log import warn_once
 
 __all__ = ["CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "detach_variable", "extract_tensors",
@@ -152,6 +153,9 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 class CheckpointFunction:
     """`checkpoint` in the form of an autograd function."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise UsageError("CheckpointFunction: is not constructed; call CheckpointFunction.apply(function, outputs, *args)")
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
