@@ -23,6 +23,7 @@ from shoal.compat.deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from shoal.errors import NotSupportedYet
 from shoal.testing import run_ranks
 
 LR = 0.1
@@ -129,6 +130,66 @@ def local_values() -> list[int]:
 
 def test_slices_of_two_ranks_make_up_the_whole() -> None:
     assert sum(size for sizes in run_ranks(2, local_values) for size in sizes) == 30
+
+
+def gather_and_partition() -> bool:
+    """Call the published methods of sharded parameters, with lists and with values that were written."""
+    status = deepspeed.zero.ZeroParamStatus
+    engine = engine_of({"stage": 3, "stage3_param_persistence_threshold": 0})
+    first, _, last, _ = engine.module.parameters()
+    assert first.all_gather(param_list=[first, last]) is None
+    assert (first.ds_status, last.ds_status) == (status.AVAILABLE, status.AVAILABLE)
+    first.data.fill_(2.0)
+    assert first.partition(param_list=[first, last], has_been_updated=True) is None
+    assert (first.ds_status, last.ds_status) == (status.NOT_AVAILABLE, status.NOT_AVAILABLE)
+    assert torch.equal(safe_get_full_fp32_param(first), torch.full(first.shape, 2.0))
+    first.all_gather_coalesced([first, last]).wait()
+    assert torch.equal(first.detach(), torch.full(first.shape, 2.0))
+    last.partition(param_list=[first, last])
+    for handle in first.all_gather(async_op=True):
+        handle.wait()
+    assert first.ds_status is status.AVAILABLE
+    first.convert_to_zero_parameters([first, last])
+    with pytest.raises(NotSupportedYet, match="safe_get_full_grad"):
+        first.partition_gradients([first])
+    first.partition()
+    train(engine)
+    engine.destroy()
+    return True
+
+
+def test_parameters_are_gathered_and_partitioned_by_their_own_methods() -> None:
+    assert run_ranks(2, gather_and_partition) == [True, True]
+
+
+def state_of_stage_0() -> bool:
+    """Compare the optimizer that initialize returns with torch's own over the same model."""
+    for own in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        plain = torch.optim.AdamW(model.parameters(), lr=LR)
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=plain if own else None, config={
+            "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+            **({} if own else {"optimizer": {"type": "AdamW", "params": {"lr": LR}}})})
+        assert isinstance(optimizer, torch.optim.AdamW if own else deepspeed.ops.adam.FusedAdam)
+        assert not optimizer.state and not engine.optimizer.state
+        train(engine)
+        parameters = list(model.parameters())
+        assert list(optimizer.state) == list(engine.optimizer.state) == optimizer.param_groups[0]["params"] == parameters
+        assert all(optimizer.state[each]["exp_avg"].shape == each.shape for each in parameters)
+        saved = optimizer.state_dict()
+        assert [*saved["state"]] == saved["param_groups"][0]["params"] == [0, 1, 2, 3]
+        assert torch.equal(saved["state"][2]["exp_avg"], safe_get_full_optimizer_state(parameters[2], "exp_avg"))
+        optimizer.state[parameters[1]]["exp_avg"].fill_(3.0)
+        assert torch.equal(safe_get_full_optimizer_state(parameters[1], "exp_avg"), torch.full((5,), 3.0))
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(engine)
+        engine.destroy()
+    return True
+
+
+def test_state_at_stage_0_is_by_the_parameters_of_the_model() -> None:
+    assert run_ranks(1, state_of_stage_0) == [True]
 
 
 def attributes() -> bool:

@@ -35,7 +35,7 @@ def initialize(args: Any = None, model: Any = None, optimizer: Any = None, model
         collate_fn=collate_fn, config=config, mesh_param=mesh_param, config_params=config_params)
     stepped: Any = engine.optimizer
     if type(stepped) is PlainOptimizer:
-        stepped = optimizer if isinstance(optimizer, Optimizer) else stepped.optimizer
+        stepped = optimizer if isinstance(optimizer, Optimizer) else stepped.as_inner()
     if stepped is None and engine.zero_optimization_partition_weights():
         stepped = DeepSpeedZeRoOffload(engine.module)
     return engine, stepped, engine.training_dataloader, engine.lr_scheduler

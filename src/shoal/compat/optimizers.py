@@ -6,15 +6,19 @@ with. What they add is the published vocabulary (`cur_scale`, `loss_scaler`, `se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from shoal.engine.schema import Config
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import arithmetic_class
+from shoal.optim.handed_over import hand_over
+from shoal.optim.masks import MASK
+from shoal.optim.parameter_state import ReplicatedState
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.loss_scale import DynamicScale, StaticScale
 from shoal.zero.ownership import owner_of
@@ -243,8 +247,30 @@ class FP16_UnfusedOptimizer(PublishedOptimizer, DeepSpeedOptimizer):
 class PlainOptimizer(PublishedOptimizer):
     """The optimizer of fp32 training at stage 0, which published scripts take for the inner optimizer.
 
-    `isinstance` finds the class of the inner optimizer, and attributes that this one lacks are the inner one's.
+    `isinstance` finds the class of the inner optimizer, and attributes that this one lacks are the inner one's. State is
+    read by the model's parameters, and saved by their numbers, as torch's optimizers do.
     """
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  read only
+        """The state of each of the model's parameters, as it rests; empty before the first step."""
+        return ReplicatedState(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by the numbers of the parameters, on every rank."""
+        numbers = {parameter: number for number, parameter in enumerate(
+            parameter for group in self.param_groups for parameter in group["params"])}
+        groups = [{**{key: value for key, value in group.items() if key != MASK},
+                   "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups]
+        return {"state": {numbers[parameter]: state for parameter, state in self.state.items()}, "param_groups": groups}
+
+    def as_inner(self) -> Optimizer:
+        """Return an optimizer of the inner one's class over the model's parameters, whose calls reach the engine."""
+        inner = self.optimizer
+        given = object.__new__(type(inner))
+        vars(given).update(vars(inner))
+        hand_over(given, self)
+        return given
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  as proxies do, without a setter

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.compat.raising import as_published
-from shoal.errors import UsageError
+from shoal.errors import NotSupportedYet, UsageError
 from shoal.optim.parameter_state import GRADIENT, MASTER, ParameterState
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.tier import fetched
@@ -101,18 +101,81 @@ def _slice(parameter: nn.Parameter, unit: Unit) -> Tensor:
         return values.clone()
 
 
-def _gather(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
-    def all_gather(*unused: Any, **unused_too: Any) -> None:
-        unit.gather()
+class GatherHandle:
+    """The gather of some units, which `wait` completes."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = list(units)
+        for unit in self._units:
+            unit.prefetch()
+
+    def wait(self, **unused: Any) -> None:
+        """Wait until the parameters have their values."""
+        for unit in self._units:
+            unit.gather()
+
+
+def _units(parameters: Iterable[nn.Parameter]) -> list[Unit]:
+    """Return the units of sharded parameters, each once, in the order of every rank."""
+    units = {unit: None for parameter in parameters if (unit := sharding_unit(parameter)) is not None}
+    return sorted(units, key=lambda unit: unit.index)
+
+
+def _gather(parameter: nn.Parameter, unit: Unit) -> Callable[..., list[GatherHandle] | None]:
+    def all_gather(param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False,
+                   hierarchy: int = 0) -> list[GatherHandle] | None:
+        """Gather this parameter, or those of `param_list`, with all of their units; ranks call it together."""
+        handle = GatherHandle(_units([parameter] if param_list is None else param_list))
+        if async_op:
+            return [handle]
+        handle.wait()
+        return None
 
     return all_gather
 
 
+def _gather_coalesced(parameter: nn.Parameter, unit: Unit) -> Callable[..., GatherHandle]:
+    def all_gather_coalesced(params: Iterable[nn.Parameter], safe_mode: bool = False,
+                             quantize: bool = False) -> GatherHandle:
+        """Begin to gather parameters with all of their units, and return the handle to wait on."""
+        return GatherHandle(_units(params))
+
+    return all_gather_coalesced
+
+
 def _release(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
-    def partition(*unused: Any, **unused_too: Any) -> None:
-        unit.release()
+    def partition(param_list: Iterable[nn.Parameter] | None = None, hierarchy: int = 0,
+                  has_been_updated: bool = False) -> None:
+        """Release this parameter, or those of `param_list`, with their units.
+
+        With `has_been_updated` each rank keeps what it wrote into its own slices, masters included. Else use
+        `GatheredParameters` where writes are to be dropped: here a rank may keep its own.
+        """
+        for each in _units([parameter] if param_list is None else param_list):
+            if has_been_updated and each.phase is Phase.GATHERED:
+                each.load_full(each.full)
+            each.release()
 
     return partition
+
+
+def _convert(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
+    def convert_to_zero_parameters(param_list: Iterable[nn.Parameter]) -> None:
+        """Do nothing for parameters that are sharded; raises `NotSupportedYet` for others."""
+        if any(sharding_unit(each) is None for each in param_list):
+            raise NotSupportedYet("convert_to_zero_parameters: not supported yet for parameters of no engine; build the "
+                                  "module within deepspeed.zero.Init, or give it to deepspeed.initialize")
+
+    return convert_to_zero_parameters
+
+
+def _reduce(parameter: nn.Parameter, unit: Unit) -> Callable[..., None]:
+    def partition_gradients(*unused: Any, **unused_too: Any) -> None:
+        """Raise `NotSupportedYet`."""
+        raise NotSupportedYet("partition_gradients: gradients are reduced and sliced in backward; read them by "
+                              "deepspeed.utils.safe_get_full_grad or safe_get_local_grad")
+
+    return partition_gradients
 
 
 def _summary(parameter: nn.Parameter, unit: Unit) -> Callable[..., dict[str, Any]]:
@@ -139,8 +202,11 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, Unit], Any]] = {
     "is_external_param": lambda parameter, unit: False,
     "nvme_swapper": lambda parameter, unit: None,
     "all_gather": _gather,
-    "all_gather_coalesced": _gather,
+    "all_gather_coalesced": _gather_coalesced,
     "partition": _release,
+    "convert_to_zero_parameters": _convert,
+    "partition_gradients": _reduce,
+    "reduce_gradients_at_owner": _reduce,
     "ds_summary": _summary,
     "partition_numel": lambda parameter, unit: lambda: _slice(parameter, unit).numel(),
     "aligned_size": lambda parameter, unit: lambda: parameter.numel(),

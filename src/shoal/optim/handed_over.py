@@ -3,6 +3,7 @@
     step              the engine's step
     zero_grad         the engine's
     param_groups      the model's parameters, and the options of the next step: schedules and scripts change them here
+    state             the sharded optimizer's by the model's parameters, where every rank holds all of it
     state_dict        the sharded optimizer's, as load_state_dict and add_param_group
 
 The engine steps slices by a copy of it. Its own `step` would step whole parameters past the engine, or nothing at all. So
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.optim.parameter_state import ReplicatedState
 from shoal.optim.sharded import ShardedOptimizer
 
 __all__ = ["hand_back", "hand_over"]
@@ -75,6 +77,17 @@ def _add_param_group(self: Optimizer, param_group: Mapping[str, Any]) -> None:
     _target(self, "add_param_group").add_param_group(param_group)
 
 
+def _get_state(self: Optimizer) -> Any:
+    sharded = _sharded[self]()
+    if sharded is None or not ReplicatedState.exists(sharded):
+        return vars(self)["state"]
+    return ReplicatedState(sharded)
+
+
+def _set_state(self: Optimizer, value: object) -> None:
+    vars(self)["state"] = value
+
+
 def _no_scaling(self: Optimizer) -> bool:
     return False
 
@@ -85,5 +98,6 @@ def _ignore(self: Optimizer, value: object) -> None:
 
 vars(_step)["_wrapped_by_lr_sched"] = True  # torch's schedules wrap `step` to warn if it was not called before theirs
 _METHODS: dict[str, Any] = {
-    "step": _step, "zero_grad": _zero_grad, "state_dict": _state_dict, "load_state_dict": _load_state_dict,
-    "add_param_group": _add_param_group, "_opt_called": True, "_step_supports_amp_scaling": property(_no_scaling, _ignore)}
+    "step": _step, "zero_grad": _zero_grad, "state": property(_get_state, _set_state), "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict, "add_param_group": _add_param_group, "_opt_called": True,
+    "_step_supports_amp_scaling": property(_no_scaling, _ignore)}

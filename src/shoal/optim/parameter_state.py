@@ -11,9 +11,10 @@ optimizer has not allocated yet reads as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,10 @@ from shoal.optim.views import MasterView
 from shoal.tier import fetched
 from shoal.zero.layout import Slot
 from shoal.zero.ownership import owner_of
+from shoal.zero.placement import SHARD
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["GRADIENT", "MASTER", "ParameterState"]
+__all__ = ["GRADIENT", "MASTER", "ParameterState", "ReplicatedState"]
 
 MASTER = "master"
 GRADIENT = "gradient"
@@ -118,6 +120,25 @@ class ParameterState:
         self._written(kind)
         return True
 
+    def resident(self, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the parameter's part of the `states` of the views: moments of its shape, and numbers; empty before a step.
+
+        Moments are views of what rests, where one piece holds the whole parameter.
+        """
+        found: dict[str, Any] = {}
+        pieces: dict[str, list[Tensor]] = {}
+        for view in self._views():
+            for part in (part for part in view.parts if self.unit.layout.slots[part.slot] is self.slot):
+                at = part.offset - view.start
+                for kind, value in states.get(view.parameter, {}).items():
+                    if isinstance(value, Tensor) and value.dim():
+                        pieces.setdefault(kind, []).append(value[at:at + part.stop - part.start])
+                    else:
+                        found[kind] = value
+        for kind, parts in pieces.items():
+            found[kind] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.slot.shape)
+        return found
+
     def _exists(self, kind: str) -> bool:
         """Finish what is under way, and say whether there is state of this kind."""
         if self.unit.pending is not None:
@@ -182,3 +203,32 @@ class ParameterState:
             self.unit.publish()
             if not self.unit.is_released:
                 self.unit.gather()
+
+
+class ReplicatedState(Mapping[Tensor, dict[str, Any]]):
+    """The optimizer's state by the model's parameters, in the order of the groups, where every rank holds all of it."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._states: Mapping[Tensor, Mapping[str, Any]] = ShardedOptimizer.state.__get__(optimizer)  # a subclass may differ
+
+    @staticmethod
+    def exists(optimizer: ShardedOptimizer) -> bool:
+        """Whether every rank holds all of the state."""
+        return all(view.unit.stage.master is not SHARD for view in optimizer.views.views)
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        state = ParameterState.of(self._optimizer, parameter) if isinstance(parameter, nn.Parameter) else None
+        found = {} if state is None else state.resident(self._states)
+        if not found:
+            raise KeyError(parameter)
+        return found
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
+            state = ParameterState.of(self._optimizer, parameter)
+            if state is not None and state.resident(self._states):
+                yield parameter
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
