@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,10 +165,10 @@ COMMANDS = {
 """The command lines of DeepSpeed 0.19.8 for two nodes of two slots."""
 
 
-def back_end(name: str, *options: str) -> multinode_runner.MultiNodeRunner:
+def back_end(name: str, *options: str, pool: Mapping[str, Any] = TWO) -> multinode_runner.MultiNodeRunner:
     args = runner.parse_args(["--hostfile", "hf", "--master_addr", "m1", "--master_port", "1234", "--launcher", name,
                               *options, "train.py", "--a", "b c"])
-    made = multinode_runner.make_runner(args, "WORLD", TWO)
+    made = multinode_runner.make_runner(args, "WORLD", pool)
     made.add_export("FOO", "bar baz")
     return made
 
@@ -197,17 +199,42 @@ def test_back_ends_of_mpi_refuse_what_they_cannot_honour(name: str) -> None:
         back_end(name, "--num_gpus", "1")
     if name != "openmpi":
         with pytest.raises(ValueError, match=r"same number of devices per node; got \[1, 2\]"):
-            back_end(name).get_cmd({}, OrderedDict(h1=[0, 1], h2=[0]))
+            back_end(name, pool=OrderedDict(h1=[0, 1], h2=[0])).get_cmd({}, TWO)
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "impi", "mvapich"])
+def test_back_ends_of_mpi_take_the_numbers_of_a_hostfile(name: str) -> None:
+    pool = OrderedDict(h1=2, h2=2)
+    assert back_end(name, pool=pool).get_cmd({}, pool) == COMMANDS[name]
+
+
+def test_slurm_names_the_nodes_that_a_filter_leaves() -> None:
+    assert back_end("slurm", "--exclude", "h3").get_cmd({}, TWO)[3:7] == ["--nodelist", "h1,h2", "--nodes", "2"]
+    with pytest.raises(ValueError, match="same slot count on every host"):
+        back_end("slurm").get_cmd({}, OrderedDict(h1=[0, 1], h2=[0]))
+
+
+def test_the_command_line_names_its_back_ends() -> None:
+    assert runner.LAUNCHER_CLASSES["openmpi"] is runner.OpenMPIRunner and len(runner.LAUNCHER_CLASSES) == 6
+
+
+def test_variables_that_a_cluster_sets_for_a_node_stay_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    for mark in (False, True):
+        if mark:
+            monkeypatch.setenv("AISC_JOB_NAME", "a")
+        found = ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", runner.EXCLUDE_ENVS)
+        assert ("NCCL_IB_HCA" in found) is not mark
 
 
 def test_variables_for_other_nodes_come_from_names_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     (tmp_path / ".deepspeed_env").write_text("A=1=2\n")
-    found = ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env")
+    found = ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", {})
     assert (found["NCCL_DEBUG"], found["A"], found["PYTHONPATH"].split(":")[0]) == ("INFO", "1=2", os.getcwd())
     (tmp_path / ".deepspeed_env").write_text("\n")
     with pytest.raises(ValueError, match="write NAME=VALUE"):
-        ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env")
+        ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", {})
 
 
 def test_the_helper_of_mpich_translates_ranks() -> None:

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -36,12 +36,15 @@ def variables() -> dict[str, str]:
     return dict(os.environ)
 
 
-def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str) -> dict[str, str]:
+def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
+            excluded: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the variables that other nodes get: those whose names begin so, and those of the first file there is.
 
-    Raises ValueError for a line of a file without `=`.
+    `excluded` has the variables that stay here, by the variable that must be set for that. Raises ValueError for a line of a
+    file without `=`.
     """
-    found = {name: value for name, value in os.environ.items() if name.startswith(tuple(prefixes))}
+    kept = {name for mark, names in excluded.items() if mark in os.environ for name in names}
+    found = {name: value for name, value in os.environ.items() if name.startswith(tuple(prefixes)) and name not in kept}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), found.get("PYTHONPATH")]))
     for file in (Path(folder) / file_name for folder in folders):
         if file.is_file():

@@ -26,8 +26,8 @@ from shoal.compat.deepspeed.launcher.constants import (
     SLURM_LAUNCHER,
 )
 
-__all__ = ["IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner",
-           "make_runner"]
+__all__ = ["LAUNCHER_CLASSES", "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner",
+           "PDSHRunner", "SlurmRunner", "make_runner"]
 
 Resources = Mapping[str, Sequence[int]]
 
@@ -67,6 +67,9 @@ class MultiNodeRunner(ABC):
 
     def validate_args(self) -> None:  # noqa: B027  a back end without limits keeps this
         """Raise ValueError for options that the back end cannot honour."""
+
+    def validate_active_resources(self, active_resources: Resources) -> None:  # noqa: B027
+        """Raise ValueError for slots that the back end cannot honour."""
 
     def python(self) -> list[str]:
         """Return the words that run the script: python and -m, unless the options say otherwise."""
@@ -117,9 +120,12 @@ class PDSHRunner(MultiNodeRunner):
 
 
 class _MPIRunner(MultiNodeRunner):
-    """The back ends that start every rank themselves: all hosts have equally many."""
+    """The back ends that start every rank themselves: all hosts of `resource_pool` have equally many slots."""
 
-    def __init__(self, args: Namespace, world_info_base64: str, resource_pool: Mapping[str, Any]) -> None:
+    label = "MPI"
+    """The product, in errors."""
+
+    def __init__(self, args: Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]]) -> None:
         super().__init__(args, world_info_base64)
         self.resource_pool = resource_pool
 
@@ -129,25 +135,35 @@ class _MPIRunner(MultiNodeRunner):
         if self.args.num_nodes != -1 or self.args.num_gpus != -1:
             raise ValueError(f"{self.name} backend does not support limiting num nodes/gpus")
 
-    def ranks(self, active_resources: Resources) -> int:
+    def ranks(self) -> int:
         """Return the number of ranks."""
-        return sum(map(len, active_resources.values()))
+        return sum(self._counts())
 
-    def per_host(self, active_resources: Resources) -> int:
+    def per_host(self) -> int:
         """Return the ranks of each host. Raises ValueError where they differ."""
-        counts = sorted({len(slots) for slots in active_resources.values()})
+        counts = sorted(set(self._counts()))
         if len(counts) > 1:
-            raise ValueError(f"{self.name} requires same number of devices per node; got {counts}")
+            raise ValueError(f"{self.label} requires same number of devices per node; got {counts}")
         return counts[0]
 
-    def variables(self, active_resources: Resources) -> dict[str, str]:
+    def _counts(self) -> list[int]:
+        """Return the slots of each host, which is given their number or a list of them."""
+        return [slots if isinstance(slots, int) else len(slots) for slots in self.resource_pool.values()]
+
+    def variables(self) -> dict[str, str]:
         """Return the variables of the job that all ranks share."""
         return {"MASTER_ADDR": str(self.args.master_addr), "MASTER_PORT": str(self.args.master_port),
-                "WORLD_SIZE": str(self.ranks(active_resources)), "LOCAL_SIZE": str(self.per_host(active_resources))}
+                "WORLD_SIZE": str(self.ranks()), "LOCAL_SIZE": str(self.per_host())}
 
 
 class OpenMPIRunner(_MPIRunner):
     """Open MPI's mpirun."""
+
+    label = "Open MPI"
+
+    def __init__(self, args: Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]]) -> None:
+        super().__init__(args, world_info_base64, resource_pool)
+        self.add_export("UCX_TLS", "tcp")
 
     def backend_exists(self) -> bool:
         return shutil.which("ompi_info") is not None
@@ -157,17 +173,19 @@ class OpenMPIRunner(_MPIRunner):
         return OPENMPI_LAUNCHER
 
     def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> list[str]:
-        words = ["mpirun", "-n", str(self.ranks(active_resources)), "-hostfile", self.args.hostfile,
+        words = ["mpirun", "-n", str(self.ranks()), "-hostfile", self.args.hostfile,
                  "--mca", "btl", "^openib"]
         given = self.launcher_args()
         if "btl_tcp_if_include" not in given:
             words += ["--mca", "btl_tcp_if_include", "eth0"]
-        exports = [word for name, value in {"UCX_TLS": "tcp", **self.exports}.items() for word in ("-x", f"{name}={value}")]
+        exports = [word for name, value in self.exports.items() for word in ("-x", f"{name}={value}")]
         return [*words, *given, *exports, *self.python(), self.user_script, *self.user_arguments]
 
 
 class MPICHRunner(_MPIRunner):
     """MPICH's mpirun; a helper gives each rank its variables."""
+
+    label = "MPICH"
 
     def backend_exists(self) -> bool:
         return shutil.which("mpirun") is not None
@@ -177,18 +195,20 @@ class MPICHRunner(_MPIRunner):
         return MPICH_LAUNCHER
 
     def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> list[str]:
-        words = ["mpirun", "-n", str(self.ranks(active_resources)), "-ppn", str(self.per_host(active_resources)),
+        words = ["mpirun", "-n", str(self.ranks()), "-ppn", str(self.per_host()),
                  *self.launcher_args()]
-        for name, value in {**self.exports, **self.variables(active_resources)}.items():
+        for name, value in {**self.exports, **self.variables()}.items():
             words += ["-genv", name, value]
         helper = str(Path(__file__).with_name("launcher_helper.py"))
         options = [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(self.args, name)]
-        return [*words, "-hosts", ",".join(active_resources), sys.executable, "-u", helper, "--launcher", MPICH_LAUNCHER,
+        return [*words, "-hosts", ",".join(self.resource_pool), sys.executable, "-u", helper, "--launcher", MPICH_LAUNCHER,
                 *options, self.user_script, *self.user_arguments]
 
 
 class IMPIRunner(_MPIRunner):
     """Intel MPI's mpirun, with one block of variables for each rank."""
+
+    label = "Intel MPI"
 
     def backend_exists(self) -> bool:
         return shutil.which("mpirun") is not None
@@ -198,13 +218,13 @@ class IMPIRunner(_MPIRunner):
         return IMPI_LAUNCHER
 
     def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> list[str]:
-        local = self.per_host(active_resources)
+        local = self.per_host()
         words = ["mpirun", "-ppn", str(local), *self.launcher_args()]
-        for name, value in {**self.exports, **self.variables(active_resources), "I_MPI_PIN": "0"}.items():
+        for name, value in {**self.exports, **self.variables(), "I_MPI_PIN": "0"}.items():
             words += ["-genv", name, value]
-        words += ["-hosts", ",".join(active_resources)]
+        words += ["-hosts", ",".join(self.resource_pool)]
         script = [*self.python(), self.user_script, *self.user_arguments]
-        for rank in range(self.ranks(active_resources)):
+        for rank in range(self.ranks()):
             own = ["-n", "1", "-env", "RANK", str(rank), "-env", "LOCAL_RANK", str(rank % local)]
             words += [*([":"] if rank else []), *own, *script]
         return words
@@ -223,13 +243,19 @@ class SlurmRunner(_MPIRunner):
     def validate_args(self) -> None:
         """Accept all: Slurm takes filters."""
 
+    def validate_active_resources(self, active_resources: Resources) -> None:
+        """Raise ValueError where hosts have different numbers of slots."""
+        counts = {host: len(slots) for host, slots in active_resources.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"slurm backend needs the same slot count on every host, got {counts}; take hosts with as many "
+                             f"slots, by --include or --exclude")
+
     def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> list[str]:
-        words = ["srun", "-n", str(self.ranks(active_resources)), *self.launcher_args()]
-        if self.args.include:
-            words += ["--nodelist", ",".join(active_resources)]
-        if self.args.exclude:
-            words += ["--exclude", self.args.exclude]
-        if self.args.num_nodes > 0:
+        self.validate_active_resources(active_resources)
+        words = ["srun", "-n", str(sum(map(len, active_resources.values()))), *self.launcher_args()]
+        if self.args.include or self.args.exclude:
+            words += ["--nodelist", ",".join(active_resources), "--nodes", str(len(active_resources))]
+        elif self.args.num_nodes > 0:
             words += ["--nodes", str(self.args.num_nodes)]
         if self.args.num_gpus > 0:
             words += ["--gpus-per-node", str(self.args.num_gpus)]
@@ -240,7 +266,9 @@ class SlurmRunner(_MPIRunner):
 class MVAPICHRunner(_MPIRunner):
     """MVAPICH2-GDR's mpirun, with a hostfile of its own."""
 
-    def __init__(self, args: Namespace, world_info_base64: str, resource_pool: Mapping[str, Any]) -> None:
+    label = "mvapich"
+
+    def __init__(self, args: Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]]) -> None:
         super().__init__(args, world_info_base64, resource_pool)
         for name, value in (("MV2_SMP_USE_CMA", "0"), ("MV2_DEBUG_SHOW_BACKTRACE", "1"), ("MV2_SUPPORT_DL", "1"),
                             ("MV2_ENABLE_AFFINITY", "0"), ("MV2_INTER_ALLGATHER_TUNING", "5"), ("MV2_CUDA_USE_NAIVE", "0")):
@@ -254,23 +282,23 @@ class MVAPICHRunner(_MPIRunner):
         return MVAPICH_LAUNCHER
 
     def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> list[str]:
-        local = self.per_host(active_resources)
-        Path(MVAPICH_TMP_HOSTFILE).write_text("".join(f"{host}\n" for host in active_resources))
-        words = ["mpirun", "-np", str(self.ranks(active_resources)), "-ppn", str(local), "--hostfile", MVAPICH_TMP_HOSTFILE,
+        local = self.per_host()
+        Path(MVAPICH_TMP_HOSTFILE).write_text("".join(f"{host}\n" for host in self.resource_pool))
+        words = ["mpirun", "-np", str(self.ranks()), "-ppn", str(local), "--hostfile", MVAPICH_TMP_HOSTFILE,
                  *self.launcher_args()]
         exports = [word for name, value in self.exports.items() for word in ("-env", f"{name}={value}")]
         return [*words, *exports, *self.python(), self.user_script, *self.user_arguments]
 
 
-_RUNNERS = {OPENMPI_LAUNCHER: OpenMPIRunner, MPICH_LAUNCHER: MPICHRunner, IMPI_LAUNCHER: IMPIRunner,
-            SLURM_LAUNCHER: SlurmRunner, MVAPICH_LAUNCHER: MVAPICHRunner}
+LAUNCHER_CLASSES: dict[str, type[MultiNodeRunner]] = {
+    PDSH_LAUNCHER: PDSHRunner, OPENMPI_LAUNCHER: OpenMPIRunner, MPICH_LAUNCHER: MPICHRunner, IMPI_LAUNCHER: IMPIRunner,
+    MVAPICH_LAUNCHER: MVAPICHRunner, SLURM_LAUNCHER: SlurmRunner}
+"""The back ends by the names that `--launcher` takes."""
 
 
 def make_runner(args: Namespace, world_info_base64: str, active_resources: Resources) -> MultiNodeRunner:
     """Return the back end that `--launcher` names, in any case. Raises NotImplementedError for an unknown name."""
-    name = args.launcher.lower()
-    if name == PDSH_LAUNCHER:
-        return PDSHRunner(args, world_info_base64)
-    if name not in _RUNNERS:
-        raise NotImplementedError(f"Unknown launcher {args.launcher}; choose {', '.join([PDSH_LAUNCHER, *_RUNNERS])}")
-    return _RUNNERS[name](args, world_info_base64, active_resources)
+    kind = LAUNCHER_CLASSES.get(args.launcher.lower())
+    if kind is None:
+        raise NotImplementedError(f"Unknown launcher {args.launcher}; choose {', '.join(LAUNCHER_CLASSES)}")
+    return kind(args, world_info_base64, active_resources) if issubclass(kind, _MPIRunner) else kind(args, world_info_base64)

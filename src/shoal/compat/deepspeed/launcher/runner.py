@@ -30,17 +30,29 @@ from shoal.compat.deepspeed.launcher.constants import (
     SLURM_LAUNCHER,
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
+from shoal.compat.deepspeed.launcher.multinode_runner import (
+    LAUNCHER_CLASSES,
+    IMPIRunner,
+    MPICHRunner,
+    MVAPICHRunner,
+    OpenMPIRunner,
+    PDSHRunner,
+    SlurmRunner,
+)
 from shoal.errors import NotSupportedYet, ShoalError
 from shoal.log import logger
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "IMPI_LAUNCHER", "MPICH_LAUNCHER",
-           "MVAPICH_LAUNCHER", "OPENMPI_LAUNCHER", "PDSH_LAUNCHER", "PDSH_MAX_FAN_OUT", "SLURM_LAUNCHER",
-           "TORCH_DISTRIBUTED_DEFAULT_PORT", "apply_num_nodes_and_gpus", "command", "encode_world_info", "fetch_hostfile",
-           "main", "parse_args", "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list",
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPORT_ENVS", "IMPI_LAUNCHER",
+           "LAUNCHER_CLASSES", "MPICH_LAUNCHER", "MVAPICH_LAUNCHER", "OPENMPI_LAUNCHER", "PDSH_LAUNCHER", "PDSH_MAX_FAN_OUT",
+           "SLURM_LAUNCHER", "TORCH_DISTRIBUTED_DEFAULT_PORT", "IMPIRunner", "MPICHRunner", "MVAPICHRunner",
+           "OpenMPIRunner", "PDSHRunner", "SlurmRunner", "apply_num_nodes_and_gpus", "command", "encode_world_info",
+           "fetch_hostfile", "main", "parse_args", "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list",
            "parse_resource_filter"]
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+EXCLUDE_ENVS = {"AISC_JOB_NAME": ["NCCL_IB_HCA", "UCX_NET_DEVICES"]}
+"""Variables that other nodes do not get, by the variable that must be set for that."""
 DEEPSPEED_ENVIRONMENT_NAME = ranks_command.exports_file()
 """The file of variables for other nodes; accelerate writes its own into it."""
 DEEPSPEED_ENVIRONMENT_PATHS = [str(Path.home()), "."]
@@ -124,8 +136,8 @@ def _stable_remove_duplicates(  # pyright: ignore[reportUnusedFunction]  a publi
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
     """Return the host of `NAME[:SLOT[,SLOT...]]` and its slots; none stands for all."""
-    host, _, slots = node_config.partition(":")
-    return host.strip(), [int(slot) for slot in slots.split(",")] if slots else []
+    host, listed, slots = node_config.partition(":")
+    return host.strip(), [int(slot) for slot in slots.split(",")] if listed else []
 
 
 def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
@@ -168,9 +180,10 @@ def apply_num_nodes_and_gpus(active_resources: Mapping[str, Sequence[int]], num_
     return OrderedDict((host, list(range(num_gpus) if num_gpus > 0 else active_resources[host])) for host in hosts)
 
 
-def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Return the resources as one word: JSON in urlsafe base64."""
-    return base64.urlsafe_b64encode(json.dumps({host: list(slots) for host, slots in world_info.items()}).encode()).decode()
+def encode_world_info(world_info: Mapping[str, int | Sequence[int]]) -> str:
+    """Return the slots of each host, or their number, as one word: JSON in urlsafe base64."""
+    words = {host: slots if isinstance(slots, int) else list(slots) for host, slots in world_info.items()}
+    return base64.urlsafe_b64encode(json.dumps(words).encode()).decode()
 
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> None:
@@ -290,7 +303,8 @@ def _refuse_to_start_nodes(options: argparse.Namespace, active: Resources) -> No
     options.master_addr = options.master_addr or next(iter(active))
     runner = multinode_runner.make_runner(options, encode_world_info(active), active)
     runner.validate_args()
-    for name, value in ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME).items():
+    exports = ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME, EXCLUDE_ENVS)
+    for name, value in exports.items():
         runner.add_export(name, value)
     made = runner.get_cmd(ranks_command.variables(), active)
     words: Sequence[str] = made[0] if isinstance(made, tuple) else made
