@@ -46,8 +46,8 @@ __all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPOR
            "LAUNCHER_CLASSES", "MPICH_LAUNCHER", "MVAPICH_LAUNCHER", "OPENMPI_LAUNCHER", "PDSH_LAUNCHER", "PDSH_MAX_FAN_OUT",
            "SLURM_LAUNCHER", "TORCH_DISTRIBUTED_DEFAULT_PORT", "IMPIRunner", "MPICHRunner", "MVAPICHRunner",
            "OpenMPIRunner", "PDSHRunner", "SlurmRunner", "apply_num_nodes_and_gpus", "command", "encode_world_info",
-           "fetch_hostfile", "main", "parse_args", "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list",
-           "parse_resource_filter"]
+           "fetch_hostfile", "main", "parse_args", "parse_inclusion_exclusion", "parse_node_config",
+           "parse_node_config_list", "parse_resource_filter"]
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
