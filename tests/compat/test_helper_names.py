@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.compat.deepspeed.runtime import lr_schedules, utils
+from shoal.compat.deepspeed.runtime import config, lr_schedules, utils
 from shoal.compat.deepspeed.runtime.fp16.loss_scaler import (
     CreateLossScaler,
     DynamicLossScaler,
@@ -17,10 +20,15 @@ from shoal.compat.deepspeed.runtime.fp16.loss_scaler import (
     LossScaleProfile,
     LossScaler,
 )
+from shoal.compat.deepspeed.runtime.pipe import p2p
+from shoal.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from shoal.compat.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+from shoal.compat.deepspeed.runtime.zero import utils as utils_of_zero
 from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
+from shoal.compat.deepspeed.utils import logging
 from shoal.compat.deepspeed.utils.init_on_device import OnDevice
 from shoal.compat.deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from shoal.testing import run_ranks
 
 BALANCED: list[tuple[list[float], int, list[int]]] = [
     ([1, 2, 3, 4, 5], 2, [0, 3, 5]), ([1] * 10, 3, [0, 4, 7, 10]), ([5, 1, 1, 1], 2, [0, 1, 4]),
@@ -223,3 +231,79 @@ def test_the_throughput_timer_reports_every_few_steps() -> None:
         timer.start()
         timer.stop(global_step=True)
     assert len(lines) == 2 and "global_step=4" in lines[1] and timer.avg_samples_per_sec() > 0
+
+
+# Single values of a configuration
+
+WHOLE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "max_grad_norm": 2.0}},
+         "gradient_clipping": 0.5, "communication_data_type": "fp16", "gradient_allreduce_op": "sum",
+         "pipeline": {"stages": 2}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(("name", "default", "given"), [
+    ("train_batch_size", None, 8), ("optimizer_name", None, "AdamW"), ("optimizer_gradient_clipping", None, 2.0),
+    ("gradient_clipping", 1.0, 0.5), ("communication_data_type", None, torch.float16), ("scheduler_params", None, None),
+    ("gradient_allreduce_op", "mean", "sum"), ("torch_autocast_dtype", None, torch.bfloat16),
+    ("zero_force_ds_cpu_optimizer", True, True), ("checkpoint_params", {}, {})])
+def test_a_value_is_read_with_the_published_default(name: str, default: Any, given: Any) -> None:
+    read = getattr(config, f"get_{name}")
+    assert (read({}), read(WHOLE)) == (default, given)
+
+
+@pytest.mark.parametrize(("name", "given"), [
+    ("communication_data_type", {"communication_data_type": "fp9"}),
+    ("gradient_allreduce_op", {"gradient_allreduce_op": "max"}),
+    ("checkpoint_tag_validation_mode", {"tag_validation": "x"}),
+    ("checkpoint_parallel_write_pipeline", {"parallel_write": {"pipeline_stage": "x"}})])
+def test_a_value_that_is_not_allowed_is_a_value_error(name: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        getattr(config, f"get_{name}")(given)
+
+
+def test_blocks_of_a_configuration_have_their_defaults() -> None:
+    assert config.get_pipeline_config(WHOLE)["stages"] == 2 and config.get_pipeline_config({})["stages"] == "auto"
+    assert config.get_hybrid_engine_config({}).max_out_tokens == 512
+    assert config.get_checkpoint_tag_validation_mode({"tag_validation": "Fail"}) == "FAIL"
+
+
+# Logging, and tensors in containers
+
+
+def test_levels_of_the_logger_have_names(tmp_path: Path) -> None:
+    assert logging.get_log_level_from_string("Info") == 20 and logging.get_current_level() == 30
+    assert [logging.should_log_le(name) for name in ("info", "warning", "error")] == [False, True, True]
+    for wrong in ("foo", 3):
+        with pytest.raises(ValueError, match="log level"):
+            logging.should_log_le(wrong)  # pyright: ignore[reportArgumentType]
+    logging.print_json_dist({"a": 1}, path=str(tmp_path / "f"))
+    assert json.loads((tmp_path / "f").read_text()) == {"a": 1, "rank": -1}
+
+
+def test_tensors_are_found_in_containers_and_moved_into_one_buffer() -> None:
+    pair = namedtuple("pair", "one two")
+    one = torch.zeros(1)
+    found = utils_of_zero.apply_to_tensors_only(lambda each: each + 1, {"a": [one, 3], "b": pair(one, None)})
+    assert found["a"][0].item() == 1.0 and type(found["b"]) is pair and found["b"].two is None
+    tensors = [torch.ones(2), torch.zeros(3)]
+    buffer = utils_of_zero.defragment(tensors)
+    tensors[1].fill_(5.0)
+    assert buffer.tolist() == [1.0, 1.0, 5.0, 5.0, 5.0]
+    assert [(start, size) for _, start, size in utils_of_zero.get_mapping_to_flat_buffer(tensors)] == [(0, 2), (2, 3)]
+
+
+def passed_along() -> list[float]:
+    p2p.init_process_groups(PipelineParallelGrid(topology=PipeDataParallelTopology(2, 1)))
+    value = torch.full((2,), float(torch.distributed.get_rank()))
+    if torch.distributed.get_rank() == 0:
+        p2p.send(value, 1)
+        p2p.recv(value, 1, async_op=True)
+    else:
+        received = torch.empty(2)
+        p2p.recv(received, 0)
+        p2p.send(received + 7, 0, async_op=True)
+    p2p.wait()
+    return [*value.tolist(), *utils_of_zero.get_lst_from_rank0([torch.distributed.get_rank() + 3])]
+
+
+def test_adjacent_stages_send_and_receive() -> None:
+    assert run_ranks(2, passed_along) == [[7.0, 7.0, 3], [1.0, 1.0, 3]]

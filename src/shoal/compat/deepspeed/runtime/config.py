@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.compat.config_reads import *  # noqa: F403
+from shoal.compat.config_reads import REDUCTIONS, TAG_MODES
 from shoal.compat.deepspeed.comm.config import DeepSpeedCommsConfig
 from shoal.compat.deepspeed.monitor.config import get_monitor_config
 from shoal.compat.deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
@@ -58,8 +60,6 @@ ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebita
 MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
 DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER,
                         ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER]
-TAG_MODES = ("WARN", "IGNORE", "FAIL")
-REDUCTIONS = ("mean", "sum")
 
 
 class DeepSpeedConfigError(ConfigError):
@@ -98,6 +98,11 @@ class HybridEngineConfig(DeepSpeedConfigModel):
     pin_parameters: bool = True
     tp_gather_partition_size: int = 8
     enable_cuda_graph: bool = False
+
+
+def get_hybrid_engine_config(param_dict: dict[str, Any]) -> HybridEngineConfig:
+    """Return the block `hybrid_engine` with its defaults."""
+    return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
 
 
 class DeepSpeedConfigWriter:
