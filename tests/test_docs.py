@@ -123,8 +123,9 @@ def links(page: Path) -> Iterator[str]:
     for target in LINK.findall(text):
         if "://" not in target and not (page.parent / target).exists():
             yield target
-    for name in SOURCE.findall(text):
-        homes = (ROOT, ROOT / "src" / "shoal", page.parent)
+    source = ROOT / "src" / "shoal"
+    homes = (ROOT, source, page.parent, *(room for room in source.iterdir() if room.is_dir()))
+    for name in SOURCE.findall(text):  # within a section on one room, files have their names in it
         if not any((home / name).exists() for home in homes) and not name.startswith("out/"):
             yield name
 

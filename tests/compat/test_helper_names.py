@@ -23,6 +23,7 @@ from shoal.compat.deepspeed.runtime.fp16.loss_scaler import (
 from shoal.compat.deepspeed.runtime.pipe import p2p
 from shoal.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from shoal.compat.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+from shoal.compat.deepspeed.runtime.sparse_tensor import SparseTensor
 from shoal.compat.deepspeed.runtime.zero import utils as utils_of_zero
 from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 from shoal.compat.deepspeed.utils import logging
@@ -307,3 +308,17 @@ def passed_along() -> list[float]:
 
 def test_adjacent_stages_send_and_receive() -> None:
     assert run_ranks(2, passed_along) == [[7.0, 7.0, 3], [1.0, 1.0, 3]]
+
+
+def test_a_sparse_gradient_is_rows_and_their_indices() -> None:
+    layer = nn.Embedding(5, 2, sparse=True)
+    layer(torch.tensor([1, 3, 1])).sum().backward()
+    rows, dense = SparseTensor(layer.weight.grad), torch.tensor([[0., 0], [2, 2], [0, 0], [1, 1], [0, 0]])
+    assert rows.indices is not None and rows.indices.tolist() == [1, 3] and rows.sparse_size() == (6, 10)
+    assert torch.equal(rows.to_coo_tensor().to_dense(), dense) and "reduction_factor=1.6" in str(rows)
+    rows.add(SparseTensor(layer.weight.grad))
+    assert torch.equal(rows.to_coo_tensor().to_dense(), 2 * dense)
+    with pytest.raises(AssertionError, match="dense"):
+        SparseTensor(torch.ones(2, 2))
+    with pytest.raises(AssertionError, match="size"):
+        rows.add(SparseTensor(torch.sparse_coo_tensor([[0]], [[1.0, 1.0]], (6, 2), check_invariants=True)))

@@ -287,9 +287,9 @@ def has_comm_data() -> bool:
 
 
 def get_logged_comm_ops() -> list[str]:
-    """Return the names of the recorded collectives."""
+    """Return the names of the recorded collectives, in the order of their first calls."""
     recorder = traffic.recorder
-    return [] if recorder is None else sorted({row.key.kind for row in recorder.rows})
+    return [] if recorder is None else list(dict.fromkeys(row.key.kind for row in recorder.rows))
 
 
 def get_comm_operation_count() -> int:
