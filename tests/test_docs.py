@@ -36,6 +36,8 @@ BLOCK = re.compile(r"^```(\w+) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 NAV = re.compile(r"^ *- (?:[\w ]+: )?((?:[\w-]+/)*[\w.-]+\.md|(?:\w+/)+)$", re.MULTILINE)
 SOURCE = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+|(?:\w+/)*\w+\.(?:py|json|md))`")
+WRITTEN = {"index.json", "zero_to_fp32.py"}
+"""Files of checkpoint folders, which no repository holds."""
 
 
 def page_id(page: Path) -> str:
@@ -126,7 +128,7 @@ def links(page: Path) -> Iterator[str]:
     source = ROOT / "src" / "shoal"
     homes = (ROOT, source, page.parent, *(room for room in source.iterdir() if room.is_dir()))
     for name in SOURCE.findall(text):  # within a section on one room, files have their names in it
-        if not any((home / name).exists() for home in homes) and not name.startswith("out/"):
+        if not any((home / name).exists() for home in homes) and not name.startswith("out/") and name not in WRITTEN:
             yield name
 
 
