@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.compat.assembly import assemble
+from shoal.compat.deepspeed.monitor.monitor import MonitorMaster
 from shoal.compat.deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
 from shoal.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -81,6 +82,15 @@ class PublishedEngine(BaseEngine):
     def _assemble(self, **arguments: Any) -> None:
         self._configure(assemble(self._begin, **arguments))
 
+    def _report(self, **values: Any) -> None:
+        """Write events of the step that was just taken to the monitors, against the samples so far."""
+        if self.monitor.enabled and self.optimizer is not None:
+            found = {"lr": self.get_lr()[0], **values}
+            if self.settings.fp16.enabled:
+                found["loss_scale"] = self.optimizer.loss_scale
+            self.monitor.write_events([(f"Train/Samples/{name}", value, self.global_samples)
+                                       for name, value in found.items()])
+
     def _begin(self, *parts: Any) -> Self:
         """Begin as Shoal's own engine, of its parts."""
         super().__init__(*parts)
@@ -90,6 +100,7 @@ class PublishedEngine(BaseEngine):
         """Keep the configuration as it was given, for the published accessors."""
         self.published = DeepSpeedConfig(dict(given), mpu=self.mesh)
         self.managed = self.published.managed_gradient_accumulation
+        self.monitor = MonitorMaster(self.published.monitor_config)
         groups.set_mesh(self.mesh)
         if self.sharded is not None:
             members = (member.parameter for unit in self.sharded.units for member in unit.members)
@@ -398,12 +409,11 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch."""
-        with published_errors():
-            if self.managed:
-                return super().step(lr_kwargs)
-            with self.progress.at_boundary(True):
-                super().step(lr_kwargs)
-        return None
+        before = self.global_steps
+        with published_errors(), nullcontext() if self.managed else self.progress.at_boundary(True):
+            super().step(lr_kwargs)
+        if self.global_steps > before:
+            self._report()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -47,7 +47,9 @@ class PipelineEngine(PublishedEngine, NativePipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on the microbatches of a step, in training mode; return their mean loss."""
         self.train()
-        return super().train_batch(data_iter)
+        loss = super().train_batch(data_iter)
+        self._report(train_loss=loss)
+        return loss
 
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
                    reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from shoal.compat.deepspeed.comm.config import DeepSpeedCommsConfig
-from shoal.compat.deepspeed.monitor.config import get_monitor_config
+from shoal.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
 from shoal.compat.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from shoal.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from shoal.config.problem import join, nearest, shown
@@ -81,8 +81,8 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     if isinstance(zero, dict):
         zero["stage"] = int(get_zero_config(given).stage)
-    for followed in ("managed_gradient_accumulation", "torch_autocast"):  # by the published engine itself
-        values.pop(followed, None)
+    for followed in ("managed_gradient_accumulation", "torch_autocast", *DeepSpeedMonitorConfig.model_fields):
+        values.pop(followed, None)  # the published engine itself honours it
     values = _known(Config, values, "")
     _resolve_averaging(values)
     zero = values.setdefault("zero_optimization", {})

@@ -42,7 +42,7 @@ class Accessors:
     client_optimizer: object
     sharded: ShardedModel | None
     has_moe_layers: bool = False
-    monitor: None = None
+    monitor: Any = None
     timers: None = None
     flops_profiler: None = None
 

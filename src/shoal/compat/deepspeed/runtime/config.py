@@ -22,12 +22,15 @@ from shoal.compat.config_reads import REDUCTIONS, TAG_MODES
 from shoal.compat.deepspeed.comm.config import DeepSpeedCommsConfig
 from shoal.compat.deepspeed.monitor.config import get_monitor_config
 from shoal.compat.deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+from shoal.compat.deepspeed.runtime import constants
 from shoal.compat.deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from shoal.compat.deepspeed.runtime.config_utils import (
     DeepSpeedConfigModel,
     ScientificNotationEncoder,
     dict_raise_error_on_duplicate_keys,
 )
+from shoal.compat.deepspeed.runtime.config_utils import get_scalar_param as get_scalar_param
+from shoal.compat.deepspeed.runtime.model_checkpointing.config import get_checkpoint_config as get_checkpoint_config
 from shoal.compat.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from shoal.compat.deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 from shoal.compat.deepspeed.runtime.zero.config import get_zero_config
@@ -60,6 +63,13 @@ ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebita
 MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
 DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER,
                         ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER]
+
+
+def __getattr__(name: str) -> object:
+    """Return a constant: scripts import the keys and defaults from here too."""
+    if name.isupper() and name in vars(constants):
+        return vars(constants)[name]
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 class DeepSpeedConfigError(ConfigError):

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from shoal.checkpoint import Snapshot
 from shoal.errors import ShoalError, UsageError
 from shoal.interchange import latest, open_checkpoint
+from shoal.interchange.layout import model_file
 from shoal.log import logger
 
-__all__ = ["GatheredTensor", "command", "convert_zero_checkpoint_to_fp32_state_dict",
-           "convert_zero_checkpoint_to_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
-           "load_state_dict_from_zero_checkpoint", "main", "write_script"]
+__all__ = ["GatheredTensor", "atoi", "command", "convert_zero_checkpoint_to_fp32_state_dict",
+           "convert_zero_checkpoint_to_state_dict", "get_checkpoint_files", "get_fp32_state_dict_from_zero_checkpoint",
+           "get_model_state_file", "get_model_state_files", "get_optim_files", "load_state_dict_from_zero_checkpoint",
+           "main", "natural_keys", "to_torch_tensor", "write_script", "zero3_partitioned_param_info"]
 
 SCRIPT = '''#!/usr/bin/env python
 """Write the fp32 weights of this checkpoint as one state dict: python zero_to_fp32.py . OUTPUT_DIR"""
@@ -152,6 +154,64 @@ def write_script(folder: str | Path) -> Path:
     path.write_text(SCRIPT)
     path.chmod(0o755)
     return path
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """Return the path of the model file of rank 0. Raises FileNotFoundError without the folder or the file."""
+    if not Path(checkpoint_dir).is_dir():
+        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
+    file = Path(checkpoint_dir) / model_file(zero_stage, 0)
+    if not file.exists():
+        raise FileNotFoundError(f"can't find model states file at '{file}'")
+    return str(file)
+
+
+def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
+    """Return the paths that match, in the order of their numbers. Raises FileNotFoundError if there are none."""
+    found = sorted(map(str, Path(checkpoint_dir).glob(glob_pattern)), key=natural_keys)
+    if not found:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return found
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """Return the paths of the optimizer files, by rank."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    """Return the paths of the model files, by rank."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def atoi(text: str) -> int | str:
+    """Return a number where `text` is one, else `text`."""
+    return int(text) if text.isdigit() else text
+
+
+def natural_keys(text: str) -> list[int | str]:
+    """Return a key that sorts numbers within text by their size."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
+    """Return the elements of each rank's part at stage 3, and those of the padding of the last one."""
+    return -(-unpartitioned_numel // world_size), -unpartitioned_numel % world_size
+
+
+def to_torch_tensor(state_dict: dict[str, Any], return_empty_tensor: bool = False,
+                    dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a lazy state dict; with `return_empty_tensor` ones of their shapes whose values are not read.
+
+    Names that share a tensor share it in the result.
+    """
+    made: dict[int, Tensor] = {}
+    for value in state_dict.values():
+        if id(value) not in made:
+            wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+            made[id(value)] = (torch.empty(value.shape, dtype=wanted) if return_empty_tensor
+                               else value.contiguous().to(wanted))
+    return {name: made[id(value)] for name, value in state_dict.items()}
 
 
 def main(args: Sequence[str] | None = None) -> None:
