@@ -1,4 +1,4 @@
-"""Published monitors, lists of cores, and constants of the configuration."""
+"""Published monitors, lists of cores, accelerators, and constants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.compat.deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from shoal.compat.deepspeed.monitor.config import get_monitor_config
 from shoal.compat.deepspeed.monitor.monitor import MonitorMaster
+from shoal.compat.deepspeed.utils import zero_to_fp32
 from shoal.compat.deepspeed.utils.numa import get_numactl_cmd, parse_range, parse_range_list
 from shoal.testing import run_ranks
 
@@ -66,3 +68,22 @@ def test_lists_of_cores_ascend_and_are_shared_evenly() -> None:
             parse_range_list(wrong)
     with pytest.raises(ValueError, match="give at least one"):
         get_numactl_cmd("0-1", 4, 0)
+
+
+def test_accelerators_give_memory_and_graphs_as_published() -> None:
+    accelerator = CPU_Accelerator()
+    assert accelerator.pin_empty(2, 3, dtype=torch.float16).shape == accelerator.pin_empty((2, 3), dtype=torch.int8).shape
+    assert accelerator.pin_empty_like(torch.ones(2, 2)).dtype == torch.float32
+    assert not accelerator.register_host_memory(0, 8)
+    with accelerator.capture_to_graph(accelerator.create_graph()):
+        accelerator.replay_graph(None)
+
+
+def test_keys_of_the_files_are_names_of_zero_to_fp32_too() -> None:
+    assert (zero_to_fp32.DS_VERSION, zero_to_fp32.ZERO_STAGE) == ("ds_version", "zero_stage")
+    assert zero_to_fp32.natural_keys("rank_12") == ["rank_", 12, ""]
+    assert zero_to_fp32.zero3_partitioned_param_info(10, 4) == (3, 2)
+    with pytest.raises(FileNotFoundError, match="can't find"):
+        zero_to_fp32.get_optim_files(str(Path(__file__).parent))
+    with pytest.raises(FileNotFoundError, match="doesn't exist"):
+        zero_to_fp32.get_model_state_file("nowhere", 1)

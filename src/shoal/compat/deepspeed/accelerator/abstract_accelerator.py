@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -204,6 +205,21 @@ class DeepSpeedAccelerator(ABC):
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in pinned memory."""
 
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+        """Return an uninitialized tensor in pinned memory, where the device has such memory."""
+        return self.pin_memory(torch.empty(*size, dtype=dtype, device=device))
+
+    def pin_empty_like(self, tensor: Tensor, device: Any = "cpu", dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialized tensor of the shape of another one in pinned memory."""
+        return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+
+    def register_host_memory(self, address: Any, num_bytes: int) -> bool:
+        """Return False: memory that a script allocated is not pinned in place; copy it by `pin_memory`."""
+        return False
+
+    def unregister_host_memory(self, address: Any) -> None:  # noqa: B027  a device may keep it
+        """Do nothing: no memory was registered."""
+
     def unpin_memory(self, tensor: Tensor) -> Tensor:
         """Return a copy in pageable memory if `tensor` is pinned."""
         return tensor.clone() if self.is_pinned(tensor) else tensor
@@ -260,6 +276,19 @@ class DeepSpeedAccelerator(ABC):
     def create_graph(self) -> Any:
         """Return a graph that captures work, None where there are none."""
         return None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """Return a context that captures work into `graph`; it runs the work where there are no graphs."""
+        return nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run the work that `graph` captured; nothing where there are no graphs."""
+        if graph is not None:
+            graph.replay()
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """Return False: there are no grouped products of Triton."""
+        return False
 
     def is_current_stream_capturing(self) -> bool:
         """Whether work is being captured."""

@@ -39,6 +39,9 @@ class CUDA_Accelerator(DeviceAccelerator):
     def create_graph(self) -> Any:
         return self.module_function("CUDAGraph")()
 
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        return self.module_function("graph")(graph, pool, stream)
+
     def is_current_stream_capturing(self) -> bool:
         return self.module_function("is_current_stream_capturing")()
 

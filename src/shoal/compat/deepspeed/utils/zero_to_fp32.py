@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint import Snapshot
+from shoal.compat.deepspeed.checkpoint import constants
 from shoal.errors import ShoalError, UsageError
 from shoal.interchange import latest, open_checkpoint
 from shoal.interchange.layout import model_file
@@ -154,6 +155,13 @@ def write_script(folder: str | Path) -> Path:
     path.write_text(SCRIPT)
     path.chmod(0o755)
     return path
+
+
+def __getattr__(name: str) -> object:
+    """Return a key of the files: scripts import these from here too."""
+    if name.isupper() and name in vars(constants):
+        return vars(constants)[name]
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
