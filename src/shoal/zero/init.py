@@ -20,7 +20,7 @@ from shoal.config.load import read
 from shoal.config.problem import raise_all
 from shoal.config.resolve import resolve
 from shoal.config.section import Section
-from shoal.device import current_device
+from shoal.device import HOST, current_device
 from shoal.errors import ConfigError, UsageError
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.tier import Store, trim
@@ -204,7 +204,8 @@ def _offload(config: Mapping[str, Any], remote_device: str | None) -> tuple[Offl
     raise_all(found.findings.problems, "zero.Init")
     param = found.section.zero_optimization.offload_param
     if remote_device is not None:
-        device = "none" if remote_device in _ON_DEVICE or remote_device == current_device().type else remote_device
+        on_device = remote_device != HOST.type and remote_device in (*_ON_DEVICE, current_device().type)
+        device = "none" if on_device else remote_device
         asked = resolve(OffloadParam, {**param.model_dump(), "device": device})
         raise_all(asked.findings.problems, "zero.Init: remote_device")
         param = asked.section
