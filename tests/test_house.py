@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "names": ("registry",),
     "machine": ("native",),
     "formats": ("onebit",),
+    "attention": ("attention",),
     "record": ("recording",),
     "transport": ("tier", "transport"),
     "mesh": ("comm", "mesh", "sparse"),

@@ -1,0 +1,12 @@
+"""Block-sparse attention: a layout says which blocks of keys each block of queries sees, and one operation computes it.
+
+    layout (heads, query blocks, key blocks) of 0 and 1  ->  Blocks (compressed rows)  ->  attend(q, k, v, blocks)
+
+Dense attention is the layout of ones. Time and memory are proportional to the visited blocks; no tensor of length x length
+is made. Every backend gives the output and the log-sum-exp of each row, and drops the same probabilities for the same seed.
+"""
+
+from shoal.attention.attend import attend
+from shoal.attention.blocks import Blocks
+
+__all__ = ["Blocks", "attend"]

@@ -1,0 +1,283 @@
+"""`attend`: the one operation, its checks, and the choice of a backend.
+
+    reference   dense scores and autograd: the oracle of the tests
+    gather      torch operations on any device; blocks and head dims of any size
+    native      C++ on the host; blocks are multiples of 16
+
+"auto" takes native on the host where it serves, and gather elsewhere.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# (once_differentiable hides the signature of the backward that it guards.)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import sqrt
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shoal.attention import gather, reference
+from shoal.attention.blocks import Blocks
+from shoal.attention.call import AttentionCall, Term
+from shoal.device import HOST
+from shoal.errors import UsageError
+from shoal.log import warn_once
+from shoal.native import attention as native
+
+__all__ = ["BACKENDS", "Backend", "Mode", "attend"]
+
+Backend = Literal["auto", "reference", "gather", "native"]
+Mode = Literal["add", "mul"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float | None = None, causal: bool = False,
+           key_padding: Tensor | None = None, key_padding_mode: Mode = "add", mask: Tensor | None = None,
+           mask_mode: Mode = "add", bias: Tensor | None = None, dropout: float = 0.0, seed: int | None = None,
+           backend: Backend = "auto") -> Tensor:
+    """Return softmax(scale * query key^T + masks) value over the visited `blocks`: (batches, heads, length, dim).
+
+    `query` is (batches, heads, length, dim); `key` and `value` are (batches, kv_heads, kv_length, dim), where kv_heads
+    divides heads and query head h reads key head h // (heads / kv_heads). All have one dtype, of 16 or 32 bits. `scale` is
+    1 / sqrt(dim) unless given. With `causal`, a query sees no later key.
+
+    `key_padding` (batches, kv_length) and `mask` (length, kv_length) are added to the scores ("add"); or hide keys where
+    they are 0 ("mul"). A mask of dtype bool hides where it is False. `bias` (batches or 1, heads or 1, length, kv_length),
+    or without the first or the first two of these, is added to the scores, and has a gradient.
+
+    `dropout` is the probability with which a weight is dropped; `seed` says which (drawn from torch's generator of the host
+    unless given). A row that sees nothing gives zeros, and zero gradients.
+
+    Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
+    """
+    scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
+    _check(query, key, value, blocks, causal=causal, dropout=dropout, backend=backend)
+    if causal:
+        blocks = blocks.lower
+    bias = None if bias is None else _bias(bias, query, key)
+    terms = [] if bias is None else [Term(tensor=bias, multiplies=False)]
+    hidden: list[Tensor] = []
+    masks: tuple[tuple[str, Tensor | None, Mode, int], ...] = (
+        ("key_padding", key_padding, key_padding_mode, query.shape[0]), ("mask", mask, mask_mode, query.shape[2]))
+    for name, tensor, mode, first in masks:
+        if tensor is not None:
+            term = _term(name, tensor, mode, (first, key.shape[2]), query.device)
+            terms.append(term)
+            hidden.append(_hidden(name, term, blocks))
+    if dropout and seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
+                         biased=bias is not None, dropout=dropout, seed=seed or 0, hidden=_any(hidden))
+    chosen = _choose(backend, call, query, value)
+    if chosen == "reference":
+        return reference.attention(call, query, key, value, bias)[0]
+    return _Attend.apply(_TABLE[chosen], call, query, key, value, bias)
+
+
+class _Forward(Protocol):
+    def __call__(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class _Kernels(NamedTuple):
+    """A backend: output and log-sum-exp forward; fp32 gradients of query, key and value backward."""
+
+    forward: _Forward
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class _Attend(torch.autograd.Function):
+    """The operation for autograd: saves operands, output and log-sum-exp, and lets a backend compute both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: _Kernels, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor,
+                bias: Tensor | None) -> Tensor:
+        """Run the backend's forward; `bias` is the first of the call's terms."""
+        output, sums = kernels.forward(call, query, key, value)
+        terms = tuple(term.tensor for term in call.terms)
+        ctx.save_for_backward(query, key, value, output, sums, *terms)
+        ctx.kernels, ctx.call, ctx.has_bias = kernels, replace(call, terms=()), bias is not None
+        ctx.multiplies = tuple(term.multiplies for term in call.terms)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the backend's backward, and sum the scores' gradient to the shape of the bias."""
+        query, key, value, output, sums, *terms = ctx.saved_tensors
+        call = replace(ctx.call, terms=tuple(Term(tensor=tensor, multiplies=multiplies)
+                                                   for tensor, multiplies in zip(terms, ctx.multiplies, strict=True)))
+        blocks = call.blocks
+        wanted = ctx.has_bias and ctx.needs_input_grad[5]
+        scores = None
+        if wanted:
+            visited = blocks.visited if blocks.heads == 1 else int(blocks.starts[::blocks.row_blocks].diff().max())
+            scores = torch.zeros(*query.shape[:2], visited, blocks.block, blocks.block, device=query.device)
+        gradients = ctx.kernels.backward(call, query, key, value, output, sums, gradient, score_gradient=scores)
+        typed = [each.to(operand.dtype) for each, operand in zip(gradients, (query, key, value), strict=True)]
+        to_bias = None if scores is None else _spread(scores, blocks, terms[0])
+        return None, None, *typed, to_bias
+
+
+def _spread(scores: Tensor, blocks: Blocks, bias: Tensor) -> Tensor:
+    """Return the gradient of `bias` from that of the visited scores (batches, heads, visited, block, block)."""
+    if bias.shape[0] == 1:
+        scores = scores.sum(0, keepdim=True)
+    result = torch.zeros(bias.shape, device=bias.device)
+    cut = result.unflatten(2, (blocks.row_blocks, blocks.block)).unflatten(4, (blocks.column_blocks, blocks.block))
+    for head in range(scores.shape[1]):
+        layout_head = 0 if blocks.heads == 1 else head
+        first, last = blocks.starts[layout_head * blocks.row_blocks], blocks.starts[(layout_head + 1) * blocks.row_blocks]
+        rows = (blocks.rows[first:last] - layout_head * blocks.row_blocks).to(bias.device)
+        columns = blocks.columns[first:last].long().to(bias.device)
+        to = cut[:, 0 if bias.shape[1] == 1 else head]  # batches, row blocks, block, column blocks, block
+        to.permute(1, 3, 0, 2, 4).index_put_((rows, columns), scores[:, head, :len(rows)].transpose(0, 1), accumulate=True)
+    return result.to(bias.dtype)
+
+
+# --- Backends ---
+
+def _kernel_call(call: AttentionCall) -> native.KernelCall:
+    blocks = call.blocks
+    return native.KernelCall(
+        starts=blocks.starts, columns=blocks.columns, layout_heads=blocks.heads, block=blocks.block, hidden=call.hidden,
+        terms=[(term.tensor, term.multiplies) for term in call.terms],
+        causal=call.causal, scale=call.scale, kept=call.kept, threshold=call.threshold, seed=call.seed)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Return `tensor` in fp32 with a head dim that the kernel takes."""
+    missing = -tensor.shape[-1] % native.UNIT
+    wide = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    wide = wide.float()
+    return wide if wide.stride(-1) == 1 else wide.contiguous()
+
+
+def _native_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = (_widen(each).contiguous() for each in (key, value))
+    output, sums = native.forward(_kernel_call(call), _widen(query), keys, values)
+    return output[..., :query.shape[-1]].to(query.dtype), sums
+
+
+def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
+                     gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    wide = _widen(query)
+    like = torch.empty_like(wide).copy_(_widen(output))  # the kernel takes one set of strides for both
+    keys, values = (_widen(each).contiguous() for each in (key, value))
+    gradients = native.backward(_kernel_call(call), wide, keys, values, like, sums, _widen(gradient),
+                                score_gradient=score_gradient)
+    dim = query.shape[-1]
+    return gradients[0][..., :dim], gradients[1][..., :dim], gradients[2][..., :dim]
+
+
+_TABLE = MappingProxyType({"gather": _Kernels(gather.forward, gather.backward),
+                           "native": _Kernels(_native_forward, _native_backward)})
+
+
+def _choose(backend: Backend, call: AttentionCall, query: Tensor, value: Tensor) -> str:
+    served = query.device == HOST and call.blocks.block % native.UNIT == 0 and value.shape[-1] == query.shape[-1]
+    if backend == "native":
+        if not served:
+            raise UsageError("attend: the native backend takes tensors on the host, blocks that are multiples of "
+                             f"{native.UNIT}, and values as wide as keys; got device {query.device}, block "
+                             f"{call.blocks.block}, head dims {query.shape[-1]} and {value.shape[-1]}. Use backend='gather'")
+        if not native.available():
+            raise UsageError("attend: the native backend cannot be built here (a warning says why); use backend='gather'")
+    if backend != "auto":
+        return backend
+    if query.device != HOST:
+        return "gather"
+    if served and native.available():
+        return "native"
+    warn_once(f"attention with blocks of {call.blocks.block} is computed by torch operations: the C++ kernel "
+              + ("could not be built" if served else f"takes multiples of {native.UNIT}"))
+    return "gather"
+
+
+# --- Checks ---
+
+def _check(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, causal: bool, dropout: float, backend: str) -> None:
+    """Raise UsageError where operands do not fit each other or the layout."""
+    named = {"query": query, "key": key, "value": value}
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+    if any(tensor.dim() != 4 for tensor in named.values()):
+        raise UsageError(f"attend: operands are (batches, heads, length, dim); got {shapes}")
+    if len({(tensor.dtype, tensor.device) for tensor in named.values()}) > 1:
+        raise UsageError("attend: query, key and value have one dtype, and one device; got "
+                         + ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in named.items()))
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(f"attend: operands are float32, bfloat16 or float16; got {query.dtype}")
+    if (key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]
+            or query.shape[1] % key.shape[1]):
+        raise UsageError("attend: key and value have one length and one number of heads, which divides that of the query; "
+                         f"all have one batch, query and key one head dim; got {shapes}")
+    if blocks.heads not in (1, query.shape[1]):
+        raise UsageError(f"attend: the layout is for {blocks.heads} heads, query has {query.shape[1]}; make a layout with 1 "
+                         f"or {query.shape[1]} heads")
+    for name, length, expected in (("query", query.shape[2], blocks.length), ("key", key.shape[2], blocks.kv_length)):
+        if length != expected:
+            fix = (f"pad it to a multiple of the block, {blocks.block}" if length % blocks.block
+                   else f"make the layout for length {length}")
+            raise UsageError(f"attend: {name} has length {length}, the layout is for {expected}; {fix}")
+    if causal and blocks.length != blocks.kv_length:
+        raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
+    if not 0.0 <= dropout < 1.0:
+        raise UsageError(f"attend: dropout is a probability, at least 0 and below 1; got {dropout}")
+    if backend not in BACKENDS:
+        raise UsageError(f"attend: backend is one of {', '.join(BACKENDS)}; got {backend!r}")
+
+
+def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the bias with four dims; raise UsageError where it does not fit."""
+    whole = (*query.shape[:3], key.shape[2])
+    wide = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if 2 <= bias.dim() <= 4 else bias
+    fits = (wide.dim() == 4 and wide.shape[2:] == whole[2:] and wide.shape[0] in (1, whole[0])
+            and wide.shape[1] in (1, whole[1]))
+    if not fits or not bias.is_floating_point() or bias.device != query.device:
+        raise UsageError(f"attend: bias is (batches or 1, heads or 1, length, kv_length), here {whole}, of a float dtype on "
+                         f"{query.device}; got {tuple(bias.shape)}, {bias.dtype}, {bias.device}")
+    return wide if wide.stride(-1) == 1 else wide.contiguous()
+
+
+def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
+    if mode not in ("add", "mul"):
+        raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
+    if tuple(tensor.shape) != shape:
+        meaning = "(batches, kv_length)" if name == "key_padding" else "(length, kv_length)"
+        raise UsageError(f"attend: {name} is {meaning}, here {shape}; got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise UsageError(f"attend: {name} is on {tensor.device}, query on {device}")
+    multiplies = mode == "mul" or tensor.dtype == torch.bool
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
+        tensor = tensor.float()
+    tensor = tensor.detach().contiguous()
+    return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
+
+
+def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
+    """Return which blocks the mask hides wholly: (batches or 1, query blocks or 1, key blocks); raise UsageError for NaN."""
+    tensor = term.tensor[:, 0].unflatten(-1, (blocks.column_blocks, blocks.block))
+    if tensor.shape[1] > 1:
+        tensor = tensor.unflatten(1, (blocks.row_blocks, blocks.block)).transpose(2, 3).flatten(3)
+    else:
+        tensor = tensor[:, :1]
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    top = tensor.amax(-1)
+    if term.tensor.is_floating_point() and bool(top.isnan().any()):
+        raise UsageError(f"attend: {name} has NaN; where nothing is to be masked give 0 in mode 'add', 1 in mode 'mul'")
+    hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top == -torch.inf
+    return hides if hides.dim() == 3 else hides.squeeze(-1)
+
+
+def _any(hidden: list[Tensor]) -> Tensor | None:
+    if not hidden or not any(bool(each.any()) for each in hidden):
+        return None
+    result = hidden[0]
+    for each in hidden[1:]:
+        result = result | each
+    return result.contiguous()

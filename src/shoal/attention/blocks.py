@@ -1,0 +1,105 @@
+"""The blocks that a layout visits, as compressed rows.
+
+A layout is a tensor (heads, query blocks, key blocks) of 0 and 1. Where all heads have one layout, one head is stored.
+Blocks are cached by the content of the layout, not by its length: two layouts of one length never share an entry.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
+
+__all__ = ["Blocks"]
+
+_CACHED = 64
+_cache: OrderedDict[tuple[tuple[int, ...], int, bytes], Blocks] = OrderedDict()
+
+
+class Blocks:
+    """The visited blocks of each row of blocks, in ascending order: `columns[starts[row]:starts[row + 1]]`.
+
+    Rows of all heads follow each other; `heads` is 1 where they share one layout. `starts` (heads * row_blocks + 1,) is
+    int64, `columns` (visited,) int32; both are on the host. `block` is the number of positions along an edge.
+    """
+
+    def __init__(self, layout: Tensor, block: int) -> None:
+        """Take a checked `layout` (heads, row blocks, column blocks) on the host; use `Blocks.of`."""
+        self.heads, self.row_blocks, self.column_blocks = layout.shape
+        self.block = block
+        found = layout.flatten(0, 1).nonzero()
+        counts = layout.flatten(0, 1).sum(-1, dtype=torch.int64)
+        self.starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        self.columns = found[:, 1].to(torch.int32)
+        self.layout = layout
+
+    @staticmethod
+    def of(layout: Tensor, block: int) -> Blocks:
+        """Return the blocks of `layout` (heads, query blocks, key blocks), whose entries are 0 or 1.
+
+        Raises UsageError for another shape, other entries, or a block of no positions.
+        """
+        if layout.dim() != 3 or not layout.numel():
+            raise UsageError("a layout has the shape (heads, query blocks, key blocks), each at least 1; "
+                             f"got {tuple(layout.shape)}")
+        if block < 1:
+            raise UsageError(f"a block has at least one position; got block={block}")
+        small = layout.detach().to("cpu", torch.bool)
+        if not torch.equal(small.to(layout.dtype), layout.detach().cpu()):
+            raise UsageError("a layout has entries 0 and 1 alone (1: the block is visited); "
+                             f"got values from {layout.min().item()} to {layout.max().item()}")
+        if layout.shape[0] > 1 and bool((small == small[:1]).all()):
+            small = small[:1]
+        small = small.contiguous()
+        key = (tuple(small.shape), block, small.numpy().tobytes())
+        blocks = _cache.get(key)
+        if blocks is None:
+            blocks = _cache[key] = Blocks(small, block)
+            if len(_cache) > _CACHED:
+                _cache.popitem(last=False)
+        else:
+            _cache.move_to_end(key)
+        return blocks
+
+    @staticmethod
+    def dense(length: int, kv_length: int, block: int) -> Blocks:
+        """Return the layout of ones; both lengths are multiples of `block`."""
+        return Blocks.of(torch.ones(1, length // block, kv_length // block, dtype=torch.bool), block)
+
+    @property
+    def length(self) -> int:
+        """The number of queries."""
+        return self.row_blocks * self.block
+
+    @property
+    def kv_length(self) -> int:
+        """The number of keys."""
+        return self.column_blocks * self.block
+
+    @property
+    def visited(self) -> int:
+        """The number of visited blocks, of all stored heads."""
+        return self.columns.numel()
+
+    @property
+    def density(self) -> float:
+        """The share of all blocks that is visited."""
+        return self.visited / self.layout.numel()
+
+    @cached_property
+    def lower(self) -> Blocks:
+        """The same layout without blocks above the diagonal, which a causal mask hides wholly."""
+        return Blocks.of(self.layout.tril(), self.block)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row of blocks of each visited block, counted over all stored heads: (visited,) int64."""
+        return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks), self.starts.diff())
+
+    def __repr__(self) -> str:
+        return (f"Blocks({self.heads} heads, {self.length} x {self.kv_length}, block {self.block}, {self.visited} visited: "
+                f"{self.density:.1%})")

@@ -1,0 +1,69 @@
+"""One call of attention as a value: shapes, scale, masks and dropout, without the tensors that autograd follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.attention.dropout import row_keys, threshold
+
+if TYPE_CHECKING:
+    from shoal.attention.blocks import Blocks
+
+__all__ = ["AttentionCall", "Term"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A tensor that is added to scores; or, where `multiplies`, one whose zeros hide scores.
+
+    `tensor` is (batch or 1, heads or 1, queries or 1, keys), of a float dtype or bool. It is never expanded in memory.
+    """
+
+    tensor: Tensor
+    multiplies: bool
+
+    def added(self, values: Tensor) -> Tensor:
+        """Return what some `values` of the tensor add to scores, in fp32."""
+        if not self.multiplies:
+            return values.float()
+        return torch.zeros(values.shape, device=values.device).masked_fill_(values == 0, -torch.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What a backend computes: softmax(scale * q k^T + terms) v over the visited blocks.
+
+    q is (batches, heads, length, dim), k and v (batches, kv_heads, kv_length, dim); query head h reads key head
+    h // (heads / kv_heads). With `causal` a query sees keys of its own position and before.
+    """
+
+    blocks: Blocks
+    heads: int
+    scale: float
+    causal: bool
+    terms: tuple[Term, ...]
+    """At most three. The first may have a gradient: the bias."""
+    biased: bool
+    """Whether the first term is the bias."""
+    dropout: float
+    seed: int
+    hidden: Tensor | None
+    """(batch or 1, query blocks or 1, key blocks) bool: blocks that masks hide wholly."""
+
+    @property
+    def threshold(self) -> int:
+        """The hashes below it are dropped."""
+        return threshold(self.dropout)
+
+    @property
+    def kept(self) -> float:
+        """The factor on probabilities that stay."""
+        return 1.0 / (1.0 - self.dropout)
+
+    def row_keys(self, batches: int, device: torch.device) -> Tensor:
+        """Return the dropout's key of each query (batches, heads, length)."""
+        return row_keys(self.seed, batches, self.heads, self.blocks.length, device)

@@ -1,0 +1,41 @@
+"""Dropout from a counter: a hash of (seed, batch, head, query, key) says whether a probability is dropped.
+
+Nothing is stored between forward and backward, and every backend, thread count and recompute drops the same ones. The hash
+is the 32-bit finalizer of MurmurHash3, a bijection, over a Weyl sequence along the keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["keep", "row_keys", "threshold"]
+
+_GOLDEN = 0x9E3779B9
+_WORD = 0xFFFFFFFF
+
+
+def _mix(h: Tensor) -> Tensor:
+    """Hash int64 tensors that hold 32 bits each."""
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
+    return h ^ (h >> 16)
+
+
+def threshold(dropout: float) -> int:
+    """Return the number below which a hash is dropped, of 2^32."""
+    return min(round(dropout * 2**32), _WORD)
+
+
+def row_keys(seed: int, batches: int, heads: int, length: int, device: torch.device) -> Tensor:
+    """Return the key of each query (batches, heads, length), int64 of 32 bits."""
+    low, high = seed & _WORD, (seed >> 32) & _WORD
+    pair = (torch.arange(batches, device=device)[:, None] * _GOLDEN + torch.arange(heads, device=device) + 1) & _WORD
+    keys = _mix(low ^ _mix(high ^ _mix(pair)))
+    rows = _mix((torch.arange(length, device=device) * _GOLDEN + 1) & _WORD)
+    return _mix(keys[..., None] ^ rows)
+
+
+def keep(keys: Tensor, columns: Tensor, dropped: int) -> Tensor:
+    """Return whether each probability stays: `keys` (..., queries, 1) of `row_keys`, `columns` (..., 1, keys) positions."""
+    return _mix((keys + columns * _GOLDEN) & _WORD) >= dropped

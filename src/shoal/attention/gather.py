@@ -1,0 +1,197 @@
+"""Attention on any device in plain torch operations: rows of blocks with equally many visited blocks are computed together.
+
+The keys of a row's blocks are gathered beside each other, so that a bucket of rows is one batched dense attention. Rows are
+bucketed by their number of visited blocks, rounded up to 1, 2, 3, 4, 6, 8, 12, 16 ...; the added blocks are masked. A bucket
+is cut so that its scores take at most `_BYTES`. Backward computes the probabilities again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.attention.blocks import Blocks
+from shoal.attention.call import AttentionCall, Term
+from shoal.attention.dropout import keep
+
+__all__ = ["backward", "forward"]
+
+_BYTES = 8 << 20
+"""Scores that are held at a time; those that stay in a processor's cache are faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Rows of one head: their block rows (rows,), the visited blocks (rows, degree), and which of these are real."""
+
+    head: int
+    rows: Tensor
+    columns: Tensor
+    real: Tensor | None
+    entries: Tensor
+    """The place of each visited block among those of the layout (rows, degree)."""
+
+
+@dataclass(slots=True)
+class _Scored:
+    """The scores of a bucket (batches, rows, block, keys) of all query heads of one layout head, and their operands."""
+
+    scores: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kept: Tensor | None
+
+
+def _degree(count: int) -> int:
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16 ... that is at least `count`."""
+    power = 1 << max(count - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
+def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
+    counts = blocks.starts.diff()
+    for head in range(blocks.heads):
+        first = head * blocks.row_blocks
+        of_head = counts[first:first + blocks.row_blocks]
+        degrees = torch.tensor([_degree(count) if count else 0 for count in of_head.tolist()])
+        for degree in degrees.unique().tolist():
+            if not degree:
+                continue
+            rows = (degrees == degree).nonzero().flatten()
+            at_once = max(1, _BYTES // (4 * batches * group * blocks.block**2 * degree))
+            for some in rows.split(at_once):
+                exact = of_head[some]
+                offset = torch.arange(degree)
+                real = offset < exact[:, None]
+                entries = blocks.starts[first + some][:, None] + torch.minimum(offset, exact[:, None] - 1)
+                yield _Bucket(head, some, blocks.columns[entries].long(), None if bool(real.all()) else real, entries)
+
+
+def _term_values(term: Term, bucket: _Bucket, blocks: Blocks, heads: slice) -> Tensor:
+    """Return what the term adds to the bucket's scores: (batches or 1, heads or 1, rows, block or 1, degree * block)."""
+    tensor = term.tensor if term.tensor.shape[1] == 1 else term.tensor[:, heads]
+    batches, count, length, _ = tensor.shape
+    columns, rows = bucket.columns.to(tensor.device), bucket.rows.to(tensor.device)
+    cut = tensor.unflatten(-1, (blocks.column_blocks, blocks.block))
+    if length == 1:
+        values = cut[:, :, 0][:, :, columns][:, :, :, None]
+    else:
+        cut = cut.unflatten(2, (blocks.row_blocks, blocks.block))
+        values = cut[:, :, rows[:, None], :, columns].permute(2, 3, 0, 4, 1, 5)
+        # advanced indices with a slice between them come first: (rows, degree, batches, heads, block, block)
+    return term.added(values.reshape(batches, count, len(rows), values.shape[3], -1))
+
+
+def _score(call: AttentionCall, bucket: _Bucket, heads: slice, query: Tensor, key: Tensor, value: Tensor,
+           row_keys: Tensor | None) -> _Scored:
+    """Compute the masked scores of a bucket: `query` (batches, heads, row blocks, block, dim), keys and values likewise."""
+    blocks = call.blocks
+    device = query.device
+    rows, columns = bucket.rows.to(device), bucket.columns.to(device)
+    group = query.shape[1] // key.shape[1]
+    some = query[:, heads][:, :, rows].float() * call.scale
+    kv = slice(heads.start // group, (heads.stop - 1) // group + 1)
+    gathered = [each[:, kv][:, :, columns].flatten(3, 4).float() for each in (key, value)]
+    if kv.stop - kv.start != heads.stop - heads.start:
+        gathered = [each.repeat_interleave(group, dim=1)[:, heads.start - kv.start * group:][:, :heads.stop - heads.start]
+                    for each in gathered]
+    scores = some @ gathered[0].transpose(-1, -2)
+    for term in call.terms:
+        scores += _term_values(term, bucket, blocks, heads)
+    inner = torch.arange(blocks.block, device=device)
+    positions = (columns[..., None] * blocks.block + inner).flatten(1)  # (rows, keys)
+    if bucket.real is not None:
+        scores.masked_fill_(~bucket.real.to(device).repeat_interleave(blocks.block, 1)[:, None], -torch.inf)
+    if call.causal:
+        scores.masked_fill_(positions[:, None] > (rows[:, None] * blocks.block + inner)[..., None], -torch.inf)
+    kept = None
+    if row_keys is not None:
+        keys = row_keys[:, heads].unflatten(2, (blocks.row_blocks, blocks.block))[:, :, rows]
+        kept = keep(keys[..., None], positions[:, None], call.threshold)
+    return _Scored(scores, some, gathered[0], gathered[1], kept)
+
+
+def _heads_of(bucket: _Bucket, call: AttentionCall) -> slice:
+    return slice(0, call.heads) if call.blocks.heads == 1 else slice(bucket.head, bucket.head + 1)
+
+
+def _cut(blocks: Blocks, tensor: Tensor) -> Tensor:
+    return tensor.unflatten(2, (tensor.shape[2] // blocks.block, blocks.block))
+
+
+def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output, laid out as `query` is, and the log-sum-exp (batches, heads, length) in fp32."""
+    blocks = call.blocks
+    q, k, v = (_cut(blocks, each) for each in (query, key, value))
+    output = torch.zeros_like(query)
+    sums = torch.full(query.shape[:3], -torch.inf, device=query.device)
+    out, all_sums = _cut(blocks, output), _cut(blocks, sums)
+    row_keys = call.row_keys(query.shape[0], query.device) if call.threshold else None
+    for bucket in _buckets(blocks, query.shape[0], call.heads if blocks.heads == 1 else 1):
+        heads = _heads_of(bucket, call)
+        scored = _score(call, bucket, heads, q, k, v, row_keys)
+        of_rows = scored.scores.logsumexp(-1)
+        weights = scored.scores.sub_(of_rows.masked_fill(of_rows == -torch.inf, 0)[..., None]).exp_()
+        if scored.kept is not None:
+            weights *= scored.kept
+            weights *= call.kept
+        rows = bucket.rows.to(query.device)
+        out[:, heads, rows] = (weights @ scored.value).to(query.dtype)
+        all_sums[:, heads, rows] = of_rows
+    return output, sums
+
+
+def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
+             gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value in fp32; `score_gradient` is as in `shoal.native.attention`."""
+    blocks, batches = call.blocks, query.shape[0]
+    q, k, v, out, grad = (_cut(blocks, each) for each in (query, key, value, output, gradient))
+    all_sums = _cut(blocks, sums)
+    group = query.shape[1] // key.shape[1]
+    to_query = torch.zeros(query.shape, device=query.device)
+    to_key, to_value = (torch.zeros(each.shape, device=query.device) for each in (key, value))
+    row_keys = call.row_keys(batches, query.device) if call.threshold else None
+    for bucket in _buckets(blocks, batches, call.heads if blocks.heads == 1 else 1):
+        heads = _heads_of(bucket, call)
+        rows, columns = bucket.rows.to(query.device), bucket.columns.to(query.device)
+        scored = _score(call, bucket, heads, q, k, v, row_keys)
+        some = grad[:, heads][:, :, rows].float()
+        inner = (some * out[:, heads][:, :, rows].float()).sum(-1)
+        of_rows = all_sums[:, heads][:, :, rows]
+        weights = scored.scores.sub_(of_rows.masked_fill(of_rows == -torch.inf, torch.inf)[..., None]).exp_()
+        product = some @ scored.value.transpose(-1, -2)
+        dropped = weights
+        if scored.kept is not None:
+            factor = scored.kept * call.kept
+            dropped, product = weights * factor, product.mul_(factor)
+        change = product.sub_(inner[..., None]).mul_(weights)
+        if score_gradient is not None:
+            _place(score_gradient, change, bucket, blocks, heads)
+        _cut(blocks, to_query)[:, heads, rows] = (change @ scored.key).mul_(call.scale)
+        for to, by in ((to_key, change.transpose(-1, -2) @ scored.query), (to_value, dropped.transpose(-1, -2) @ some)):
+            _add(_cut(blocks, to), by, columns, heads, group)
+    return to_query, to_key, to_value
+
+
+def _add(to: Tensor, by: Tensor, columns: Tensor, heads: slice, group: int) -> None:
+    """Add to the blocks (batches, kv heads, column blocks, block, dim) what rows gave (batches, heads, rows, keys, dim)."""
+    batches, count, _, _, dim = by.shape
+    first = heads.start // group
+    if group > 1 and count > 1:
+        by = by.unflatten(1, (count // group, group)).sum(2)
+    size = to.shape[3]
+    by = by.reshape(batches, by.shape[1], columns.numel(), size, dim)
+    to[:, first:first + by.shape[1]].index_add_(2, columns.flatten(), by)
+
+
+def _place(score_gradient: Tensor, change: Tensor, bucket: _Bucket, blocks: Blocks, heads: slice) -> None:
+    """Write the gradient of a bucket's scores (batches, heads, rows, block, keys) to its visited blocks."""
+    cut = change.unflatten(-1, (bucket.columns.shape[1], blocks.block))
+    cut = cut.transpose(3, 4)  # batches, heads, rows, degree, block, block
+    entries = bucket.entries - (blocks.starts[bucket.head * blocks.row_blocks] if blocks.heads > 1 else 0)
+    real = torch.ones_like(entries, dtype=torch.bool) if bucket.real is None else bucket.real
+    score_gradient[:, heads, entries[real].to(change.device)] = cut[:, :, real.to(change.device)]

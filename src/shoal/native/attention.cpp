@@ -1,0 +1,551 @@
+// Block-sparse attention in fp32, forward and backward.
+//
+// A strip is R vectors of query rows, one row a lane. Scores are kept transposed, scores[key][row]: the softmax then needs no
+// horizontal operation, and keys and values are read in place, one element at a time, and broadcast. Three products do all the work:
+//
+//     score        to[key][row] = sum over d of keys[key][d] * lanes[d][row]            S = K Q^T,  dP = V dO^T
+//     accumulate   to[d][row]  += sum over keys of weights[key][row] * values[key][d]   O^T += P V, dQ^T += dS K
+//     scatter      to[key][d]  += sum over rows of weights[key][row] * rows[row][d]     dV += P dO,  dK += dS Q
+//
+// The forward pass is an online softmax (Milakov and Gimelshein, 2018) over the visited blocks of a row of blocks; the backward
+// pass computes the probabilities again from the log-sum-exp (Dao et al., 2022, algorithm 4), row of blocks by row of blocks.
+// Each thread owns whole (batch, key head) pairs in backward, and sums are taken in one order: bits do not depend on threads.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "rounding.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // lanes of a vector
+constexpr int kSums = 16;
+using vf = __m512;
+inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+inline vf all(float x) { return _mm512_set1_ps(x); }
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int W = 8;
+constexpr int kSums = 8;  // of 16 registers
+using vf = __m256;
+inline vf load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+inline vf all(float x) { return _mm256_set1_ps(x); }
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+#else
+constexpr int W = 4;
+constexpr int kSums = 8;
+typedef float vf __attribute__((vector_size(16)));
+inline vf load(const float* p) { vf x; std::memcpy(&x, p, sizeof x); return x; }
+inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+inline vf all(float x) { return vf{x, x, x, x}; }
+inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+#endif
+
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kUnit = 16;      // blocks are multiples of it, and so are head dims
+constexpr int64_t kChunkKeys = 64; // keys whose scores are held at a time, at least: blocks of 16 go four at a time
+constexpr uint32_t kGolden = 0x9E3779B9u;
+
+inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+inline vf larger(vf a, vf b) { return select(a > b, a, b); }
+
+// e^x to 2 units in the last place; 0 below -87, NaN of NaN. x is at most 0, but for rounding.
+inline vf exponential(vf x) {
+    const vf magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const vf low = all(-87.0f);
+    const vi tiny = x < low;
+    const vf z = select(tiny, low, x);
+    const vf shifted = fma(z, all(1.44269504088896f), magic);
+    const vf n = shifted - magic;
+    vf r = fma(n, all(-0.693359375f), z);  // ln 2 in two parts
+    r = fma(n, all(2.12194440e-4f), r);
+    vf p = all(1.9875691500e-4f);
+    p = fma(p, r, all(1.3981999507e-3f));
+    p = fma(p, r, all(8.3334519073e-3f));
+    p = fma(p, r, all(4.1665795894e-2f));
+    p = fma(p, r, all(1.6666665459e-1f));
+    p = fma(p, r, all(5.0000001201e-1f));
+    p = fma(p, r * r, r + all(1.0f));
+    const vf power = (vf)(((vi)shifted + 127) << 23);  // the low bits of `shifted` are n
+    return select(tiny, all(0.0f), p * power);
+}
+
+inline uint32_t mix(uint32_t h) {  // the finalizer of MurmurHash3: a bijection of 32 bits
+    h ^= h >> 16;
+    h *= 0x85EBCA6Bu;
+    h ^= h >> 13;
+    h *= 0xC2B2AE35u;
+    return h ^ (h >> 16);
+}
+
+inline vu mix(vu h) {
+    h ^= h >> 16;
+    h *= 0x85EBCA6Bu;
+    h ^= h >> 13;
+    h *= 0xC2B2AE35u;
+    return h ^ (h >> 16);
+}
+
+// --- The problem, as native/attention.py fills it. Strides are in elements. ---
+
+struct Term {  // added to scores, or where 0 masks them
+    const void* data;
+    int64_t batch, head, row;  // strides; that of a column is 1
+    int32_t dtype;             // of rounding.h, or 3: bool
+    int32_t multiplies;        // 0 masks, other values do nothing
+};
+
+struct Problem {
+    int64_t batches, heads, kv_heads, length, kv_length, dim, block, layout_heads;
+    const int64_t* starts;   // of the rows of blocks of all layout heads, and the end
+    const int32_t* columns;  // block columns, ascending in each row
+    const uint8_t* hidden;   // (batch, row block, column block) that no row sees; or null
+    int64_t hidden_batch, hidden_row;
+    Term terms[3];
+    int32_t term_count, causal;
+    float scale, kept;   // kept: 1 / (1 - dropout)
+    uint32_t threshold;  // hashes below are dropped
+    uint32_t seed[2];
+    int32_t threads;
+    const float *query, *key, *value;  // key and value are contiguous
+    int64_t query_stride[3], output_stride[3], gradient_stride[3];
+    float* output;
+    float* sums;  // log-sum-exp (batch, head, row), contiguous
+    const float* gradient;
+    float *query_gradient, *key_gradient, *value_gradient;  // contiguous; those of keys and values start at 0
+    float* score_gradient;  // (batch, head, visited blocks, block, block) or null
+    int64_t visited;        // blocks of one head
+};
+
+// One strip of one head, and where it is.
+struct Place {
+    int64_t batch, head, row_block, row;
+    const int64_t *first, *last;  // entries of `columns`, as indices
+    uint32_t key;                 // of the dropout of this (batch, head)
+};
+
+inline float element(const void* data, int32_t dtype, int64_t i) {
+    switch (dtype) {
+        case kFloat32: return static_cast<const float*>(data)[i];
+        case kBfloat16: return float_of(static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16);
+        case kFloat16: return from_float16(static_cast<const uint16_t*>(data)[i]);
+        default: return static_cast<const uint8_t*>(data)[i] ? 1.0f : 0.0f;
+    }
+}
+
+inline float added(const Term& term, int64_t i) {
+    const float value = element(term.data, term.dtype, i);
+    return term.multiplies ? (value == 0.0f ? -kInfinity : 0.0f) : value;
+}
+
+// --- The three products ---
+
+template <int R>
+void score(float* to, const float* keys, int64_t count, int64_t dim, const float* lanes) {
+    constexpr int K = kSums / R;
+    for (int64_t j = 0; j < count; j += K) {
+        vf sums[K][R] = {};
+        const float* rows = keys + j * dim;
+        for (int64_t d = 0; d < dim; ++d) {
+            vf lane[R];
+            for (int r = 0; r < R; ++r) lane[r] = load(lanes + (d * R + r) * W);
+#pragma GCC unroll 16
+            for (int k = 0; k < K; ++k) {
+                const vf one = all(rows[k * dim + d]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) sums[k][r] = fma(one, lane[r], sums[k][r]);
+            }
+        }
+        for (int k = 0; k < K; ++k)
+            for (int r = 0; r < R; ++r) store(to + ((j + k) * R + r) * W, sums[k][r]);
+    }
+}
+
+template <int R>
+void accumulate(float* to, const float* weights, const float* values, int64_t count, int64_t dim) {
+    constexpr int K = kSums / R;
+    for (int64_t d = 0; d < dim; d += K) {
+        vf sums[K][R];
+        for (int k = 0; k < K; ++k)
+            for (int r = 0; r < R; ++r) sums[k][r] = load(to + ((d + k) * R + r) * W);
+        for (int64_t j = 0; j < count; ++j) {
+            vf lane[R];
+            for (int r = 0; r < R; ++r) lane[r] = load(weights + (j * R + r) * W);
+            const float* row = values + j * dim + d;
+#pragma GCC unroll 16
+            for (int k = 0; k < K; ++k) {
+                const vf one = all(row[k]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) sums[k][r] = fma(one, lane[r], sums[k][r]);
+            }
+        }
+        for (int k = 0; k < K; ++k)
+            for (int r = 0; r < R; ++r) store(to + ((d + k) * R + r) * W, sums[k][r]);
+    }
+}
+
+template <int R, int V>
+void scatter_columns(float* to, const float* weights, const float* rows, int64_t count, int64_t dim) {
+    constexpr int K = kSums / V;
+    for (int64_t j = 0; j < count; j += K) {
+        vf sums[K][V];
+        for (int k = 0; k < K; ++k)
+            for (int v = 0; v < V; ++v) sums[k][v] = load(to + (j + k) * dim + v * W);
+        const float* weight = weights + j * R * W;
+        for (int64_t r = 0; r < R * W; ++r) {
+            vf lane[V];
+            for (int v = 0; v < V; ++v) lane[v] = load(rows + r * dim + v * W);
+#pragma GCC unroll 16
+            for (int k = 0; k < K; ++k) {
+                const vf one = all(weight[k * R * W + r]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) sums[k][v] = fma(one, lane[v], sums[k][v]);
+            }
+        }
+        for (int k = 0; k < K; ++k)
+            for (int v = 0; v < V; ++v) store(to + (j + k) * dim + v * W, sums[k][v]);
+    }
+}
+
+template <int R>
+void scatter(float* to, const float* weights, const float* rows, int64_t count, int64_t dim) {
+    int64_t d = 0;
+    for (; d + 4 * W <= dim; d += 4 * W) scatter_columns<R, 4>(to + d, weights, rows + d, count, dim);
+    for (; d + 2 * W <= dim; d += 2 * W) scatter_columns<R, 2>(to + d, weights, rows + d, count, dim);
+    for (; d < dim; d += W) scatter_columns<R, 1>(to + d, weights, rows + d, count, dim);
+}
+
+// --- Between the products ---
+
+// Transpose a strip of `R * W` rows into lanes[d][row], times `factor`.
+template <int R>
+void pack(float* lanes, const float* rows, int64_t stride, int64_t dim, float factor) {
+    for (int64_t d = 0; d < dim; ++d)
+        for (int64_t r = 0; r < R * W; ++r) lanes[d * R * W + r] = rows[r * stride + d] * factor;
+}
+
+// Add to the scores of one block what the terms say, and hide later keys from earlier rows.
+template <int R>
+void adjust(float* scores, const Problem& p, const Place& at, int64_t column, float* tile) {
+    const int64_t rows = R * W, block = p.block, first = column * block;
+    for (int32_t t = 0; t < p.term_count; ++t) {
+        const Term& term = p.terms[t];
+        const int64_t base = at.batch * term.batch + at.head * term.head + first;
+        if (term.row == 0) {
+            for (int64_t j = 0; j < block; ++j) {
+                const vf value = all(added(term, base + j));
+                for (int r = 0; r < R; ++r) store(scores + (j * R + r) * W, load(scores + (j * R + r) * W) + value);
+            }
+            continue;
+        }
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t j = 0; j < block; ++j) tile[j * rows + r] = added(term, base + (at.row + r) * term.row + j);
+        for (int64_t i = 0; i < block * rows; i += W) store(scores + i, load(scores + i) + load(tile + i));
+    }
+    if (p.causal && first + block - 1 > at.row)
+        for (int64_t j = 0; j < block; ++j)
+            for (int64_t r = 0; r < rows && at.row + r < first + j; ++r) scores[j * rows + r] = -kInfinity;
+}
+
+// The keys of dropout of the rows of a strip.
+template <int R>
+void row_keys(vu* keys, const Place& at) {
+    for (int r = 0; r < R; ++r)
+        for (int lane = 0; lane < W; ++lane)
+            keys[r][lane] = mix(at.key ^ mix(static_cast<uint32_t>(at.row + r * W + lane) * kGolden + 1u));
+}
+
+inline vf kept(vu key, int64_t column, uint32_t threshold, vf value) {
+    const vu hash = mix(key + static_cast<uint32_t>(column) * kGolden);
+    return select((vi)(hash >= threshold), value, all(0.0f));
+}
+
+inline bool is_hidden(const Problem& p, const Place& at, int64_t column) {
+    return p.hidden != nullptr && p.hidden[at.batch * p.hidden_batch + at.row_block * p.hidden_row + column];
+}
+
+// Scratch memory of one thread.
+struct Scratch {
+    explicit Scratch(const Problem& p) {
+        const int64_t rows = 4 * W, chunk = p.block > kChunkKeys ? p.block : kChunkKeys + p.block;
+        const int64_t sizes[] = {p.dim * rows, p.dim * rows, p.dim * rows, p.dim * rows, p.dim * rows, chunk * rows, chunk * rows,
+                                 p.block * rows};
+        int64_t total = 0;
+        for (int64_t size : sizes) total += size;
+        memory.reset(new (std::nothrow) float[total + 16]);
+        if (!memory) return;
+        float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t{63});
+        float** parts[] = {&lanes, &gradient_lanes, &result, &rows_of_query, &rows_of_gradient, &scores, &products, &tile};
+        for (int i = 0; i < 8; ++i) {
+            *parts[i] = next;
+            next += sizes[i];
+        }
+    }
+    std::unique_ptr<float[]> memory;
+    float *lanes = nullptr, *gradient_lanes = nullptr, *result = nullptr, *rows_of_query = nullptr, *rows_of_gradient = nullptr;
+    float *scores = nullptr, *products = nullptr, *tile = nullptr;
+};
+
+// Collect the next visible blocks of a row, about kChunkKeys keys; return how many.
+struct Chunk {
+    int64_t columns[kChunkKeys / kUnit + 1];
+    int64_t entries[kChunkKeys / kUnit + 1];
+    int64_t count;
+};
+
+inline const int64_t* next_chunk(Chunk& chunk, const Problem& p, const Place& at, int64_t& entry, int64_t end) {
+    const int64_t most = p.block >= kChunkKeys ? 1 : kChunkKeys / p.block;
+    chunk.count = 0;
+    for (; entry < end && chunk.count < most; ++entry) {
+        const int64_t column = p.columns[entry];
+        if (is_hidden(p, at, column)) continue;
+        chunk.columns[chunk.count] = column;
+        chunk.entries[chunk.count++] = entry;
+    }
+    return chunk.count ? chunk.columns : nullptr;
+}
+
+template <int R>
+void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, const float* query, const float* keys,
+                   const float* values, float* output, float* sums, Scratch& s) {
+    constexpr int64_t rows = R * W;
+    pack<R>(s.lanes, query, p.query_stride[2], p.dim, p.scale);
+    std::memset(s.result, 0, p.dim * rows * sizeof(float));
+    vf largest[R], total[R];
+    vu keys_of_rows[R];
+    for (int r = 0; r < R; ++r) {
+        largest[r] = all(-kInfinity);
+        total[r] = all(0.0f);
+    }
+    if (p.threshold) row_keys<R>(keys_of_rows, at);
+    Chunk chunk;
+    while (next_chunk(chunk, p, at, entry, end)) {
+        vf top[R];
+        for (int r = 0; r < R; ++r) top[r] = largest[r];
+        for (int64_t c = 0; c < chunk.count; ++c) {
+            float* scores = s.scores + c * p.block * rows;
+            score<R>(scores, keys + chunk.columns[c] * p.block * p.dim, p.block, p.dim, s.lanes);
+            adjust<R>(scores, p, at, chunk.columns[c], s.tile);
+            for (int64_t j = 0; j < p.block; ++j)
+                for (int r = 0; r < R; ++r) {
+                    const vf x = load(scores + (j * R + r) * W);
+                    top[r] = select(x <= top[r], top[r], x);  // NaN wins
+                }
+        }
+        vf base[R];
+        bool moved = false;
+        for (int r = 0; r < R; ++r) {
+            base[r] = select(top[r] == all(-kInfinity), all(0.0f), top[r]);
+            const vf shrink = exponential(largest[r] - base[r]);
+            total[r] *= shrink;
+            largest[r] = top[r];
+            const vi changed = shrink != all(1.0f);
+            for (int lane = 0; lane < W; ++lane) moved |= changed[lane] != 0;
+            store(s.tile + r * W, shrink);
+        }
+        if (moved)
+            for (int64_t d = 0; d < p.dim; ++d)
+                for (int r = 0; r < R; ++r) {
+                    float* out = s.result + (d * R + r) * W;
+                    store(out, load(out) * load(s.tile + r * W));
+                }
+        for (int64_t c = 0; c < chunk.count; ++c) {
+            float* scores = s.scores + c * p.block * rows;
+            for (int64_t j = 0; j < p.block; ++j)
+                for (int r = 0; r < R; ++r) {
+                    float* x = scores + (j * R + r) * W;
+                    vf probability = exponential(load(x) - base[r]);
+                    total[r] += probability;
+                    if (p.threshold) probability = kept(keys_of_rows[r], chunk.columns[c] * p.block + j, p.threshold, probability);
+                    store(x, probability);
+                }
+            accumulate<R>(s.result, scores, values + chunk.columns[c] * p.block * p.dim, p.block, p.dim);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        const vf empty = (vf)(vi)(total[r] == all(0.0f));
+        store(s.tile + r * W, select((vi)empty, all(0.0f), all(p.kept) / total[r]));
+        for (int lane = 0; lane < W; ++lane)
+            sums[r * W + lane] = total[r][lane] == 0.0f ? -kInfinity : largest[r][lane] + std::log(total[r][lane]);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        float* out = output + r * p.output_stride[2];
+        for (int64_t d = 0; d < p.dim; ++d) out[d] = s.result[d * rows + r] * s.tile[r];
+    }
+}
+
+template <int R>
+void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, int64_t row_start, const float* query,
+                    const float* keys, const float* values, const float* output, const float* gradient, const float* sums,
+                    float* query_gradient, float* key_gradient, float* value_gradient, Scratch& s) {
+    constexpr int64_t rows = R * W;
+    pack<R>(s.lanes, query, p.query_stride[2], p.dim, p.scale);
+    pack<R>(s.gradient_lanes, gradient, p.gradient_stride[2], p.dim, 1.0f);
+    std::memset(s.result, 0, p.dim * rows * sizeof(float));
+    float inner[rows], base_of[rows];
+    for (int64_t r = 0; r < rows; ++r) {
+        std::memcpy(s.rows_of_query + r * p.dim, query + r * p.query_stride[2], p.dim * sizeof(float));
+        std::memcpy(s.rows_of_gradient + r * p.dim, gradient + r * p.gradient_stride[2], p.dim * sizeof(float));
+        const float* out = output + r * p.output_stride[2];
+        const float* grad = s.rows_of_gradient + r * p.dim;
+        vf sum = all(0.0f);
+        for (int64_t d = 0; d < p.dim; d += W) sum = fma(load(out + d), load(grad + d), sum);
+        float one = 0.0f;
+        for (int lane = 0; lane < W; ++lane) one += sum[lane];
+        inner[r] = one;
+        base_of[r] = sums[r] == -kInfinity ? kInfinity : sums[r];  // a row that sees nothing has probabilities of 0
+    }
+    vu keys_of_rows[R];
+    if (p.threshold) row_keys<R>(keys_of_rows, at);
+    Chunk chunk;
+    while (next_chunk(chunk, p, at, entry, end))
+        for (int64_t c = 0; c < chunk.count; ++c) {
+            const int64_t column = chunk.columns[c], offset = column * p.block * p.dim;
+            score<R>(s.scores, keys + offset, p.block, p.dim, s.lanes);
+            adjust<R>(s.scores, p, at, column, s.tile);
+            score<R>(s.products, values + offset, p.block, p.dim, s.gradient_lanes);
+            for (int64_t j = 0; j < p.block; ++j)
+                for (int r = 0; r < R; ++r) {
+                    float* x = s.scores + (j * R + r) * W;
+                    float* y = s.products + (j * R + r) * W;
+                    const vf probability = exponential(load(x) - load(base_of + r * W));
+                    vf weight = probability, product = load(y);
+                    if (p.threshold) {
+                        const vf factor = kept(keys_of_rows[r], column * p.block + j, p.threshold, all(p.kept));
+                        weight *= factor;
+                        product *= factor;
+                    }
+                    store(x, weight);
+                    store(y, probability * (product - load(inner + r * W)));
+                }
+            if (p.score_gradient) {
+                const int64_t head = at.batch * p.heads + at.head, visited = chunk.entries[c] - row_start;
+                float* to = p.score_gradient + ((head * p.visited + visited) * p.block + at.row % p.block) * p.block;
+                for (int64_t r = 0; r < rows; ++r)
+                    for (int64_t j = 0; j < p.block; ++j) to[r * p.block + j] = s.products[j * rows + r];
+            }
+            for (int64_t i = 0; i < p.block * rows; i += W) store(s.products + i, load(s.products + i) * all(p.scale));
+            accumulate<R>(s.result, s.products, keys + offset, p.block, p.dim);
+            scatter<R>(value_gradient + offset, s.scores, s.rows_of_gradient, p.block, p.dim);
+            scatter<R>(key_gradient + offset, s.products, s.rows_of_query, p.block, p.dim);
+        }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < p.dim; ++d) query_gradient[r * p.dim + d] = s.result[d * rows + r];
+}
+
+Place place(const Problem& p, int64_t batch, int64_t head, int64_t row) {
+    Place at{};
+    at.batch = batch;
+    at.head = head;
+    at.row = row;
+    at.row_block = row / p.block;
+    at.key = mix(p.seed[0] ^ mix(p.seed[1] ^ mix(static_cast<uint32_t>(batch) * kGolden + static_cast<uint32_t>(head) + 1u)));
+    return at;
+}
+
+template <int R>
+int forward(const Problem& p) {
+    constexpr int64_t rows = R * W;
+    const int64_t strips = p.length / rows, row_blocks = p.length / p.block, tasks = p.batches * p.heads * strips;
+    int failed = 0;
+#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
+    {
+        Scratch scratch(p);
+        if (!scratch.memory) {
+#pragma omp atomic write
+            failed = 1;
+        } else {
+#pragma omp for schedule(dynamic, 8)
+            for (int64_t task = 0; task < tasks; ++task) {
+                const int64_t pair = task / strips, batch = pair / p.heads, head = pair % p.heads;
+                const Place at = place(p, batch, head, (task % strips) * rows);
+                const int64_t index = (p.layout_heads == 1 ? 0 : head) * row_blocks + at.row_block;
+                const int64_t kv = (batch * p.kv_heads + head / (p.heads / p.kv_heads)) * p.kv_length * p.dim;
+                forward_strip<R>(p, at, p.starts[index], p.starts[index + 1],
+                                 p.query + batch * p.query_stride[0] + head * p.query_stride[1] + at.row * p.query_stride[2],
+                                 p.key + kv, p.value + kv,
+                                 p.output + batch * p.output_stride[0] + head * p.output_stride[1] + at.row * p.output_stride[2],
+                                 p.sums + pair * p.length + at.row, scratch);
+            }
+        }
+    }
+    return failed;
+}
+
+template <int R>
+int backward(const Problem& p) {
+    constexpr int64_t rows = R * W;
+    const int64_t strips = p.length / rows, row_blocks = p.length / p.block, group = p.heads / p.kv_heads;
+    int failed = 0;
+#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
+    {
+        Scratch scratch(p);
+        if (!scratch.memory) {
+#pragma omp atomic write
+            failed = 1;
+        } else {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t task = 0; task < p.batches * p.kv_heads; ++task) {
+                const int64_t batch = task / p.kv_heads, kv = task * p.kv_length * p.dim;
+                for (int64_t g = 0; g < group; ++g) {
+                    const int64_t head = (task % p.kv_heads) * group + g, pair = batch * p.heads + head;
+                    for (int64_t strip = 0; strip < strips; ++strip) {
+                        const Place at = place(p, batch, head, strip * rows);
+                        const int64_t first = (p.layout_heads == 1 ? 0 : head) * row_blocks, index = first + at.row_block;
+                        backward_strip<R>(
+                            p, at, p.starts[index], p.starts[index + 1], p.starts[first],
+                            p.query + batch * p.query_stride[0] + head * p.query_stride[1] + at.row * p.query_stride[2],
+                            p.key + kv, p.value + kv,
+                            p.output + batch * p.output_stride[0] + head * p.output_stride[1] + at.row * p.output_stride[2],
+                            p.gradient + batch * p.gradient_stride[0] + head * p.gradient_stride[1]
+                                + at.row * p.gradient_stride[2],
+                            p.sums + pair * p.length + at.row, p.query_gradient + (pair * p.length + at.row) * p.dim,
+                            p.key_gradient + kv, p.value_gradient + kv, scratch);
+                    }
+                }
+            }
+        }
+    }
+    return failed;
+}
+
+// Vectors of rows in a strip: as many as divide the block, at most 4.
+int vectors(const Problem& p) {
+    const int64_t count = p.block / W;
+    return count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+}
+
+}  // namespace
+
+extern "C" {
+
+int shoal_attention_version() { return 1; }
+
+// Both return 0, or 1 where memory ran out.
+int shoal_attention_forward(const Problem* problem) {
+    switch (vectors(*problem)) {
+        case 4: return forward<4>(*problem);
+        case 2: return forward<2>(*problem);
+        default: return forward<1>(*problem);
+    }
+}
+
+int shoal_attention_backward(const Problem* problem) {
+    switch (vectors(*problem)) {
+        case 4: return backward<4>(*problem);
+        case 2: return backward<2>(*problem);
+        default: return backward<1>(*problem);
+    }
+}
+
+}  // extern "C"

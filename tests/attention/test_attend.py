@@ -1,0 +1,253 @@
+"""Every backend gives the reference's output and gradients: layouts, masks, biases, dropout, head groups, odd head dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.attention import Blocks, attend
+from shoal.attention.attend import BACKENDS
+from shoal.errors import UsageError
+from shoal.native import attention as native
+
+FAST = ("gather", "native")
+TOLERANCE = 2e-5
+
+
+def random_blocks(heads: int, blocks: int, block: int, *, seed: int = 0, empty: bool = True) -> Blocks:
+    generator = torch.Generator().manual_seed(seed)
+    layout = torch.rand(heads, blocks, blocks, generator=generator) < 0.5
+    layout[:, :, 0] = True
+    if empty:
+        layout[:, 2] = False
+    return Blocks.of(layout, block)
+
+
+def operands(blocks: Blocks, heads: int, kv_heads: int, dim: int, *, batches: int = 2, dtype: torch.dtype = torch.float32,
+             seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, blocks.length), (kv_heads, blocks.kv_length), (kv_heads, blocks.kv_length))
+    return [torch.randn(batches, *shape, dim, generator=generator).to(dtype) for shape in shapes]
+
+
+def passes(backend: Any, tensors: list[Tensor], blocks: Blocks, bias: Tensor | None = None, **options: Any) -> list[Tensor]:
+    """Return the output, and the gradients of all operands."""
+    leaves = [each.clone().requires_grad_() for each in tensors]
+    bias = None if bias is None else bias.clone().requires_grad_()
+    output = attend(*leaves, blocks, bias=bias, backend=backend, **options)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype))
+    result = [output.detach(), *(each.grad for each in leaves), *([] if bias is None else [bias.grad])]
+    assert all(each is not None for each in result)
+    return [each for each in result if each is not None]
+
+
+def close(got: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * float(b.float().abs().max().clamp(min=1e-3)))
+
+
+def padded(batches: int, length: int, block: int) -> Tensor:
+    mask = torch.zeros(batches, length)
+    mask[:, -block - 3:] = -torch.inf  # a whole block, and a part of one
+    return mask
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "key padding": {"key_padding": lambda b, n, k: padded(b, n, k)},
+    "key padding that multiplies": {
+        "key_padding": lambda b, n, k: (padded(b, n, k) == 0).float(), "key_padding_mode": "mul"},
+    "mask of bool": {"mask": lambda b, n, k: torch.rand(n, n, generator=torch.Generator().manual_seed(5)) < 0.8},
+    "mask of bf16": {"mask": lambda b, n, k: torch.randn(n, n, generator=torch.Generator().manual_seed(5)).bfloat16()},
+    "causal mask that multiplies": {"causal": True, "mask_mode": "mul",
+                                    "mask": lambda b, n, k: torch.ones(n, n, dtype=torch.float16).triu(-3)},
+    "dropout": {"dropout": 0.2, "seed": 2**61 + 12345},
+    "bias of each head": {"bias": lambda b, n, k: torch.randn(4, n, n, generator=torch.Generator().manual_seed(6))},
+    "bias of each batch, and all others": {
+        "bias": lambda b, n, k: torch.randn(b, 1, n, n, generator=torch.Generator().manual_seed(6)),
+        "dropout": 0.1, "seed": 3, "causal": True, "key_padding": lambda b, n, k: padded(b, n, k), "scale": 0.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("block", "kv_heads", "dim", "layout_heads"), [
+    (16, 4, 64, 1), (16, 2, 40, 4), (32, 1, 16, 4), (48, 4, 24, 1), (64, 2, 64, 4), (128, 4, 80, 1),
+])  # fmt: skip
+def test_fast_backends_equal_the_reference(case: str, block: int, kv_heads: int, dim: int, layout_heads: int) -> None:
+    blocks = random_blocks(layout_heads, 5, block)
+    tensors = operands(blocks, 4, kv_heads, dim)
+    options = {name: value(2, blocks.length, block) if callable(value) else value for name, value in CASES[case].items()}
+    expected = passes("reference", tensors, blocks, **options)
+    for backend in FAST:
+        close(passes(backend, tensors, blocks, **options), expected)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_layout_of_ones_is_dense_attention(backend: Any, causal: bool) -> None:
+    blocks = Blocks.dense(128, 128, 32)
+    query, key, value = operands(blocks, 2, 2, 32)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    close([attend(query, key, value, blocks, causal=causal, backend=backend)], [expected])
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_lengths_of_queries_and_keys_may_differ(backend: Any) -> None:
+    blocks = Blocks.of(torch.rand(1, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.6, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    close(passes(backend, tensors, blocks), passes("reference", tensors, blocks))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operands_of_16_bits_are_computed_in_fp32(backend: Any, dtype: torch.dtype) -> None:
+    blocks = random_blocks(1, 4, 16)
+    tensors = operands(blocks, 2, 2, 16, dtype=dtype)
+    got = passes(backend, tensors, blocks)
+    wide = passes("reference", [each.float() for each in tensors], blocks)
+    assert torch.equal(got[0], passes(backend, [each.float() for each in tensors], blocks)[0].to(dtype))
+    close([each.float() for each in got], wide, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+def test_rows_that_see_nothing_give_zeros_and_no_nan(backend: Any) -> None:
+    blocks = random_blocks(1, 5, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    hidden = torch.zeros(2, blocks.length)
+    hidden[1] = -torch.inf  # a sample that sees nothing
+    output, to_query, to_key, to_value = passes(backend, tensors, blocks, key_padding=hidden)
+    assert not output[:, :, 32:48].any() and not to_query[:, :, 32:48].any()
+    assert not output[1].any() and not to_key[1].any() and not to_value[1].any()
+    assert output[0, :, :32].all() and not any(each.isnan().any() for each in (output, to_query, to_key, to_value))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_nan_in_an_operand_reaches_the_output(backend: Any) -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    query, key, value = operands(blocks, 2, 2, 16)
+    key[0, 0, 40, 3] = torch.nan
+    output = attend(query, key, value, blocks, backend=backend)
+    assert output[0, 0].isnan().all() and not output[0, 1].isnan().any() and not output[1].isnan().any()
+
+
+def test_dropout_drops_the_share_asked_for_and_keeps_the_mean() -> None:
+    blocks = Blocks.dense(256, 256, 64)
+    query, key, _ = operands(blocks, 4, 4, 16, batches=1)
+    value = torch.ones_like(key)
+    output = attend(torch.zeros_like(query), key, value, blocks, dropout=0.3, seed=7)
+    kept = output[..., 0] * 0.7  # the share of equal weights that stays, row by row
+    assert abs(float(kept.mean()) - 0.7) < 0.005 and 0.02 < float(kept.std()) < 0.04  # sqrt(0.3 * 0.7 / 256) = 0.029
+    assert not torch.equal(output, attend(torch.zeros_like(query), key, value, blocks, dropout=0.3, seed=8))
+
+
+def test_the_seed_comes_from_the_generator_of_the_host() -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    torch.manual_seed(3)
+    first, second = (attend(*tensors, blocks, dropout=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(first, attend(*tensors, blocks, dropout=0.5)) and not torch.equal(first, second)
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    blocks = random_blocks(4, 6, 16)
+    tensors = operands(blocks, 4, 2, 32)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(passes("native", tensors, blocks, dropout=0.1, seed=1))
+    finally:
+        torch.set_num_threads(before)
+    for one, many in zip(*results, strict=True):
+        assert torch.equal(one, many)
+
+
+def test_operands_may_be_transposed_views() -> None:
+    blocks = random_blocks(1, 5, 16)
+    tensors = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in operands(blocks, 4, 4, 32)]
+    close(passes("native", tensors, blocks), passes("reference", tensors, blocks))
+
+
+def test_gradients_equal_finite_differences() -> None:
+    blocks = random_blocks(1, 3, 16)
+    query, key, value = operands(blocks, 1, 1, 16, batches=1)
+    gradient = passes("native", [query, key, value], blocks)[1]
+    direction = torch.randn(query.shape, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(query.shape, generator=torch.Generator().manual_seed(9))
+    step = 1e-2
+    change = [(attend(query + sign * step * direction, key, value, blocks, backend="reference").double() * weight).sum()
+              for sign in (1, -1)]
+    assert abs(float((change[0] - change[1]) / (2 * step)) - float((gradient * direction).sum())) < 2e-3
+
+
+def test_blocks_are_cached_by_content() -> None:
+    layout = torch.eye(4).long()[None]
+    other = layout.clone()
+    other[0, 0, 3] = 1
+    assert Blocks.of(layout, 16) is Blocks.of(layout.clone(), 16)
+    assert Blocks.of(other, 16).visited == 5 and Blocks.of(layout, 32) is not Blocks.of(layout, 16)
+    assert Blocks.of(layout.expand(6, -1, -1), 16).heads == 1
+
+
+def test_small_blocks_are_computed_by_gather_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = random_blocks(1, 5, 4)
+    tensors = operands(blocks, 2, 2, 16)
+    for _ in range(2):
+        close(passes("auto", tensors, blocks), passes("reference", tensors, blocks))
+    assert sum("takes multiples of 16" in each.message for each in caplog.records) <= 1
+
+
+def _bad(**changes: Any) -> dict[str, Any]:
+    return changes
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (_bad(query=torch.zeros(1, 2, 65, 8)), "query has length 65, the layout is for 64; pad it to a multiple of the block"),
+    (_bad(query=torch.zeros(1, 2, 80, 8)), "query has length 80, the layout is for 64; make the layout for length 80"),
+    (_bad(key=torch.zeros(1, 2, 48, 8), value=torch.zeros(1, 2, 48, 8)), "key has length 48"),
+    (_bad(query=torch.zeros(1, 3, 64, 8)), "one number of heads, which divides that of the query"),
+    (_bad(query=torch.zeros(1, 2, 64, 16)), "one head dim"),
+    (_bad(query=torch.zeros(64, 8)), "operands are (batches, heads, length, dim)"),
+    (_bad(query=torch.zeros(1, 2, 64, 8).half()), "one dtype, and one device"),
+    (_bad(query=torch.zeros(1, 2, 64, 8, dtype=torch.float64), key=torch.zeros(1, 2, 64, 8, dtype=torch.float64),
+          value=torch.zeros(1, 2, 64, 8, dtype=torch.float64)), "float32, bfloat16 or float16"),
+    (_bad(blocks=Blocks.of(torch.eye(4).long()[None].repeat(3, 1, 1) * torch.tensor([1, 0, 1])[:, None, None], 16)),
+     "the layout is for 3 heads, query has 2"),
+    (_bad(dropout=1.0), "dropout is a probability"),
+    (_bad(backend="fast"), "backend is one of"),
+    (_bad(mask=torch.zeros(32, 64)), "mask is (length, kv_length), here (64, 64); got (32, 64)"),
+    (_bad(key_padding=torch.zeros(2, 64)), "key_padding is (batches, kv_length), here (1, 64); got (2, 64)"),
+    (_bad(mask=torch.zeros(64, 64), mask_mode="sum"), "mask_mode is 'add' or 'mul'; got 'sum'"),
+    (_bad(mask=torch.full((64, 64), torch.nan)), "mask has NaN"),
+    (_bad(key_padding=torch.full((1, 64), torch.nan)), "key_padding has NaN"),
+    (_bad(bias=torch.zeros(3, 64, 64)), "bias is (batches or 1, heads or 1, length, kv_length)"),
+    (_bad(backend="native", blocks=Blocks.dense(64, 64, 8)), "multiples of 16"),
+    (_bad(causal=True, blocks=Blocks.dense(64, 32, 16), key=torch.zeros(1, 2, 32, 8), value=torch.zeros(1, 2, 32, 8)),
+     "causal needs equal lengths"),
+])  # fmt: skip
+def test_bad_calls_say_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {name: torch.zeros(1, 2, 64, 8) for name in ("query", "key", "value")}
+    with pytest.raises(UsageError) as caught:
+        attend(**{**good, "blocks": Blocks.dense(64, 64, 16), **changes})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("layout", "message"), [
+    (torch.ones(4, 4), "(heads, query blocks, key blocks)"), (torch.full((1, 2, 2), 2), "entries 0 and 1 alone"),
+    (torch.ones(1, 0, 2), "each at least 1"),
+])  # fmt: skip
+def test_bad_layouts_are_refused(layout: Tensor, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Blocks.of(layout, 16)
+    assert message in str(caught.value)
+
+
+def test_the_native_backend_is_built_where_there_is_a_compiler() -> None:
+    assert native.available() and "native" in BACKENDS
