@@ -167,7 +167,7 @@ def _native_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
 def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
                      gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     wide = _widen(query)
-    like = torch.empty_like(wide).copy_(_widen(output))  # the kernel takes one set of strides for both
+    like = _widen(output)
     keys, values = (_widen(each).contiguous() for each in (key, value))
     gradients = native.backward(_kernel_call(call), wide, keys, values, like, sums, _widen(gradient),
                                 score_gradient=score_gradient)

@@ -150,9 +150,10 @@ inline float added(const Term& term, int64_t i) {
 
 // --- The three products ---
 
-template <int R>
-void score(float* to, const float* keys, int64_t count, int64_t dim, const float* lanes) {
+template <int R, int D>  // D: the head dim, which makes the rows' addresses constants; 0 where it is another
+void score_of(float* to, const float* keys, int64_t count, int64_t head_dim, const float* lanes) {
     constexpr int K = kSums / R;
+    const int64_t dim = D ? D : head_dim;
     for (int64_t j = 0; j < count; j += K) {
         vf sums[K][R] = {};
         const float* rows = keys + j * dim;
@@ -168,6 +169,15 @@ void score(float* to, const float* keys, int64_t count, int64_t dim, const float
         }
         for (int k = 0; k < K; ++k)
             for (int r = 0; r < R; ++r) store(to + ((j + k) * R + r) * W, sums[k][r]);
+    }
+}
+
+template <int R>
+void score(float* to, const float* keys, int64_t count, int64_t dim, const float* lanes) {
+    switch (dim) {
+        case 64: return score_of<R, 64>(to, keys, count, dim, lanes);
+        case 128: return score_of<R, 128>(to, keys, count, dim, lanes);
+        default: return score_of<R, 0>(to, keys, count, dim, lanes);
     }
 }
 
@@ -227,11 +237,45 @@ void scatter(float* to, const float* weights, const float* rows, int64_t count, 
 
 // --- Between the products ---
 
+// to[column][row] = from[row][column]; both counts are multiples of 16.
+void transpose(float* to, int64_t to_stride, const float* from, int64_t stride, int64_t rows, int64_t columns) {
+#if defined(__AVX512F__)
+    for (int64_t i = 0; i < rows; i += 16)
+        for (int64_t j = 0; j < columns; j += 16) {
+            __m512 a[16], b[16];
+            for (int n = 0; n < 16; ++n) a[n] = load(from + (i + n) * stride + j);
+            for (int n = 0; n < 16; n += 2) {
+                b[n] = _mm512_unpacklo_ps(a[n], a[n + 1]);
+                b[n + 1] = _mm512_unpackhi_ps(a[n], a[n + 1]);
+            }
+            for (int n = 0; n < 16; n += 4)
+                for (int half = 0; half < 2; ++half) {
+                    const __m512d low = _mm512_castps_pd(b[n + half]), high = _mm512_castps_pd(b[n + half + 2]);
+                    a[n + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+                    a[n + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+                }
+            for (int n = 0; n < 4; ++n) {  // a[4 i + n] holds of rows 4 i to 4 i + 3, in quarter q, column 4 q + n
+                const __m512 p = _mm512_shuffle_f32x4(a[n], a[4 + n], 0x44), q = _mm512_shuffle_f32x4(a[n], a[4 + n], 0xEE);
+                const __m512 r = _mm512_shuffle_f32x4(a[8 + n], a[12 + n], 0x44);
+                const __m512 s = _mm512_shuffle_f32x4(a[8 + n], a[12 + n], 0xEE);
+                store(to + (j + n) * to_stride + i, _mm512_shuffle_f32x4(p, r, 0x88));
+                store(to + (j + 4 + n) * to_stride + i, _mm512_shuffle_f32x4(p, r, 0xDD));
+                store(to + (j + 8 + n) * to_stride + i, _mm512_shuffle_f32x4(q, s, 0x88));
+                store(to + (j + 12 + n) * to_stride + i, _mm512_shuffle_f32x4(q, s, 0xDD));
+            }
+        }
+#else
+    for (int64_t j = 0; j < columns; ++j)
+        for (int64_t i = 0; i < rows; ++i) to[j * to_stride + i] = from[i * stride + j];
+#endif
+}
+
 // Transpose a strip of `R * W` rows into lanes[d][row], times `factor`.
 template <int R>
 void pack(float* lanes, const float* rows, int64_t stride, int64_t dim, float factor) {
-    for (int64_t d = 0; d < dim; ++d)
-        for (int64_t r = 0; r < R * W; ++r) lanes[d * R * W + r] = rows[r * stride + d] * factor;
+    transpose(lanes, R * W, rows, stride, R * W, dim);
+    if (factor != 1.0f)
+        for (int64_t i = 0; i < dim * R * W; i += W) store(lanes + i, load(lanes + i) * all(factor));
 }
 
 // Add to the scores of one block what the terms say, and hide later keys from earlier rows.
@@ -378,10 +422,12 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
         for (int lane = 0; lane < W; ++lane)
             sums[r * W + lane] = total[r][lane] == 0.0f ? -kInfinity : largest[r][lane] + std::log(total[r][lane]);
     }
-    for (int64_t r = 0; r < rows; ++r) {
-        float* out = output + r * p.output_stride[2];
-        for (int64_t d = 0; d < p.dim; ++d) out[d] = s.result[d * rows + r] * s.tile[r];
-    }
+    for (int64_t d = 0; d < p.dim; ++d)
+        for (int r = 0; r < R; ++r) {
+            float* out = s.result + (d * R + r) * W;
+            store(out, load(out) * load(s.tile + r * W));
+        }
+    transpose(output, p.output_stride[2], s.result, rows, p.dim, rows);
 }
 
 template <int R>
@@ -439,8 +485,7 @@ void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t en
             scatter<R>(value_gradient + offset, s.scores, s.rows_of_gradient, p.block, p.dim);
             scatter<R>(key_gradient + offset, s.products, s.rows_of_query, p.block, p.dim);
         }
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t d = 0; d < p.dim; ++d) query_gradient[r * p.dim + d] = s.result[d * rows + r];
+    transpose(query_gradient, p.dim, s.result, rows, p.dim, rows);
 }
 
 Place place(const Problem& p, int64_t batch, int64_t head, int64_t row) {
