@@ -19,7 +19,7 @@ from shoal.attention.dropout import keep
 
 __all__ = ["backward", "forward"]
 
-_BYTES = 8 << 20
+_BYTES = 4 << 20
 """Scores that are held at a time; those that stay in a processor's cache are faster."""
 
 
