@@ -5,8 +5,8 @@
 Forward and backward in fp32, 8 heads of 64, a window of 3 blocks and one global block. Ways of one length take turns; a row
 is the median of the rounds, and a ratio is the median of the ratios of the rounds. "beside" rows give both sides one
 structure: BigBird's window, global and random blocks of 64; Longformer's window of 512 positions. A BERT layer has hidden
-size 512, with Hugging Face's own modules, and only its attention swapped. Memory is the growth of a process's peak in one pass,
-each in a process of its own.
+size 512, with Hugging Face's own modules, and only its attention swapped. Memory is the growth of a process's peak in one
+pass, each in a process of its own.
 """
 
 from __future__ import annotations
