@@ -7,6 +7,7 @@
     │   ├── DataEnded          an iterator ended within a step
     │   ├── ReleasedError      the data of a sharded parameter was read outside a gather
     │   ├── OptimizerError     an optimizer that cannot step on slices
+    │   ├── NotServed          a kind of attention that does not exist here (a NotImplementedError too)
     │   └── ScheduleError      a pipeline schedule that no ranks can carry out
     ├── RanksDisagree          ranks built or did different things
     ├── CollectiveFailed       a collective broke: rank, unit, collective, and the transport's message
@@ -51,6 +52,10 @@ class ReleasedError(UsageError):
 
 class OptimizerError(UsageError):
     """An optimizer that cannot step on slices of parameters."""
+
+
+class NotServed(UsageError, NotImplementedError):
+    """A kind of attention that no layout or kernel has."""
 
 
 class ScheduleError(UsageError):

@@ -1,6 +1,7 @@
 """Block-sparse attention: a layout says which blocks of keys each block of queries sees, and one operation computes it.
 
-    layout (heads, query blocks, key blocks) of 0 and 1  ->  Blocks (compressed rows)  ->  attend(q, k, v, blocks)
+    sparsity configuration  ->  layout (heads, query blocks, key blocks) of 0 and 1  ->  Blocks (compressed rows)
+                            ->  attend(q, k, v, blocks)
 
 Dense attention is the layout of ones. Time and memory are proportional to the visited blocks; no tensor of length x length
 is made. Every backend gives the output and the log-sum-exp of each row, and drops the same probabilities for the same seed.
@@ -8,5 +9,18 @@ is made. Every backend gives the output and the log-sum-exp of each row, and dro
 
 from shoal.attention.attend import attend
 from shoal.attention.blocks import Blocks
+from shoal.attention.settings import sparsity_config
+from shoal.attention.sparsity import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    TensorSparsityConfig,
+    VariableSparsityConfig,
+)
 
-__all__ = ["Blocks", "attend"]
+__all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "Blocks", "DenseSparsityConfig", "FixedSparsityConfig",
+           "LocalSlidingWindowSparsityConfig", "SparsityConfig", "TensorSparsityConfig", "VariableSparsityConfig", "attend",
+           "sparsity_config"]

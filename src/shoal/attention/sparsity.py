@@ -1,0 +1,390 @@
+"""A sparsity configuration is a rule that gives the layout of any length.
+
+    config.make_layout(length)   (heads, blocks, blocks) int64 of 0 and 1; row: block of queries, column: block of keys
+    config.blocks(length)        the same as `Blocks`, for `attend`
+
+A layout follows from the values of its configuration alone. Random columns come from a generator that is seeded by these
+values, the head and the row: every rank draws the same ones without communication, and again after a restart.
+`with_seed` gives other ones.
+
+An unidirectional layout leaves out blocks of later keys, but not later keys within a block: `attend(causal=True)` does.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shoal.attention.blocks import Blocks
+from shoal.errors import ConfigError, NotServed
+
+__all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
+           "LocalSlidingWindowSparsityConfig", "SparsityConfig", "TensorSparsityConfig", "VariableSparsityConfig"]
+
+
+class SparsityConfig:
+    """The part that all structures share; a structure of one's own is a subclass with its `make_layout`.
+
+    `block` is the number of positions along an edge of a block. With `different_layout_per_head` heads may differ, else all
+    have the layout of the first. Raises ConfigError (a ValueError) for numbers below 1.
+    """
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
+        self.num_heads = num_heads
+        self.block = block
+        self.different_layout_per_head = different_layout_per_head
+        self.seed = 0
+        self._known: dict[tuple[str, int], Blocks] = {}
+        self._at_least(1, num_heads=num_heads, block=block)
+
+    def with_seed(self, seed: int) -> Self:
+        """Let random columns be those of `seed`, in place of 0; return this configuration."""
+        self.seed = seed
+        return self
+
+    @property
+    def num_layout_heads(self) -> int:
+        """The number of heads whose layouts may differ."""
+        return self.num_heads if self.different_layout_per_head else 1
+
+    def setup_layout(self, seq_len: int) -> Tensor:
+        """Return the layout that visits nothing: zeros (heads, blocks, blocks).
+
+        Raises ConfigError for a length that is no multiple of the block.
+        """
+        blocks = self._count(seq_len)
+        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """Return the layout (heads, blocks, blocks) of `seq_len` positions.
+
+        Raises ConfigError for a length that the structure cannot have, NotServed in this class, which has no structure.
+        """
+        raise NotServed(f"{self._name} has no structure of its own; take one of its subclasses, such as "
+                        f"FixedSparsityConfig, or write a subclass with make_layout(seq_len)")
+
+    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
+        """Copy the layout of the first head to all others, unless they may differ; return `layout`."""
+        if not self.different_layout_per_head:
+            layout[1:] = layout[:1]
+        return layout
+
+    def blocks(self, seq_len: int) -> Blocks:
+        """Return the visited blocks of `seq_len` positions, made once for a length and the values of this object."""
+        key = (self._described, seq_len)
+        if key not in self._known:
+            self._known[key] = Blocks.of(self._visited_of(seq_len), self.block)
+        return self._known[key]
+
+    def _visited_of(self, seq_len: int) -> Tensor:
+        return self.make_layout(seq_len)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _described(self) -> str:
+        values = (f"{name}={value!r}" for name, value in sorted(vars(self).items()) if not name.startswith("_"))
+        return f"{self._name}({', '.join(values)})"
+
+    def __repr__(self) -> str:
+        return self._described
+
+    def _count(self, seq_len: int) -> int:
+        """Return the number of blocks in a row."""
+        if seq_len < 1 or seq_len % self.block:
+            padded = -(-max(seq_len, 1) // self.block) * self.block
+            raise ConfigError(f"{self._name}: got length {seq_len}, which is no multiple of the block, {self.block}; pad "
+                              f"the sequence to {padded} (SparseAttentionUtils.pad_to_block_size)")
+        return seq_len // self.block
+
+    def _at_least(self, least: int, **numbers: int) -> None:
+        for name, number in numbers.items():
+            if isinstance(number, bool) or number < least:
+                raise ConfigError(f"{self._name}: {name}: got {number!r}; give a whole number from {least}")
+
+    def _at_most_blocks(self, blocks: int, **numbers: int) -> None:
+        for name, number in numbers.items():
+            if number > blocks:
+                raise ConfigError(f"{self._name}: {name}: got {number}, a row has only {blocks} blocks of {self.block}: "
+                                  f"give a longer sequence, smaller blocks, or at most {blocks}")
+
+    def _check_attention(self, attention: str, *, horizontal: bool = False) -> None:
+        if attention not in ("unidirectional", "bidirectional"):
+            raise NotServed(f"{self._name}: attention: got {attention!r}; choose 'unidirectional' or 'bidirectional'")
+        if horizontal and attention == "unidirectional":
+            raise ConfigError(f"{self._name}: horizontal_global_attention: got true beside attention 'unidirectional', "
+                              f"whose rows see no later blocks; set it to false, or attention to 'bidirectional'")
+
+
+class TensorSparsityConfig(SparsityConfig):
+    """A layout that is given as a tensor (heads, blocks, blocks) of 0 and 1, for one length."""
+
+    def __init__(self, layout: Tensor, block: int = 16):
+        if layout.dim() != 3 or layout.shape[1] != layout.shape[2]:
+            raise ConfigError("TensorSparsityConfig: a layout of self-attention is (heads, blocks, blocks); "
+                              f"got {tuple(layout.shape)}")
+        self.layout = Blocks.of(layout, block).layout.expand(layout.shape[0], -1, -1).to(torch.int64)
+        super().__init__(layout.shape[0], block, different_layout_per_head=True)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """Return the tensor. Raises ConfigError for another length than its own."""
+        if self._count(seq_len) != self.layout.shape[1]:
+            raise ConfigError(f"TensorSparsityConfig: got length {seq_len}, the layout is for "
+                              f"{self.layout.shape[1] * self.block}; give a layout of that length, or a rule")
+        return self.layout.clone()
+
+
+class _Structure(SparsityConfig):
+    """A structure with a rule for any number of blocks."""
+
+    @abstractmethod
+    def _visited(self, blocks: int) -> Tensor:
+        """Return which blocks are visited: (heads whose layouts may differ, blocks, blocks) bool."""
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """Return the layout (heads, blocks, blocks) of `seq_len` positions."""
+        return self._visited(self._count(seq_len)).to(torch.int64).expand(self.num_heads, -1, -1).contiguous()
+
+    def _visited_of(self, seq_len: int) -> Tensor:
+        own = type(self).make_layout is _Structure.make_layout
+        return self._visited(self._count(seq_len)) if own else self.make_layout(seq_len)
+
+    def _nothing(self, blocks: int) -> Tensor:
+        return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool)
+
+    def _draw(self, layout: Tensor, count: int, *, lower: bool) -> None:
+        """Set `count` random columns of each row, with `lower` none after the row's own."""
+        if not count:
+            return
+        for head, of_head in enumerate(layout):
+            for row, of_row in enumerate(of_head):
+                choice = range(row + 1 if lower else len(of_row))
+                generator = random.Random(f"{self._described} head {head} row {row}")
+                of_row[generator.sample(choice, min(count, len(choice)))] = True
+
+
+class DenseSparsityConfig(_Structure):
+    """Every block is visited: dense attention as a layout."""
+
+    def _visited(self, blocks: int) -> Tensor:
+        return self._nothing(blocks).fill_(True)
+
+
+class FixedSparsityConfig(_Structure):
+    """Windows of blocks that see each other, and the last blocks of each window, which every row sees.
+
+    A row is cut into windows of `num_local_blocks`. Of each window, `num_global_blocks` columns are global: the last ones
+    for head 0, those before for head 1, and so on over `num_different_global_patterns`. All rows see them, or with
+    attention 'unidirectional' the rows from the first of them on; with `horizontal_global_attention` their rows see
+    everything.
+    (Child et al. 2019, "Generating Long Sequences with Sparse Transformers", the fixed pattern.)
+    """
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_local_blocks: int = 4,
+                 num_global_blocks: int = 1, attention: str = "bidirectional", horizontal_global_attention: bool = False,
+                 num_different_global_patterns: int = 1):
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
+        self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
+        self.num_different_global_patterns = num_different_global_patterns
+        self._at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks,
+                       num_different_global_patterns=num_different_global_patterns)
+        if num_local_blocks % num_global_blocks:
+            raise ConfigError(f"{self._name}: num_local_blocks: got {num_local_blocks}, no multiple of num_global_blocks, "
+                              f"{num_global_blocks}; give {num_global_blocks * -(-num_local_blocks // num_global_blocks)}")
+        self._check_attention(attention, horizontal=horizontal_global_attention)
+        patterns = num_local_blocks // num_global_blocks
+        if num_different_global_patterns > 1 and not different_layout_per_head:
+            raise ConfigError(f"{self._name}: num_different_global_patterns: got {num_different_global_patterns} with one "
+                              f"layout for all heads; set different_layout_per_head to true")
+        if num_different_global_patterns > patterns:
+            raise ConfigError(f"{self._name}: num_different_global_patterns: got {num_different_global_patterns}; a window "
+                              f"of {num_local_blocks} blocks has {patterns} groups of {num_global_blocks}: give at most "
+                              f"{patterns}")
+
+    def _visited(self, blocks: int) -> Tensor:
+        self._at_most_blocks(blocks, num_global_blocks=self.num_global_blocks)
+        layout = self._nothing(blocks)
+        lower = self.attention == "unidirectional"
+        window = torch.arange(blocks) // self.num_local_blocks
+        local = window[:, None] == window
+        layout |= local.tril() if lower else local
+        for head, of_head in enumerate(layout):
+            for start in self._global_starts(head, blocks):
+                columns = slice(start, start + self.num_global_blocks)
+                of_head[start if lower else 0:, columns] = True
+                if self.horizontal_global_attention:
+                    of_head[columns] = True
+        return layout
+
+    def _global_starts(self, head: int, blocks: int) -> Iterator[int]:
+        """Yield the first global column of each window; in a last window that is cut short it is moved to the left."""
+        offset = self.num_local_blocks - (1 + head % self.num_different_global_patterns) * self.num_global_blocks
+        for window in range(0, blocks, self.num_local_blocks):
+            yield min(window + offset, blocks - self.num_global_blocks)
+
+
+class _Ranges(_Structure):
+    """A structure with global blocks that are given by index, or by ranges [start, end)."""
+
+    attention: str
+    global_block_indices: Sequence[int]
+    global_block_end_indices: Sequence[int] | None
+
+    def _set_ranges(self, indices: Sequence[int], ends: Sequence[int] | None) -> None:
+        self.global_block_indices = list(indices)
+        self.global_block_end_indices = None if ends is None else list(ends)
+        starts = self.global_block_indices
+        for start in starts:
+            self._at_least(0, global_block_indices=start)
+        if self.global_block_end_indices is None:
+            return
+        if len(self.global_block_end_indices) != len(starts):
+            raise ConfigError(f"{self._name}: global_block_end_indices: got {len(self.global_block_end_indices)} ends for "
+                              f"{len(starts)} starts in global_block_indices; give one end for each start")
+        for start, end in zip(starts, self.global_block_end_indices, strict=True):
+            if start >= end:
+                raise ConfigError(f"{self._name}: global_block_end_indices: got end {end} for start {start}; an end lies "
+                                  f"after its start: give at least {start + 1}")
+
+    def _global_slices(self, blocks: int) -> Iterator[slice]:
+        """Yield the global columns that a row of `blocks` has."""
+        starts = self.global_block_indices
+        for start, end in zip(starts, self.global_block_end_indices or [start + 1 for start in starts], strict=True):
+            if start < blocks:
+                yield slice(start, min(end, blocks))
+
+
+class VariableSparsityConfig(_Ranges):
+    """Windows of different sizes, random blocks, and global blocks anywhere.
+
+    `local_window_blocks` are the sizes of the windows in turn, of which the last repeats. `global_block_indices` are global
+    columns, or with `global_block_end_indices` the starts of ranges; those past the end are left out. All rows see them, or
+    with attention 'unidirectional' the rows from the start on; with `horizontal_global_attention` their rows see everything.
+    Each row sees `num_random_blocks` random columns: with 'unidirectional' no later ones, and fewer where there are fewer.
+    """
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_random_blocks: int = 0,
+                 local_window_blocks: Sequence[int] = (4,), global_block_indices: Sequence[int] = (0,),
+                 global_block_end_indices: Sequence[int] | None = None, attention: str = "bidirectional",
+                 horizontal_global_attention: bool = False):
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.num_random_blocks = num_random_blocks
+        self.local_window_blocks = list(local_window_blocks)
+        self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
+        self._at_least(0, num_random_blocks=num_random_blocks)
+        if not self.local_window_blocks:
+            raise ConfigError(f"{self._name}: local_window_blocks: got no sizes; give at least one, such as [4]")
+        for size in self.local_window_blocks:
+            self._at_least(1, local_window_blocks=size)
+        self._set_ranges(global_block_indices, global_block_end_indices)
+        self._check_attention(attention, horizontal=horizontal_global_attention)
+
+    def _visited(self, blocks: int) -> Tensor:
+        self._at_most_blocks(blocks, num_random_blocks=self.num_random_blocks)
+        layout = self._nothing(blocks)
+        lower = self.attention == "unidirectional"
+        self._draw(layout, self.num_random_blocks, lower=lower)
+        for start, end in self._windows(blocks):
+            inside = torch.ones(end - start, end - start, dtype=torch.bool)
+            layout[:, start:end, start:end] |= inside.tril() if lower else inside
+        for columns in self._global_slices(blocks):
+            layout[:, columns.start if lower else 0:, columns] = True
+            if self.horizontal_global_attention:
+                layout[:, columns] = True
+        return layout
+
+    def _windows(self, blocks: int) -> Iterator[tuple[int, int]]:
+        start = 0
+        while start < blocks:
+            for size in self.local_window_blocks if not start else self.local_window_blocks[-1:]:
+                if start < blocks:
+                    yield start, min(start + size, blocks)
+                start += size
+
+
+class BigBirdSparsityConfig(_Structure):
+    """A sliding window, random blocks, and the first blocks, which see everything and are seen by all.
+
+    A row sees `num_sliding_window_blocks` around itself, `num_random_blocks` random columns and the first
+    `num_global_blocks`, whose rows see everything. Attention 'unidirectional' keeps the lower triangle of this, and draws
+    from it: there the first row has one column to draw. (Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences".)
+    """
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_random_blocks: int = 1,
+                 num_sliding_window_blocks: int = 3, num_global_blocks: int = 1, attention: str = "bidirectional"):
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.num_random_blocks = num_random_blocks
+        self.num_sliding_window_blocks, self.num_global_blocks = num_sliding_window_blocks, num_global_blocks
+        self.attention = attention
+        self._at_least(0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
+        self._at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
+        self._check_attention(attention)
+
+    def _visited(self, blocks: int) -> Tensor:
+        self._at_most_blocks(blocks, num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks,
+                             num_sliding_window_blocks=self.num_sliding_window_blocks)
+        lower = self.attention == "unidirectional"
+        if lower and self.num_random_blocks > 1:
+            raise ConfigError(f"{self._name}: num_random_blocks: got {self.num_random_blocks} beside attention "
+                              f"'unidirectional', whose first row has one block to draw from; give 0 or 1")
+        layout = self._nothing(blocks)
+        self._draw(layout, self.num_random_blocks, lower=lower)
+        layout |= _window(blocks, self.num_sliding_window_blocks)
+        layout[:, :self.num_global_blocks] = True
+        layout[:, :, :self.num_global_blocks] = True
+        return layout.tril() if lower else layout
+
+
+class BSLongformerSparsityConfig(_Ranges):
+    """A sliding window, and global blocks anywhere, which see everything and are seen by all.
+
+    `global_block_indices` are the global blocks, or with `global_block_end_indices` the starts of ranges; those past the end
+    are left out. Attention 'unidirectional' keeps the lower triangle. (Beltagy et al. 2020, "Longformer", in blocks.)
+    """
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False,
+                 num_sliding_window_blocks: int = 3, global_block_indices: Sequence[int] = (0,),
+                 global_block_end_indices: Sequence[int] | None = None, attention: str = "bidirectional"):
+        super().__init__(num_heads, block, different_layout_per_head)
+        self.num_sliding_window_blocks, self.attention = num_sliding_window_blocks, attention
+        self._at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
+        self._set_ranges(global_block_indices, global_block_end_indices)
+        self._check_attention(attention)
+
+    def _visited(self, blocks: int) -> Tensor:
+        self._at_most_blocks(blocks, num_sliding_window_blocks=self.num_sliding_window_blocks)
+        layout = self._nothing(blocks) | _window(blocks, self.num_sliding_window_blocks)
+        for columns in self._global_slices(blocks):
+            layout[:, columns] = True
+            layout[:, :, columns] = True
+        return layout.tril() if self.attention == "unidirectional" else layout
+
+
+class LocalSlidingWindowSparsityConfig(_Structure):
+    """A sliding window alone: floor(w / 2) blocks before the own one, and with 'bidirectional' as many after it."""
+
+    def __init__(self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3,
+                 attention: str = "unidirectional"):
+        super().__init__(num_heads, block)
+        self.num_sliding_window_blocks, self.attention = num_sliding_window_blocks, attention
+        self._at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
+        self._check_attention(attention)
+
+    def _visited(self, blocks: int) -> Tensor:
+        self._at_most_blocks(blocks, num_sliding_window_blocks=self.num_sliding_window_blocks)
+        window = _window(blocks, self.num_sliding_window_blocks)[None]
+        return window.tril() if self.attention == "unidirectional" else window
+
+
+def _window(blocks: int, size: int) -> Tensor:
+    """Return the blocks (blocks, blocks) that lie at most floor(size / 2) from the diagonal."""
+    position = torch.arange(blocks)
+    return (position[:, None] - position).abs() <= size // 2
