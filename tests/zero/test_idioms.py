@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import ReleasedError
+from shoal.errors import ReleasedError, UsageError
 from shoal.testing import run_ranks
 
 WIDTH = 8
@@ -226,6 +227,26 @@ def hooked(case: str, folder: str) -> None:
     engine.destroy()
 
 
+def hooked_alone(case: str, folder: str) -> None:
+    """A hook registered since the last pass sees the gradient that begins a pass: that of a loss of one weight."""
+    models = Model(), Model()
+    engine, plain = engine_of(case, folder, models[0]), Plain(models[1])
+    seen: list[list[Tensor]] = []
+    for trained, model in ((engine, models[0]), (plain, models[1])):
+        log: list[Tensor] = []
+        model.first.weight.register_post_accumulate_grad_hook(
+            lambda parameter, log=log: log.append(parameter.grad.clone()))  # pyright: ignore[reportUnknownMemberType]
+        with shoal.gathered(model.first):
+            loss = model.first.weight.square().sum()
+        trained.backward(loss)
+        trained.step()
+        seen.append(log)
+    assert len(seen[0]) == 1
+    torch.testing.assert_close(seen[0], seen[1])
+    torch.testing.assert_close(weights(engine), weights(plain))
+    engine.destroy()
+
+
 def begun_directly(trained: Any, turn: int) -> list[Tensor]:
     """Call a module of the root first after a step, so that a read of its weight waits for the step."""
     trained.backward(trained(entry(turn)).square().mean())
@@ -234,6 +255,34 @@ def begun_directly(trained: Any, turn: int) -> list[Tensor]:
     trained.backward(out.square().mean() + trained(entry(turn)).square().mean())
     trained.step()
     return [out.detach()]
+
+
+def transformed(case: str, folder: str) -> None:
+    """torch.func differentiates a model whose weights stay; where they come and go, a copy of it, as the error says."""
+    def per_sample(model: nn.Module, x: Tensor) -> list[Tensor]:
+        def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, values, (x[None],)).square().mean()
+
+        values = {name: each.detach() for name, each in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
+        return [found[name] for name, _ in model.named_parameters()]
+
+    engine, plain = engine_of(case, folder), Plain(Model())
+    x = entry(0).detach()
+    comes_and_goes = case[0] == "3" or "nvme" in case
+    for turn in range(2):
+        if comes_and_goes:
+            with pytest.raises(UsageError, match="Differentiate a copy"):
+                per_sample(engine.module, x)
+        with shoal.gathered(engine.module):
+            model = copy.deepcopy(engine.module)
+        found = per_sample(model if comes_and_goes else engine.module, x)
+        torch.testing.assert_close(found, per_sample(plain.module, x))
+        for trained in (engine, plain):
+            trained.backward(trained(entry(turn)).square().mean())
+            trained.step()
+        torch.testing.assert_close(weights(engine), weights(plain))
+    engine.destroy()
 
 
 PROGRAMS = (regularised, called_directly, begun_directly, penalised, graded, repeated)
@@ -245,6 +294,8 @@ def alike(folder: str) -> None:
             compare(case, folder, program)
         derived(case, folder)
         hooked(case, folder)
+        hooked_alone(case, folder)
+        transformed(case, folder)
 
 
 @pytest.mark.parametrize("ranks", CASES)

@@ -29,7 +29,7 @@ from shoal.zero.readable_grads import ReadableGrads
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Scope, graph_task
+from shoal.zero.unit_state import Hold, Scope, differentiates, graph_task
 from shoal.zero.window import Window
 
 __all__ = ["BackwardHooks", "graph_task_liveness"]
@@ -60,7 +60,8 @@ class BackwardHooks:
         self._task = -1  # autograd's number of the present pass; a re-entrant pass within it has its own
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
         self._handles: list[RemovableHandle] = []
-        self._ours: list[tuple[dict[int, object], int]] = []  # of each parameter: its hooks, and the key of ours
+        self._ours: dict[int, tuple[dict[int, object], int]] = {}  # by the id of a parameter: its hooks, and the key of ours
+        self._left: list[tuple[TrainableUnit, int, nn.Parameter]] = []  # gradients that other hooks have still to see
         self._within_forward = False
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
         self._shows_grads = not announced
@@ -76,7 +77,7 @@ class BackwardHooks:
                     if isinstance(unit, TrainableUnit):
                         take = partial(_collect_spanning if unit.replica_group.spans_stages else self._collect, unit, slot)
                     self._handles.append(handle := member.parameter.register_post_accumulate_grad_hook(take))
-                    self._ours.append((hooks_of_gradient(member.parameter), handle.id))
+                    self._ours[id(member.parameter)] = hooks_of_gradient(member.parameter), handle.id
 
     def remove(self) -> None:
         """Detach from the parameters, and from the engine: it goes with its last reference."""
@@ -103,12 +104,14 @@ class BackwardHooks:
     def abandon(self) -> bool:
         """Forget a pass that an exception ended; return whether there was one."""
         abandoned = self._pass is not None or bool(self._entered)
-        self._pass, self._entered = None, []
+        self._pass, self._entered, self._left = None, [], []
         return abandoned
 
     def watch(self, module: nn.Module, output: object) -> None:
         """Gather the units of `module` when the gradient of its output arrives."""
         if module not in self._units if module is not self._model else not self._watches_model:
+            return
+        if differentiates():  # the weights, or copies of them, are arguments, and no backward will collect
             return
         for tensor in tensors_within(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -133,9 +136,13 @@ class BackwardHooks:
 
     def _collect_last(self) -> None:
         """Take a gradient after every hook that a script has registered since, which then sees what it would see alone."""
-        for hooks, key in self._ours:
+        for hooks, key in self._ours.values():
             if len(hooks) > 1:
                 hooks[key] = hooks.pop(key)
+
+    def _is_collected_last(self, parameter: nn.Parameter) -> bool:
+        hooks, key = self._ours[id(parameter)]
+        return next(reversed(hooks)) == key
 
     def enter(self, module: nn.Module, unit: Unit) -> None:
         """Gather a unit for the backward of `module`."""
@@ -166,7 +173,12 @@ class BackwardHooks:
     @opaque
     @unbroken
     def _collect(self, unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
-        self.begin()
+        if self._pass is None:  # a loss of weights alone: this hook begins the pass, too late to be put behind the others
+            seen = self._is_collected_last(parameter)
+            self.begin()
+            if not seen:
+                self._left.append((unit, slot, parameter))
+                return
         unit.check()
         if collect(unit, slot, parameter, nested=graph_task() != self._task):
             self._done(unit)
@@ -199,6 +211,9 @@ class BackwardHooks:
     @opaque
     @unbroken
     def _end(self) -> None:
+        left, self._left = self._left, []
+        for unit, slot, parameter in left:
+            self._collect(unit, slot, parameter)
         self.reducer.finish()
         if not self._within_forward:
             self._window.end()

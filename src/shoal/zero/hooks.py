@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.utils.hooks import RemovableHandle
 
+from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.sparse.embeddings import lookup_indices
 from shoal.zero.backward_hooks import BackwardHooks
@@ -29,7 +30,7 @@ from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.replaced import ReplacedParameters
 from shoal.zero.saved_tensors import SavedTensorTracker
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Phase, Scope, graph_task
+from shoal.zero.unit_state import Hold, Phase, Scope, differentiates, graph_task
 from shoal.zero.window import Window
 
 __all__ = ["Hooks"]
@@ -118,6 +119,11 @@ class Hooks:
         if _recomputing():
             return
         if self._outermost is None or module in (self._outermost, self._model):  # called anew, it was interrupted before
+            if self._saved and differentiates():
+                raise UsageError(
+                    f"torch.func.grad, vjp and jvp keep the weights of '{self._names.get(module) or type(module).__name__}' "
+                    f"in a graph of their own, while the engine releases them after the forward. Differentiate a copy: "
+                    f"`with shoal.gathered(model): plain = copy.deepcopy(model)`; or train at stage 0, 1 or 2")
             self._abandon()
             self.backward.grads.hide()
             self.replaced.check(training=torch.is_grad_enabled())

@@ -9,9 +9,14 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch._C._functorch import TransformType
 from torch.autograd.graph import increment_version
 
-__all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope", "VersionCounters", "graph_task"]
+__all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope", "VersionCounters", "differentiates",
+           "graph_task"]
+
+
+_DIFFERENTIATING = (TransformType.Grad, TransformType.Jvp)
 
 
 class Phase(Enum):
@@ -138,3 +143,9 @@ class VersionCounters:
 def graph_task() -> int:
     """Return autograd's number of the backward pass under way on this thread, -1 for none."""
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
+
+
+def differentiates() -> bool:
+    """Return whether the code runs within torch.func.grad, jvp or a transform made of them, whose graph is their own."""
+    levels = torch._C._functorch.get_interpreter_stack()  # pyright: ignore  no public question
+    return levels is not None and any(level.key() in _DIFFERENTIATING for level in levels)
