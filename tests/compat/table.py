@@ -19,6 +19,10 @@ FACTS: dict[str, dict[str, list[str] | None]] = json.loads((Path(__file__).paren
 BEGIN, END = "<!-- published names: begin -->", "<!-- published names: end -->"
 
 BETTER = {
+    "deepspeed.ops.sparse_attention.BSLongformerSparsityConfig": "an unknown `attention` is refused",
+    "deepspeed.ops.sparse_attention.SparseAttentionUtils": "padding without a mask makes one",
+    "deepspeed.ops.sparse_attention.SparseSelfAttention": "fp32 and bf16 too, on the CPU too",
+    "deepspeed.ops.sparse_attention.VariableSparsityConfig": "unidirectional layouts draw no later random blocks",
     "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "nests, works at every stage, takes None",
     "deepspeed.runtime.zero.stage3.unwrap_model_for_generation": "no hook has to be removed",
     "deepspeed.utils.tensor_fragment.safe_get_full_fp32_param": "at stage 0 too",

@@ -9,6 +9,8 @@ is made. Every backend gives the output and the log-sum-exp of each row, and dro
 
 from shoal.attention.attend import attend
 from shoal.attention.blocks import Blocks
+from shoal.attention.hugging_face import register, use_sparse_attention
+from shoal.attention.self_attention import BertSparseSelfAttention, SparseSelfAttention
 from shoal.attention.settings import sparsity_config
 from shoal.attention.sparsity import (
     BigBirdSparsityConfig,
@@ -21,6 +23,7 @@ from shoal.attention.sparsity import (
     VariableSparsityConfig,
 )
 
-__all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "Blocks", "DenseSparsityConfig", "FixedSparsityConfig",
-           "LocalSlidingWindowSparsityConfig", "SparsityConfig", "TensorSparsityConfig", "VariableSparsityConfig", "attend",
-           "sparsity_config"]
+__all__ = ["BSLongformerSparsityConfig", "BertSparseSelfAttention", "BigBirdSparsityConfig", "Blocks", "DenseSparsityConfig",
+           "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "SparseSelfAttention", "SparsityConfig",
+           "TensorSparsityConfig", "VariableSparsityConfig", "attend", "register", "sparsity_config",
+           "use_sparse_attention"]

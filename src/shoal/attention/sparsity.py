@@ -109,8 +109,17 @@ class SparsityConfig:
             if isinstance(number, bool) or number < least:
                 raise ConfigError(f"{self._name}: {name}: got {number!r}; give a whole number from {least}")
 
-    def _at_most_blocks(self, blocks: int, **numbers: int) -> None:
-        for name, number in numbers.items():
+    def _needed(self) -> dict[str, int]:
+        """Return the values that may not exceed the number of blocks in a row, by their names."""
+        return {}
+
+    @property
+    def shortest(self) -> int:
+        """The least number of positions that the structure can have."""
+        return self.block * max([1, *self._needed().values()])
+
+    def _check_row(self, blocks: int) -> None:
+        for name, number in self._needed().items():
             if number > blocks:
                 raise ConfigError(f"{self._name}: {name}: got {number}, a row has only {blocks} blocks of {self.block}: "
                                   f"give a longer sequence, smaller blocks, or at most {blocks}")
@@ -150,11 +159,16 @@ class _Structure(SparsityConfig):
 
     def make_layout(self, seq_len: int) -> Tensor:
         """Return the layout (heads, blocks, blocks) of `seq_len` positions."""
-        return self._visited(self._count(seq_len)).to(torch.int64).expand(self.num_heads, -1, -1).contiguous()
+        return self._structure(seq_len).to(torch.int64).expand(self.num_heads, -1, -1).contiguous()
 
     def _visited_of(self, seq_len: int) -> Tensor:
         own = type(self).make_layout is _Structure.make_layout
-        return self._visited(self._count(seq_len)) if own else self.make_layout(seq_len)
+        return self._structure(seq_len) if own else self.make_layout(seq_len)
+
+    def _structure(self, seq_len: int) -> Tensor:
+        blocks = self._count(seq_len)
+        self._check_row(blocks)
+        return self._visited(blocks)
 
     def _nothing(self, blocks: int) -> Tensor:
         return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool)
@@ -209,8 +223,10 @@ class FixedSparsityConfig(_Structure):
                               f"of {num_local_blocks} blocks has {patterns} groups of {num_global_blocks}: give at most "
                               f"{patterns}")
 
+    def _needed(self) -> dict[str, int]:
+        return {"num_global_blocks": self.num_global_blocks}
+
     def _visited(self, blocks: int) -> Tensor:
-        self._at_most_blocks(blocks, num_global_blocks=self.num_global_blocks)
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
         window = torch.arange(blocks) // self.num_local_blocks
@@ -287,8 +303,10 @@ class VariableSparsityConfig(_Ranges):
         self._set_ranges(global_block_indices, global_block_end_indices)
         self._check_attention(attention, horizontal=horizontal_global_attention)
 
+    def _needed(self) -> dict[str, int]:
+        return {"num_random_blocks": self.num_random_blocks}
+
     def _visited(self, blocks: int) -> Tensor:
-        self._at_most_blocks(blocks, num_random_blocks=self.num_random_blocks)
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
         self._draw(layout, self.num_random_blocks, lower=lower)
@@ -328,9 +346,11 @@ class BigBirdSparsityConfig(_Structure):
         self._at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         self._check_attention(attention)
 
+    def _needed(self) -> dict[str, int]:
+        return {"num_random_blocks": self.num_random_blocks, "num_global_blocks": self.num_global_blocks,
+                "num_sliding_window_blocks": self.num_sliding_window_blocks}
+
     def _visited(self, blocks: int) -> Tensor:
-        self._at_most_blocks(blocks, num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks,
-                             num_sliding_window_blocks=self.num_sliding_window_blocks)
         lower = self.attention == "unidirectional"
         if lower and self.num_random_blocks > 1:
             raise ConfigError(f"{self._name}: num_random_blocks: got {self.num_random_blocks} beside attention "
@@ -359,8 +379,10 @@ class BSLongformerSparsityConfig(_Ranges):
         self._set_ranges(global_block_indices, global_block_end_indices)
         self._check_attention(attention)
 
+    def _needed(self) -> dict[str, int]:
+        return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
+
     def _visited(self, blocks: int) -> Tensor:
-        self._at_most_blocks(blocks, num_sliding_window_blocks=self.num_sliding_window_blocks)
         layout = self._nothing(blocks) | _window(blocks, self.num_sliding_window_blocks)
         for columns in self._global_slices(blocks):
             layout[:, columns] = True
@@ -378,8 +400,10 @@ class LocalSlidingWindowSparsityConfig(_Structure):
         self._at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         self._check_attention(attention)
 
+    def _needed(self) -> dict[str, int]:
+        return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
+
     def _visited(self, blocks: int) -> Tensor:
-        self._at_most_blocks(blocks, num_sliding_window_blocks=self.num_sliding_window_blocks)
         window = _window(blocks, self.num_sliding_window_blocks)[None]
         return window.tril() if self.attention == "unidirectional" else window
 

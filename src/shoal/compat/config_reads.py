@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shoal.errors import ConfigError
+from shoal.attention.settings import MODES, SparseAttentionSettings
+from shoal.errors import ConfigError, NotServed
 
 __all__ = [
     "get_checkpoint_parallel_write_pipeline", "get_checkpoint_params", "get_checkpoint_tag_validation_mode",
@@ -16,7 +17,8 @@ __all__ = [
     "get_gradient_allreduce_op", "get_gradient_clipping", "get_gradient_predivide_factor", "get_log_level",
     "get_lower_precision_safe_modules", "get_managed_gradient_accumulation", "get_memory_breakdown",
     "get_optimizer_gradient_clipping", "get_optimizer_legacy_fusion", "get_optimizer_name", "get_optimizer_params",
-    "get_pipeline_config", "get_prescale_gradients", "get_scheduler_name", "get_scheduler_params", "get_steps_per_print",
+    "get_pipeline_config", "get_prescale_gradients", "get_scheduler_name", "get_scheduler_params", "get_sparse_attention",
+    "get_steps_per_print",
     "get_torch_autocast_dtype", "get_torch_autocast_enabled", "get_train_batch_size", "get_train_micro_batch_size_per_gpu",
     "get_wall_clock_breakdown", "get_zero_allow_untested_optimizer", "get_zero_force_ds_cpu_optimizer",
 ]  # fmt: skip
@@ -119,3 +121,24 @@ def get_checkpoint_parallel_write_pipeline(checkpoint_params: Config) -> bool:
     if not isinstance(found, bool):
         raise ConfigError(f"checkpoint.parallel_write.pipeline_stage: got {found!r}; give true or false")
     return found
+
+
+def get_sparse_attention(param_dict: Config) -> dict[str, Any] | None:
+    """Return the section `sparse_attention` with `mode` and the keys of that mode; None without a section.
+
+    Raises NotServed (a NotImplementedError) for an unknown mode.
+    """
+    section = param_dict.get("sparse_attention")
+    if section is None:
+        return None
+    mode = section.get("mode", "fixed")
+    published = {name: structure for name, structure in MODES.items() if structure.published}
+    if mode not in published:
+        raise NotServed(f"sparse_attention.mode: got {mode!r}; choose {', '.join(published)}")
+    fields = SparseAttentionSettings.model_fields
+    keys = [] if mode == "dense" else ["block", *published[mode].keys]
+    if mode in ("bigbird", "bslongformer"):
+        keys.remove("attention")  # which the published reader drops
+    defaults = {key: list(fields[key].default) if isinstance(fields[key].default, tuple) else fields[key].default
+                for key in keys}
+    return {"mode": mode, **{key: section.get(key, default) for key, default in defaults.items()}}

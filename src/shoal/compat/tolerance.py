@@ -36,6 +36,8 @@ class Inert:
     default: object
     """The value that asks for nothing; another one warns."""
     reason: str
+    for_scripts: bool = False
+    """Dropped although Shoal has such a key: under the published name only scripts read it."""
 
 
 _WHOLE_UNITS = "a block is gathered whole, in one all-gather, whatever its modules are"
@@ -48,7 +50,7 @@ INERT: Mapping[str, Inert] = {
     "graph_harvesting": Inert(default=False, reason="nothing is captured as a CUDA graph; results are the same"),
     "seq_parallel_communication_data_type": Inert(default="fp32", reason="there is no sequence-parallel reduction"),
     "activation_checkpointing": Inert(default=None, reason="checkpointing.configure reads it, the engine does not"),
-    "sparse_attention": Inert(default=None, reason="scripts read it, the engine does not"),
+    "sparse_attention": Inert(default=None, reason="scripts read it, the engine does not", for_scripts=True),
     "timers": Inert(default=None, reason="throughput is logged by steps_per_print, and needs no synchronised timers"),
     "data_types.keep_in_fp32_modules": Inert(default="auto", reason="buffers always keep their dtype"),
     "checkpoint.parallel_write": Inert(default=None, reason="every rank writes its own part in any case"),
@@ -124,7 +126,7 @@ def _known(kind: type[Section], values: Mapping[str, Any], path: str) -> dict[st
         where = join(path, key)
         inert = INERT.get(join(path, key.removeprefix("stage3_")))
         name = kind.aliases.get(key, key)
-        if inert is not None and name not in kind.model_fields:
+        if inert is not None and (inert.for_scripts or name not in kind.model_fields):
             _warn_inert(where, value, inert)
         elif name in inner and isinstance(value, Mapping):
             found[key] = _known(inner[name], cast("Mapping[str, Any]", value), where)

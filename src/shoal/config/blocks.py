@@ -49,26 +49,6 @@ BLOCKS: Mapping[str, Published] = {
             "profile": False,
         },
     ),
-    "sparse_attention": later_block(
-        "block-sparse attention",
-        {
-            "mode": "fixed",
-            "block": 16,
-            "different_layout_per_head": False,
-            "num_local_blocks": 4,
-            "num_global_blocks": 1,
-            "attention": "bidirectional",
-            "horizontal_global_attention": False,
-            "num_different_global_patterns": 1,
-            "num_random_blocks": 0,
-            "local_window_blocks": [4],
-            "global_block_indices": [0],
-            "global_block_end_indices": None,
-            "num_sliding_window_blocks": 3,
-        },
-        switch="mode",
-        off=("dense",),
-    ),
     "progressive_layer_drop": later_block(
         "drop layers during training", {"enabled": False, "theta": 1.0, "gamma": 0.001}, switch="enabled"
     ),

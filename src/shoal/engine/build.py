@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import comm
+from shoal.attention.hugging_face import sparse_attention_in
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine.base import BaseEngine
@@ -150,7 +151,8 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
                 check_compression(settings, mesh, model, traits.name)
             make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
             engine = make_engine(model, settings, mesh, parameter_groups, board, device, compilation)
-        with _restored_on_failure(engine), _published_on_failure(board):
+        with (_restored_on_failure(engine), _published_on_failure(board),
+              sparse_attention_in(model, settings.sparse_attention)):
             move_buffers(model, parameter_groups.data, device)
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler, classes)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from shoal.attention.settings import SparseAttentionSettings
 from shoal.checkpoint.settings import CheckpointSettings
 from shoal.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, DataRanks, solve
 from shoal.config.blocks import BLOCKS, SCALARS
@@ -96,6 +97,9 @@ class Config(Section):
 
     tensor_parallel: TensorParallelSettings = TensorParallelSettings()
     """Tensor parallelism."""
+
+    sparse_attention: SparseAttentionSettings = SparseAttentionSettings()
+    """Block-sparse attention."""
 
     fp16: Fp16Settings = Fp16Settings()
     """fp16 training."""
@@ -219,6 +223,7 @@ class Config(Section):
         if self.fp16.enabled and self.bf16.enabled:
             yield Conflict(keys=("fp16.enabled", "bf16.enabled"), message="got true beside bf16.enabled; choose one")
         yield from self._conflicts_of_step_in_backward()
+        yield from self._conflicts_of_head_layouts()
         if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1):
             yield Conflict(keys=("prescale_gradients", "gradient_predivide_factor"),
                            message="got true beside gradient_predivide_factor: the whole division is before the sum, or a "
@@ -234,6 +239,17 @@ class Config(Section):
                 keys=("data_types.grad_accum_dtype", "fp16.enabled", "bf16.enabled"),
                 message=f"got '{accumulate}' beside {self.compute_dtype} gradients; choose {choices}",
             )
+
+    def _conflicts_of_head_layouts(self) -> Iterable[Conflict]:
+        """Yield the axis whose ranks have some of the heads, where layouts differ by head."""
+        if self.sparse_attention.mode is None or not self.sparse_attention.different_layout_per_head:
+            return
+        for key, ranks in (("tensor_parallel.autotp_size", self.tensor_parallel.size or 1),
+                           ("mesh.tensor", self.mesh.tensor or 1)):
+            if ranks > 1:
+                yield Conflict(keys=("sparse_attention.different_layout_per_head", key),
+                               message=f"got true beside {key}: a rank has some of the heads, and would give them the "
+                                       f"layouts of the first ones; set it to false")
 
     def _conflicts_of_step_in_backward(self) -> Iterable[Conflict]:
         """Yield each key whose decision needs all gradients: backward has stepped some units before they are there."""

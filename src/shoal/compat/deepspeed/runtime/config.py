@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.compat.config_reads import *  # noqa: F403
-from shoal.compat.config_reads import REDUCTIONS, TAG_MODES
+from shoal.compat.config_reads import REDUCTIONS, TAG_MODES, get_sparse_attention
 from shoal.compat.deepspeed.comm.config import DeepSpeedCommsConfig
 from shoal.compat.deepspeed.monitor.config import get_monitor_config
 from shoal.compat.deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
@@ -231,7 +231,7 @@ class DeepSpeedConfig:
         self.hybrid_engine = HybridEngineConfig(**given.get("hybrid_engine", {}))
         self.timers_config = get_timers_config(given)
         self.aio_config = get_aio_config(given)
-        self.sparse_attention = given.get("sparse_attention")
+        self.sparse_attention = get_sparse_attention(given)
         self.pld_params = given.get("progressive_layer_drop")
         self.pld_enabled = bool((self.pld_params or {}).get("enabled", False))
         self.elasticity_enabled = bool(given.get("elasticity", {}).get("enabled", False))

@@ -1,0 +1,231 @@
+"""Models of Hugging Face transformers take block-sparse attention by the library's own interfaces, without a change of code.
+
+    register({"mode": "bigbird", "block": 64})                      then attn_implementation="shoal_sparse" anywhere
+    use_sparse_attention(model, BigBirdSparsityConfig(12, 64))      for a model that is there
+
+Two functions are registered under one name: the attention, and its mask, which stays (batch, length) where it only says
+what is padding. Sequences are padded to the block within, and the result is cut. A causal model sees no later position.
+
+| a call | what computes it |
+|---|---|
+| as many queries as keys | `attend` with the layout of the padded length; dense where the structure needs a longer one |
+| a mask that is not of padding alone (packed sequences, sliding windows, one of the caller) | `attend`, the mask as a bias |
+| generation over a cache: fewer queries than keys | dense over the cache, restricted to the layout's rows of these queries |
+| cross attention | refused: a layout is of one sequence |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.attention.attend import Backend, attend
+from shoal.attention.blocks import Blocks
+from shoal.attention.settings import SparseAttentionSettings, sparsity_config
+from shoal.attention.sparsity import SparsityConfig
+from shoal.errors import NotServed, UsageError
+from shoal.log import warn_once
+
+__all__ = ["NAME", "Sparsity", "TakesAttention", "register", "sparse_attention_in", "use_sparse_attention"]
+
+NAME = "shoal_sparse"
+_numbers = count(1)
+
+Sparsity = SparsityConfig | SparseAttentionSettings | Mapping[str, Any]
+"""A structure, or the JSON section that names one for any number of heads."""
+
+
+@runtime_checkable
+class TakesAttention(Protocol):
+    """A model of Hugging Face transformers."""
+
+    config: Any
+
+    def set_attn_implementation(self, attn_implementation: Any) -> None: ...
+
+
+def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto") -> None:
+    """Give transformers the attention `name`, of structure `sparsity`; a name that is there changes its structure.
+
+    Raises ConfigError or NotServed for a wrong section, UsageError where transformers is not installed.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise UsageError(f"{name}: the package transformers is not installed, or too old for it ({error}); install "
+                         f"transformers>=4.57") from None
+    structure = _Structures(sparsity)
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+                  position_bias: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
+        _check(module, others)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None and attention_mask.dim() == 4:
+            causal = False  # the mask says so
+        of_heads = structure.of(query.shape[1])
+        operands = query, key, value
+        if query.shape[2] == key.shape[2]:
+            output = _whole(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
+                            scale=scaling, backend=backend)
+        else:
+            output = _continued(of_heads, *operands, attention_mask, position_bias, dropout=dropout, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _mask)
+
+
+def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto") -> None:
+    """Let the attention of a Hugging Face `model` be block-sparse; weights and their names stay.
+
+    Raises UsageError for other models, and for those whose attention is not taken by the interface of transformers.
+    """
+    if not isinstance(model, TakesAttention):
+        raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers; build its "
+                         f"layers with shoal.attention.attend or SparseSelfAttention")
+    name = f"{NAME}_{next(_numbers)}"
+    register(sparsity, name=name, backend=backend)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise NotServed(f"use_sparse_attention: {type(model).__name__} computes its attention by itself, not by the "
+                        f"attention interface of transformers; take a model whose attn_implementation can be set")
+
+
+@contextmanager
+def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings) -> Generator[None]:
+    """Give the structure of `settings` to the Hugging Face models in `model`; take it back if the context raises.
+
+    Settings without a mode change nothing. Warns where `model` has no such model: its script builds the attention.
+    """
+    found = [] if settings.mode is None else [*_outermost(model)]
+    before = [(each, each.config._attn_implementation) for each in found]
+    if settings.mode is not None and not found:
+        warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
+                  f"is replaced: its script builds the attention, with shoal.attention.sparsity_config(section, heads)")
+    try:
+        for each in found:
+            use_sparse_attention(each, settings)
+        yield
+    except BaseException:
+        for each, name in before:
+            each.set_attn_implementation(name)
+        raise
+
+
+def _outermost(module: nn.Module) -> Iterator[TakesAttention]:
+    """Yield the Hugging Face models in `module` that lie in no other."""
+    if isinstance(module, TakesAttention):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+class _Structures:
+    """The structure of each number of heads."""
+
+    def __init__(self, sparsity: Sparsity):
+        self._given = sparsity
+        self._by_heads: dict[int, SparsityConfig] = {}
+        if not isinstance(sparsity, SparsityConfig):
+            sparsity_config(sparsity, 1)  # raises for a wrong section, here and not in the first forward
+
+    def of(self, heads: int) -> SparsityConfig:
+        if isinstance(self._given, SparsityConfig):
+            if self._given.different_layout_per_head and self._given.num_heads != heads:
+                raise UsageError(f"{self._given!r}: the layouts are for {self._given.num_heads} heads, the model has "
+                                 f"{heads}; give num_heads={heads}")
+            return self._given
+        if heads not in self._by_heads:
+            self._by_heads[heads] = sparsity_config(self._given, heads)
+        return self._by_heads[heads]
+
+
+def _check(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise NotServed for what this attention cannot compute."""
+    for name in ("softcap", "s_aux", "cache"):
+        if others.get(name) is not None:
+            raise NotServed(f"{NAME}: {type(module).__name__} gives {name}, which this attention does not compute; choose "
+                            f"attn_implementation='eager' for this model")
+    config = getattr(module, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise NotServed(f"{NAME}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
+                        f"sequence; choose attn_implementation='sdpa' for this model")
+    if others.get("output_attentions"):
+        warn_once(f"{NAME}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+          mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
+          **others: Any) -> Tensor | None:
+    """Return the mask of a call: the padding (batch, length), None without padding, or (batch, 1, length, kv_length)."""
+    from transformers import masking_utils
+
+    mask_function = mask_function or masking_utils.causal_mask_function
+    plain = mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    if plain and q_length == kv_length and kv_offset == 0:
+        if attention_mask is None or bool(attention_mask.all()):
+            return None
+        return F.pad(attention_mask[:, :kv_length], (0, max(kv_length - attention_mask.shape[1], 0)))
+    if not plain and q_length == kv_length:
+        warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
+                  f"of length x length is made, whose memory grows with the square")
+    others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+                                   kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **others)
+
+
+def _whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, *,
+           causal: bool, dropout: float, scale: float | None, backend: Backend) -> Tensor:
+    """Return the attention of a sequence to itself: (batch, heads, length, dim)."""
+    length, block = query.shape[2], structure.block
+    missing = -length % block
+    padded = length + missing
+    blocks = Blocks.dense(padded, padded, block) if padded < structure.shortest else structure.blocks(padded)
+    padding = mask if mask is not None and mask.dim() == 2 else None
+    if missing and padding is None and not causal:
+        padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
+    if mask is not None and mask.dim() == 4:
+        bias = _added(mask, query.dtype) if bias is None else bias + _added(mask, query.dtype)
+    if missing:
+        query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
+        padding = None if padding is None else F.pad(padding, (0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing, 0, missing))
+    output = attend(query, key, value, blocks, scale=scale, causal=causal, key_padding=padding, bias=bias, dropout=dropout,
+                    backend=backend)
+    return output[:, :, :length]
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a mask (batch, heads or 1, length, kv_length) adds to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _continued(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+               bias: Tensor | None, *, dropout: float, scale: float | None) -> Tensor:
+    """Return the attention of the last queries to a cache, dense but for the layout: (batch, heads, queries, dim)."""
+    queries, length, device = query.shape[2], key.shape[2], query.device
+    positions = torch.arange(length - queries, length)
+    keys = torch.arange(length, device=device)
+    if mask is None:
+        mask = keys <= positions.to(device)[:, None]
+    elif mask.dtype == torch.bool:  # the last key that a query sees is its own: a static cache has later, empty ones
+        positions = (mask * keys).amax((0, 1, 3)).cpu()
+    padded = length + -length % structure.block
+    if padded >= structure.shortest:
+        rows = structure.blocks(padded).layout[:, positions // structure.block]
+        visible = rows.repeat_interleave(structure.block, -1)[None, :, :, :length].to(device)
+        mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+    if bias is not None:
+        mask = bias + _added(mask, query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale,
+                                          enable_gqa=query.shape[1] != key.shape[1])

@@ -1,0 +1,135 @@
+"""`SparseSelfAttention` is `attend` as a module, under the published names and conventions; any dtype that `attend` takes.
+
+The layout of the longest sequence is drawn once and is a buffer, so that it is saved and loaded with the model; a shorter
+sequence has its upper left part. The visited blocks are cached by the part, and made again where the buffer changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.attention.attend import Mode, attend
+from shoal.attention.blocks import Blocks
+from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
+from shoal.errors import ConfigError, NotServed, UsageError
+
+__all__ = ["BertSparseSelfAttention", "SparseSelfAttention"]
+
+_NO_STRUCTURE = SparsityConfig(num_heads=4)
+_FIXED = FixedSparsityConfig(num_heads=4)
+
+
+class SparseSelfAttention(nn.Module):
+    """Attention of a sequence to itself over the blocks that `sparsity_config` visits, scaled by 1 / sqrt(head dim).
+
+    The modes say whether masks are added to scores ("add"), or hide keys where they are 0 ("mul"). Raises ConfigError for
+    another mode, or for a `max_seq_length` that is no multiple of the block.
+    """
+
+    master_layout: Tensor
+
+    def __init__(self, sparsity_config: SparsityConfig = _NO_STRUCTURE, key_padding_mask_mode: Mode = "add",
+                 attn_mask_mode: Mode = "mul", max_seq_length: int = 2048):
+        super().__init__()
+        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+            if mode not in ("add", "mul"):
+                raise ConfigError(f"SparseSelfAttention: {name}: got {mode!r}; choose 'add' or 'mul'")
+        self.sparsity_config = sparsity_config
+        self.key_padding_mask_mode: Mode = key_padding_mask_mode
+        self.attn_mask_mode: Mode = attn_mask_mode
+        self.max_seq_length = max_seq_length
+        self.dropout = 0.0
+        """The probability with which a weight is dropped in training."""
+        self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+        self._blocks: dict[int, Blocks] = {}
+        self._seen: tuple[Tensor, int] = (self.master_layout, self.master_layout._version)
+
+    def get_layout(self, L: int) -> Tensor:
+        """Return the layout (heads, blocks, blocks) of a sequence of `L` positions: a part of `master_layout`.
+
+        Raises ConfigError for a length that is no multiple of the block, or above `max_seq_length`.
+        """
+        block = self.sparsity_config.block
+        if L < 1 or L % block:
+            raise ConfigError(f"SparseSelfAttention: got length {L}, which is no multiple of the block, {block}; pad it by "
+                              f"{-L % block} (SparseAttentionUtils.pad_to_block_size)")
+        if self.max_seq_length < L:
+            raise ConfigError(f"SparseSelfAttention: got length {L}, the layout is for at most {self.max_seq_length}; give "
+                              f"max_seq_length={L}")
+        return self.master_layout[:, :L // block, :L // block]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rpe: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        """Return the attention (batch, heads, length, head dim) of `query`, `key` and `value`, which have that shape.
+
+        `key` may be (batch, heads, head dim, length) too. `rpe` is added to the scores: (length, length), or with heads and
+        batches before. `key_padding_mask` is (batch, length), with any dims of 1 between; `attn_mask` (length, length).
+
+        Raises NotServed (a NotImplementedError) for different lengths of query, key and value, UsageError for other shapes.
+        """
+        if query.dim() == 4 and key.shape != query.shape and key.shape[-2:] == query.shape[:1:-1]:
+            key = key.transpose(-1, -2)
+        if query.shape != key.shape or key.shape != value.shape:
+            raise NotServed(f"SparseSelfAttention: query, key and value have one shape; got {tuple(query.shape)}, "
+                            f"{tuple(key.shape)} and {tuple(value.shape)}. For others use shoal.attention.attend")
+        heads = self.master_layout.shape[0]
+        if query.dim() != 4 or query.shape[1] != heads:
+            raise UsageError(f"SparseSelfAttention: operands are (batch, heads, length, head dim), and the layout is for "
+                             f"{heads} heads; query has {query.shape[1]} in {tuple(query.shape)}: give the sparsity "
+                             f"configuration num_heads={query.shape[1]}")
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.reshape(query.shape[0], -1)
+        if attn_mask is not None:
+            attn_mask = attn_mask.reshape(attn_mask.shape[-2:])
+        return attend(query, key, value, self._blocks_of(query.shape[2]), bias=rpe, key_padding=key_padding_mask,
+                      key_padding_mode=self.key_padding_mask_mode, mask=attn_mask, mask_mode=self.attn_mask_mode,
+                      dropout=self.dropout if self.training else 0.0)
+
+    def _blocks_of(self, length: int) -> Blocks:
+        layout, version = self._seen
+        if layout is not self.master_layout or version != self.master_layout._version:
+            self._blocks = {}
+            self._seen = (self.master_layout, self.master_layout._version)
+        if length not in self._blocks:
+            self._blocks[length] = Blocks.of(self.get_layout(length), self.sparsity_config.block)
+        return self._blocks[length]
+
+
+class BertSparseSelfAttention(nn.Module):
+    """The self attention of BERT with block-sparse scores: `query`, `key` and `value` project, and heads are put together.
+
+    `config` has `hidden_size`, `num_attention_heads`, and may have `attention_probs_dropout_prob` and, if sequences are
+    longer than 2,048, `max_position_embeddings`.
+    Raises ConfigError for a hidden size that the heads do not divide.
+    """
+
+    def __init__(self, config: Any, sparsity_config: SparsityConfig = _FIXED):
+        super().__init__()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        if hidden % heads:
+            raise ConfigError(f"BertSparseSelfAttention: hidden_size: got {hidden}, no multiple of the {heads} attention "
+                              f"heads; give {hidden + -hidden % heads}")
+        self.num_attention_heads, self.attention_head_size, self.all_head_size = heads, hidden // heads, hidden
+        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+        block = sparsity_config.block
+        longest = max(2048, vars(config).get("max_position_embeddings", 0))
+        self.sparse_self_attention = SparseSelfAttention(sparsity_config, max_seq_length=longest + -longest % block)
+        self.sparse_self_attention.dropout = vars(config).get("attention_probs_dropout_prob", 0.0)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the context (batch, length, hidden) of `hidden_states`, of that shape.
+
+        `attention_mask` says what is padding: (batch, length), (batch, 1, 1, length) or equal for all queries in
+        (batch, 1, length, length). It is added to the scores; one of dtype bool hides where it is False.
+        """
+        query, key, value = (self.transpose_for_scores(each(hidden_states)) for each in (self.query, self.key, self.value))
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = attention_mask[:, 0, -1]
+        context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
+        return context.transpose(1, 2).flatten(2)
+
+    def transpose_for_scores(self, x: Tensor) -> Tensor:
+        """Return (batch, heads, length, head dim) of (batch, length, hidden)."""
+        return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2)

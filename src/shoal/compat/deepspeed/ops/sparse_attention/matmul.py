@@ -1,0 +1,3 @@
+"""The published products of block-sparse matrices."""
+
+from shoal.attention.block_products import MatMul as MatMul

@@ -1,0 +1,3 @@
+"""The published softmax of block-sparse matrices."""
+
+from shoal.attention.block_products import Softmax as Softmax

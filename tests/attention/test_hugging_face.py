@@ -1,0 +1,228 @@
+"""Models of transformers with block-sparse attention: the dense layout is SDPA, padding hides, caches change no token."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.attention import (
+    BigBirdSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    register,
+    use_sparse_attention,
+)
+from shoal.errors import NotServed, UsageError
+
+transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+
+SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODER: dict[str, Any] = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 140}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertConfig", "BertForMaskedLM", ENCODER),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", ENCODER),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4,
+                                               "n_positions": 140}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}),
+}  # fmt: skip
+CAUSAL = ("gpt2", "llama")
+WINDOW = LocalSlidingWindowSparsityConfig(4, 16)
+
+
+def build(name: str, **more: Any) -> Any:
+    kind, model, sizes = MODELS[name]
+    dropouts = {key: 0.0 for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop", "resid_pdrop",
+                                     "attn_pdrop", "attention_dropout")}
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes, **dropouts | more)
+    return getattr(transformers, model)._from_config(config, attn_implementation="sdpa")
+
+
+def tokens(length: int, batch: int = 2) -> Tensor:
+    return torch.randint(2, 50, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(length: int, *, left: bool) -> Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :9] = 0
+    return mask if left else mask.flip(1)
+
+
+def passes(model: Any, ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Return the logits of the positions that are no padding, and the gradients of all parameters."""
+    model.zero_grad()
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    real = logits if mask is None else logits[mask.bool()]
+    (real.float() ** 2).mean().backward()
+    return [real.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def close(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6)
+
+
+def sparse(model: Any, sparsity: Any) -> Any:
+    model = copy.deepcopy(model)
+    use_sparse_attention(model, sparsity)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("length", "pad"), [(64, None), (53, None), (53, "right"), (64, "left"), (5, None)])
+def test_the_dense_layout_gives_the_logits_and_gradients_of_sdpa(name: str, length: int, pad: str | None) -> None:
+    model = build(name)
+    mask = None if pad is None else padding(length, left=pad == "left")
+    expected = passes(model, tokens(length), mask)
+    close(passes(sparse(model, {"mode": "dense"}), tokens(length), mask), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sparse_layout_is_sdpa_under_its_mask(name: str) -> None:
+    length, structure = 75, BigBirdSparsityConfig(4, 16, different_layout_per_head=True)
+    model = build(name)
+    visible = structure.make_layout(80).bool().repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :length, :length]
+    if name in CAUSAL:
+        visible = visible.tril()
+    expected = passes(model, tokens(length), None)
+    hidden: Any = visible[None].expand(2, -1, -1, -1)
+    model.zero_grad()
+    masked = model(input_ids=tokens(length), attention_mask=hidden).logits
+    got = sparse(model, structure)(input_ids=tokens(length)).logits
+    torch.testing.assert_close(got, masked, rtol=1e-4, atol=2e-6)
+    assert not torch.allclose(got, expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_changes_nothing_at_real_positions(name: str, left: bool) -> None:
+    model = sparse(build(name), FixedSparsityConfig(4, 16, num_local_blocks=2))
+    ids, mask = tokens(70), padding(70, left=left)
+    other = ids.where(mask.bool(), 7)
+    logits = [model(input_ids=each, attention_mask=mask).logits[mask.bool()] for each in (ids, other)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_model_sees_no_later_position(name: str) -> None:
+    model = sparse(build(name), WINDOW)
+    ids = tokens(60)
+    changed = ids.clone()
+    changed[:, 40:] = 7
+    assert torch.equal(model(input_ids=ids).logits[:, :40], model(input_ids=changed).logits[:, :40])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("left", [False, True])
+def test_generation_over_a_cache_gives_the_tokens_of_whole_passes(name: str, cache: str | None, left: bool) -> None:
+    model = sparse(build(name, initializer_range=0.5), WINDOW).eval()
+    ids = tokens(41)
+    mask = padding(41, left=True) if left else torch.ones_like(ids)
+    plain: Any = {"do_sample": False, "max_new_tokens": 30, "min_new_tokens": 30, "pad_token_id": 0}
+    expected = model.generate(input_ids=ids, attention_mask=mask, use_cache=False, **plain)
+    got = model.generate(input_ids=ids, attention_mask=mask, cache_implementation=cache, **plain)
+    assert torch.equal(got, expected)
+
+
+def test_a_prompt_can_be_continued_in_pieces() -> None:
+    model = sparse(build("llama"), WINDOW).eval()
+    ids = tokens(90)
+    whole = model(input_ids=ids).logits
+    first = model(input_ids=ids[:, :64], use_cache=True)
+    rest = model(input_ids=ids[:, 64:], past_key_values=first.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    model = build("llama")
+    ids, positions = tokens(64), torch.cat([torch.arange(30), torch.arange(34)])[None].expand(2, -1)
+    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    got = sparse(model, DenseSparsityConfig(4, 16))(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_a_sliding_window_of_the_model_stays() -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 20}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes))
+    close([sparse(model, DenseSparsityConfig(4, 16))(input_ids=tokens(50)).logits], [model(input_ids=tokens(50)).logits])
+
+
+def test_attention_drops_in_training_alone_and_follows_the_seed() -> None:
+    model = sparse(build("bert", attention_probs_dropout_prob=0.5), WINDOW)
+    ids = tokens(64)
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model(input_ids=ids).logits
+
+    assert torch.equal(logits(1), logits(1)) and not torch.equal(logits(1), logits(2))
+    model.eval()
+    assert torch.equal(logits(1), logits(2))
+
+
+def test_recompute_gives_the_same_gradients() -> None:
+    model = sparse(build("llama", attention_dropout=0.3), WINDOW).train()
+    ids = tokens(48)
+    torch.manual_seed(3)
+    expected = passes(model, ids, None)
+    model.activation_checkpointing_enable()
+    torch.manual_seed(3)
+    close(passes(model, ids, None), expected)
+
+
+def test_a_registered_name_works_from_pretrained_and_is_not_saved(tmp_path: Path) -> None:
+    model = build("bert")
+    register(WINDOW)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="shoal_sparse")
+    ids = tokens(64)
+    close([loaded.eval()(input_ids=ids).logits], [sparse(model, WINDOW).eval()(input_ids=ids).logits])
+    loaded.save_pretrained(tmp_path)
+    assert "shoal_sparse" not in (tmp_path / "config.json").read_text()
+
+
+def test_two_models_have_structures_of_their_own() -> None:
+    model = build("bert")
+    narrow, wide = sparse(model, WINDOW), sparse(model, DenseSparsityConfig(4, 16))
+    assert not torch.allclose(narrow(input_ids=tokens(80)).logits, wide(input_ids=tokens(80)).logits, atol=1e-4)
+
+
+def test_bf16_models_stay_in_bf16() -> None:
+    model = sparse(build("llama").bfloat16(), WINDOW)
+    assert model(input_ids=tokens(40)).logits.dtype == torch.bfloat16
+
+
+def test_other_models_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match="is no model of Hugging Face"):
+        use_sparse_attention(torch.nn.Linear(2, 2), WINDOW)
+    with pytest.raises(NotImplementedError, match="choose dense, fixed"):
+        use_sparse_attention(build("bert"), {"mode": "unknown"})
+    model = sparse(build("bert"), FixedSparsityConfig(8, 16, different_layout_per_head=True))
+    with pytest.raises(UsageError, match="for 8 heads, the model has 4"):
+        model(input_ids=tokens(64))
+
+
+def test_cross_attention_is_refused() -> None:
+    torch.manual_seed(0)
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32,
+                                     decoder_ffn_dim=32, **heads)
+    model = sparse(transformers.BartModel(config), WINDOW)
+    with pytest.raises(NotServed, match=r"cross attention.*'sdpa'"):
+        model(input_ids=tokens(32))
+
+
+def test_a_structure_that_needs_more_blocks_is_dense() -> None:
+    model = build("bert")
+    structure: SparsityConfig = BigBirdSparsityConfig(4, 16)
+    assert structure.shortest == 48
+    close([sparse(model, structure)(input_ids=tokens(20)).logits], [model(input_ids=tokens(20)).logits])

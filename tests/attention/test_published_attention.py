@@ -1,0 +1,267 @@
+"""The published modules, products and tools: dense layouts are plain attention, and layouts are masks of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.attention import (
+    BertSparseSelfAttention,
+    BigBirdSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    SparseSelfAttention,
+    TensorSparsityConfig,
+)
+from shoal.attention.bert import SparseAttentionUtils
+from shoal.attention.block_products import MatMul, Softmax
+from shoal.errors import NotServed, UsageError
+
+HEADS, BLOCK, LENGTH, DIM = 3, 16, 64, 8
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_layout() -> Tensor:
+    layout = torch.rand(HEADS, 4, 4, generator=torch.Generator().manual_seed(2)) < 0.5
+    layout[:, 1] = False  # a row that sees nothing
+    return layout.long()
+
+
+def dense(layout: Tensor) -> Tensor:
+    return layout.bool().repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+
+
+def operands() -> list[Tensor]:
+    return [draw(2, HEADS, LENGTH, DIM, seed=seed) for seed in range(3)]
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# SparseSelfAttention
+
+
+def test_self_attention_is_sdpa_under_the_layout_and_the_masks() -> None:
+    structure = FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=2)
+    module = SparseSelfAttention(structure, max_seq_length=LENGTH)
+    query, key, value = operands()
+    rpe, keep, seen = draw(HEADS, LENGTH, LENGTH, seed=5), torch.ones(2, LENGTH), torch.ones(LENGTH, LENGTH).tril()
+    keep[0, 50:] = -torch.inf
+    keep = torch.where(keep == 1, 0.0, keep)
+    visible = dense(structure.make_layout(LENGTH)) & seen.bool()
+    mask = torch.zeros(2, HEADS, LENGTH, LENGTH).masked_fill(~visible, -torch.inf) + rpe + keep[:, None, None]
+    close(module(query, key, value, rpe, keep, seen), F.scaled_dot_product_attention(query, key, value, mask))
+    close(module(query, key.transpose(-1, -2), value, rpe, keep[:, None, None], seen[None, None]),
+          F.scaled_dot_product_attention(query, key, value, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_self_attention_keeps_the_dtype(dtype: torch.dtype) -> None:
+    module = SparseSelfAttention(DenseSparsityConfig(HEADS, BLOCK), max_seq_length=LENGTH)
+    assert module(*(each.to(dtype) for each in operands())).dtype == dtype
+
+
+def test_a_shorter_sequence_has_the_upper_left_part_of_the_layout() -> None:
+    structure = BigBirdSparsityConfig(HEADS, BLOCK)
+    module = SparseSelfAttention(structure, max_seq_length=8 * BLOCK)
+    assert torch.equal(module.get_layout(LENGTH), structure.make_layout(8 * BLOCK)[:, :4, :4])
+    assert list(module.state_dict()) == ["master_layout"]
+
+
+def test_a_loaded_layout_takes_the_place_of_the_drawn_one() -> None:
+    module = SparseSelfAttention(DenseSparsityConfig(HEADS, BLOCK), max_seq_length=LENGTH)
+    query, key, value = operands()
+    module(query, key, value)
+    other = SparseSelfAttention(TensorSparsityConfig(random_layout(), BLOCK), max_seq_length=LENGTH)
+    module.load_state_dict(other.state_dict())
+    assert torch.equal(module(query, key, value), other(query, key, value))
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "no structure": (SparseSelfAttention, NotImplementedError, "no structure of its own"),
+    "mode": (lambda: SparseSelfAttention(DenseSparsityConfig(1), "sub"), ValueError, "key_padding_mask_mode: got 'sub'"),
+    "mask mode": (lambda: SparseSelfAttention(DenseSparsityConfig(1), "add", "sub"), ValueError, "attn_mask_mode: got"),
+    "longest": (lambda: SparseSelfAttention(DenseSparsityConfig(1), max_seq_length=100), ValueError, "no multiple"),
+    "lengths": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS))(
+        *operands()[:2], draw(2, HEADS, 2 * LENGTH, DIM)), NotImplementedError, "have one shape"),
+    "too long": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS), max_seq_length=32)(*operands()), ValueError,
+                 "at most 32; give max_seq_length=64"),
+    "no multiple": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS))(*(draw(2, HEADS, 50, DIM) for _ in range(3))),
+                    ValueError, "pad it by 14"),
+    "heads": (lambda: SparseSelfAttention(DenseSparsityConfig(4))(*operands()), UsageError, "query has 3.*num_heads=3"),
+    "hidden size": (lambda: BertSparseSelfAttention(SimpleNamespace(hidden_size=10, num_attention_heads=4)), ValueError,
+                    "hidden_size: got 10.*give 12"),
+    "product": (lambda: MatMul(random_layout(), BLOCK, "ddd"), NotImplementedError, "mode: got 'ddd'"),  # pyright: ignore
+    "dense operand": (lambda: MatMul(random_layout(), BLOCK, "sdd")(draw(2, HEADS, 48, DIM), draw(2, HEADS, DIM, 64)),
+                      UsageError, "with 64 along the sparse side"),
+    "sparse operand": (lambda: Softmax(random_layout(), BLOCK)(draw(2, 1, BLOCK, BLOCK)), UsageError, "visited blocks"),
+    "nothing to pad": (lambda: SparseAttentionUtils.pad_to_block_size(16, None, None, None, None, None, 0, None), ValueError,
+                       "neither input_ids nor inputs_embeds"),
+    "another model": (lambda: SparseAttentionUtils.extend_position_embedding(nn.Linear(2, 2), 8), ValueError,
+                      "only BERT and RoBERTa"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_gets_the_published_error_with_the_fix(case: str) -> None:
+    call, kind, message = WRONG[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# Products
+
+
+def sparse_of(matrix: Tensor, layout: Tensor) -> Tensor:
+    cut = matrix.unflatten(2, (4, BLOCK)).unflatten(4, (4, BLOCK)).transpose(3, 4)
+    heads, rows, columns = layout.nonzero().unbind(1)
+    return cut[:, heads, rows, columns]
+
+
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
+def test_a_product_is_the_dense_one_over_the_layout_and_so_are_gradients(mode: Any, trans_a: bool, trans_b: bool) -> None:
+    layout = random_layout()
+    shapes = {"sdd": ((LENGTH, DIM), (DIM, LENGTH)), "dsd": ((LENGTH, LENGTH), (LENGTH, DIM)),
+              "dds": ((DIM, LENGTH), (LENGTH, LENGTH))}[mode]
+    leaves: list[Tensor] = []
+    for place, (shape, transposed) in enumerate(zip(shapes, (trans_a, trans_b), strict=True)):
+        matrix = draw(2, HEADS, *(shape[::-1] if transposed else shape), seed=place)
+        leaves.append(matrix * dense(layout) if mode[place + 1] == "s" else matrix)
+        leaves[-1].requires_grad_()
+    given = [sparse_of(leaf, layout) if mode[place + 1] == "s" else leaf for place, leaf in enumerate(leaves)]
+    plain = [leaf.transpose(-1, -2) if flip else leaf for leaf, flip in zip(leaves, (trans_a, trans_b), strict=True)]
+    product = plain[0] @ plain[1]
+    expected = sparse_of(product, layout) if mode == "sdd" else product
+    got = MatMul(layout, BLOCK, mode, trans_a, trans_b)(*given)
+    close(got, expected)
+    weights = draw(*got.shape, seed=9)
+    for place, (a, b) in enumerate(zip(torch.autograd.grad((got * weights).sum(), leaves),
+                                       torch.autograd.grad((expected * weights).sum(), leaves), strict=True)):
+        close(a, b * dense(layout) if mode[place + 1] == "s" else b)
+
+
+def test_the_softmax_of_blocks_is_that_of_rows_and_empty_rows_are_zeros() -> None:
+    layout, scores = random_layout(), draw(2, HEADS, LENGTH, LENGTH)
+    rpe, keep, seen = draw(LENGTH, LENGTH, seed=5), torch.ones(2, LENGTH), torch.ones(LENGTH, LENGTH).triu(-20)
+    keep[1, :20] = 0
+    whole = (scores * 0.3 + rpe).masked_fill(~(dense(layout) & (keep[:, None, None] * seen).bool()), -torch.inf)
+    got = Softmax(layout, BLOCK)(sparse_of(scores, layout), 0.3, rpe, keep, seen, "mul", "mul")
+    close(got, sparse_of(whole.softmax(-1).nan_to_num(0.0), layout))
+    added = [torch.zeros_like(each).masked_fill(each == 0, -torch.inf) for each in (keep, seen)]
+    assert torch.equal(got, Softmax(layout, BLOCK)(sparse_of(scores, layout), 0.3, rpe, *added))
+
+
+def test_the_three_products_are_self_attention() -> None:
+    layout, (query, key, value) = random_layout(), operands()
+    scores = MatMul(layout, BLOCK, "sdd", trans_b=True)(query, key)
+    got = MatMul(layout, BLOCK, "dsd")(Softmax(layout, BLOCK)(scores, DIM**-0.5), value)
+    close(got, SparseSelfAttention(TensorSparsityConfig(layout, BLOCK), max_seq_length=LENGTH)(query, key, value))
+
+
+# BERT and RoBERTa
+
+
+def bert(kind: str = "Bert") -> Any:
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, hidden_size=32, num_hidden_layers=2, intermediate_size=64,
+                                                    num_attention_heads=4, max_position_embeddings=40)
+    return getattr(transformers, f"{kind}ForMaskedLM")(config).eval()
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(2, 50, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("kind", "reserved"), [("Bert", 0), ("Roberta", 2)])
+def test_extended_positions_repeat_those_of_the_model(kind: str, reserved: int) -> None:
+    model = bert(kind)
+    inner = getattr(model, kind.lower())
+    before = inner.embeddings.position_embeddings.weight.detach().clone()
+    assert SparseAttentionUtils.extend_position_embedding(model, 128) is model
+    after = inner.embeddings.position_embeddings.weight
+    had = 40 - reserved
+    assert after.shape == (128 + reserved, 32) and after.requires_grad
+    assert torch.equal(after[:40], before)
+    assert torch.equal(after[40:40 + had], before[reserved:])
+    assert model.config.max_position_embeddings == 128 + reserved
+    assert model(input_ids=tokens(128)).logits.shape == (2, 128, 50)
+    with pytest.raises(ValueError, match="the model has 128; give more"):
+        SparseAttentionUtils.extend_position_embedding(model, 100)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_a_replaced_model_has_its_weights_and_with_the_dense_layout_its_logits(kind: str) -> None:
+    model = SparseAttentionUtils.extend_position_embedding(bert(kind), 128)
+    names, expected = list(model.state_dict()), model(input_ids=tokens(100)).logits
+    replace = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention
+    assert replace(model, 128, DenseSparsityConfig(4)) is model
+    close(model(input_ids=tokens(100)).logits, expected)
+    assert list(model.state_dict()) == names
+    with pytest.raises(ValueError, match="the model has 128; call extend_position_embedding"):
+        replace(model, 256)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_replaced_layers_are_sparse_modules_that_hide_padding(implementation: str) -> None:
+    model, ids = bert(), tokens(32)
+    model.set_attn_implementation(implementation)
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    query = model.bert.encoder.layer[0].attention.self.query
+    layers = SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
+        model.config, model.bert.encoder.layer, DenseSparsityConfig(4))
+    assert isinstance(layers[0].attention.self, BertSparseSelfAttention) and layers[0].attention.self.query is query
+    close(model(input_ids=ids, attention_mask=mask).logits[mask.bool()], expected)
+    with pytest.raises(NotServed, match="of a decoder"):
+        SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
+            SimpleNamespace(is_decoder=True), layers)
+
+
+def test_the_attention_of_bert_adds_the_mask_of_padding_and_drops_in_training() -> None:
+    config = SimpleNamespace(hidden_size=32, num_attention_heads=4, attention_probs_dropout_prob=0.5)
+    torch.manual_seed(0)
+    module = BertSparseSelfAttention(config, DenseSparsityConfig(4))
+    assert [name for name, _ in module.named_children()] == ["query", "key", "value", "sparse_self_attention"]
+    states, mask = draw(2, 32, 32), torch.zeros(2, 1, 1, 32)
+    mask[:, ..., 20:] = -10_000.0
+    dropped = module(states, mask)
+    module.eval()
+    other = states.clone()
+    other[:, 20:] = 3.0
+    whole = module(states, mask)
+    close(module(other, mask)[:, :20], whole[:, :20])
+    assert whole.shape == (2, 32, 32) and not torch.allclose(dropped, whole)
+
+
+def test_padding_to_the_block_hides_what_it_adds_and_can_be_undone() -> None:
+    ids, embeddings = tokens(50), nn.Embedding(50, 4)
+    positions, types = torch.arange(50).expand(2, -1), torch.ones(2, 50, dtype=torch.long)
+    pad, padded, mask, kinds, places, embedded = SparseAttentionUtils.pad_to_block_size(
+        16, ids, None, types, positions, embeddings(ids), 1, embeddings)
+    assert pad == 14
+    assert torch.equal(padded, F.pad(ids, (0, 14), value=1)) and torch.equal(kinds, F.pad(types, (0, 14)))
+    assert torch.equal(places, F.pad(positions, (0, 14), value=1)) and torch.equal(embedded, embeddings(padded))
+    assert mask.sum(1).tolist() == [50, 50] and mask.shape == (2, 64)
+    assert torch.equal(SparseAttentionUtils.unpad_sequence_output(pad, embedded), embeddings(ids))
+    same = SparseAttentionUtils.pad_to_block_size(10, ids, mask, None, None, None, 1, None)
+    assert same[0] == 0 and same[1] is ids and same[2] is mask and same[3:] == (None, None, None)
+    assert torch.equal(SparseAttentionUtils.unpad_sequence_output(0, ids), ids)
+
+
+def test_updating_a_tokenizer_is_remembered_by_what_it_saves() -> None:
+    tokenizer = SimpleNamespace(model_max_length=512, init_kwargs={"model_max_length": 512})
+    assert SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, 4096) is tokenizer
+    assert tokenizer.model_max_length == tokenizer.init_kwargs["model_max_length"] == 4096
