@@ -51,7 +51,7 @@ def test_synchronizing_an_event_makes_the_copy_visible() -> None:
     source, target = torch.ones(SIZE, device=device), torch.zeros(SIZE, pin_memory=True)
     stream = h2d_stream(device)
     delay_compute(torch.randn(4096, 4096, device=device))
-    with stream.use(after_compute=True):
+    with stream.use():
         target.copy_(source, non_blocking=True)
     stream.record_event().synchronize()
     assert target.sum().item() == SIZE

@@ -23,8 +23,8 @@ class RecordingStream(CopyStream):
         super().__init__()
         self.calls: list[str] = []
 
-    def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
-        self.calls.append("use after compute" if after_compute else "use")
+    def use(self) -> AbstractContextManager[object]:
+        self.calls.append("use")
         return nullcontext()
 
     def record_event(self) -> CopyEvent:
@@ -69,16 +69,19 @@ def test_a_shard_on_the_host_is_copied_in_its_stream(stream: RecordingStream) ->
     shard.tensor = torch.ones(4)
     buffer.shrink()
     buffer.grow().wait()
-    assert stream.calls == ["use", "use", "stream_wait"]
+    assert stream.calls == ["use", "stream_wait"]
+    stream.calls.clear()
+    buffer.shard.fetch().wait()
+    assert stream.calls == ["synchronize"]  # the host may overwrite what the copy reads
     stream.calls.clear()
     shard.tensor = torch.full((4,), 2.0)
     buffer.load_shard()
-    assert stream.calls == ["use after compute", "stream_wait"]
+    assert stream.calls == ["use", "stream_wait"]
     assert buffer.full[2:6].tolist() == [2.0] * 4
 
 
 def test_every_wait_makes_the_current_stream_wait(stream: RecordingStream) -> None:
-    arriving = CopyTransfer(ResidentSpan(torch.ones(4)), torch.empty(4), stream, after_compute=False)
+    arriving = CopyTransfer(ResidentSpan(torch.ones(4)), torch.empty(4), stream)
     arriving.wait()
     assert arriving.done
     arriving.wait()
@@ -91,9 +94,11 @@ def test_allocated_memory_is_reused(stream: RecordingStream) -> None:
     span.fetch(fresh=True).wait()
     assert (stream.calls, span.tensor.data_ptr()) == ([], first)
     span.fetch().wait()
-    assert stream.calls == ["use after compute", "stream_wait"]  # the compute stream may still use the memory
+    assert stream.calls == ["use", "stream_wait"]  # the compute stream may still use the memory
     stream.calls.clear()
     span.commit()
+    assert stream.calls == ["stream_wait"]  # a copy up must not write to memory that is free
+    stream.calls.clear()
     span.fetch().wait()
-    assert stream.calls == ["use", "use", "stream_wait"]
+    assert stream.calls == ["use", "stream_wait"]
     assert span.tensor.tolist() == [1.0] * 4

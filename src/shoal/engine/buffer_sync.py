@@ -12,18 +12,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]  of all norms with statistics
 
 from shoal.transport.collectives import Communicator
+from shoal.zero.ownership import owner_of
 
 __all__ = ["BufferSync", "move_buffers"]
 
 
 def move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
-    """Move the model's buffers to the device, and give all data ranks rank 0's values, as parameters get them."""
-    for name, buffer in model.named_buffers():
-        buffer.data = buffer.data.to(device)
-        if buffer.numel():
-            values = buffer.data.contiguous()
+    """Move buffers, and parameters that no unit has, to the device, and give all data ranks rank 0's values of them.
+
+    No unit has parameters of whole numbers, quantised ones, and those of no elements.
+    """
+    others = [(name, parameter) for name, parameter in model.named_parameters() if owner_of(parameter) is None]
+    for name, tensor in [*model.named_buffers(), *others]:
+        tensor.data = tensor.data.to(device)
+        if tensor.numel():
+            values = tensor.data.contiguous()
             communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
-            buffer.data.copy_(values)
+            tensor.data.copy_(values)
 
 
 class BufferSync:

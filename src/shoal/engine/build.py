@@ -153,8 +153,8 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             engine = make_engine(model, settings, mesh, parameter_groups, board, device, compilation)
         with (_restored_on_failure(engine), _published_on_failure(board),
               sparse_attention_in(model, settings.sparse_attention)):
-            move_buffers(model, parameter_groups.data, device)
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
+            move_buffers(model, parameter_groups.data, device)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler, classes)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
             engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)

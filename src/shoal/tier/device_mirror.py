@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.tier.span import DONE, Names, PlacedSpan, ResidentSpan, Span, Transfer, no_names
 from shoal.tier.store import Store
-from shoal.tier.streams import CopyEvent, CopyStream, d2h_stream, h2d_stream
+from shoal.tier.streams import CopyEvent, CopyStream, allocate, d2h_stream, free, h2d_stream
 
 __all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
 
@@ -20,15 +20,14 @@ __all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
 class CopyTransfer:
     """A copy of the span `source` into `target` on a compute device, in `stream`.
 
-    With `after_compute` the copy follows everything the compute stream was given so far, as it must where that reads or
-    writes `target`.
+    The copy follows everything that the compute stream was given when it starts, as it must: that allocated the memory of
+    `target`, or may use it.
     """
 
-    def __init__(self, source: Span, target: Tensor, stream: CopyStream, *, after_compute: bool):
+    def __init__(self, source: Span, target: Tensor, stream: CopyStream):
         self._source = source
         self._target = target
         self._stream = stream
-        self._after_compute = after_compute
         self._arriving = source.fetch()
         self._event: CopyEvent | None = None
         self._done = False
@@ -52,8 +51,13 @@ class CopyTransfer:
         self._source.commit(changed=False)
         self._done = True
 
+    def finish(self) -> None:
+        """Block this thread until the copy, if it has started, has read its source, which may then be overwritten."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def _start(self) -> None:
-        with self._stream.use(after_compute=self._after_compute):
+        with self._stream.use():
             self._target.copy_(self._source.tensor, non_blocking=True)
         self._event = self._stream.record_event()
 
@@ -65,37 +69,44 @@ class DeviceMirror:
         self.tensor: Tensor = torch.empty_like(below.tensor, device=device)
         self._below = below
         self._device = device
-        self._bytes = self.tensor.numel() * self.tensor.element_size()
+        self._arriving: CopyTransfer | None = None
         self._copied_down: CopyEvent | None = None
         self._lock = threading.Lock()
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self.finish_commit()
-        stream, storage = h2d_stream(self._device), self.tensor.untyped_storage()
-        allocated = storage.nbytes() > 0  # at first: memory that belongs to the compute stream
-        if not allocated:
-            with stream.use():
-                storage.resize_(self._bytes)
-        return DONE if fresh else CopyTransfer(self._below, self.tensor, stream, after_compute=allocated)
+        allocate(self.tensor)
+        self._arriving = None if fresh else CopyTransfer(self._below, self.tensor, h2d_stream(self._device))
+        return self._arriving or DONE
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
+        if self._arriving is not None:
+            self._arriving.wait()  # a copy up that is still unused writes to the memory
+        if not changed:
+            free(self.tensor)
+            return DONE
         stream = d2h_stream(self._device)
-        if changed:
-            self._below.fetch(fresh=True).wait()
-            with stream.use(after_compute=True):
-                self._below.tensor.copy_(self.tensor, non_blocking=True)
-            self._copied_down = stream.record_event()
-            stream.defer(self.finish_commit)
-        stream.free(self.tensor, computed=not changed)
+        self._below.fetch(fresh=True).wait()
+        with stream.use():
+            self._below.tensor.copy_(self.tensor, non_blocking=True)
+        self._copied_down = stream.record_event()
+        stream.defer(self.finish_commit)
         return DONE
 
     def finish_commit(self) -> None:
-        """Wait for a copy down to end, and commit the span below; the thread of the optimizer step may call it too."""
+        """Wait for a copy down to end, free its source, and commit the span below; the optimizer's thread may call it."""
         with self._lock:
             event, self._copied_down = self._copied_down, None
             if event is not None:
                 event.synchronize()
+                free(self.tensor)
                 self._below.commit()
+
+    def finish_copies(self) -> None:
+        """Wait until no copy reads or writes the span below: the host is about to."""
+        self.finish_commit()
+        if (arriving := self._arriving) is not None:
+            arriving.finish()
 
     def discard(self) -> None:
         self.finish_commit()
@@ -107,7 +118,7 @@ class DeviceMirror:
 
 
 class _MirroredSpan:
-    """The host's side of a mirror: a fetch first waits for a commit of the device's side."""
+    """The host's side of a mirror: a fetch first waits for the copies of the device's side, in both directions."""
 
     def __init__(self, mirror: DeviceMirror, below: Span):
         self.tensor = below.tensor
@@ -115,7 +126,7 @@ class _MirroredSpan:
         self._below = below
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._mirror.finish_commit()
+        self._mirror.finish_copies()
         return self._below.fetch(start, stop, fresh=fresh)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:

@@ -18,7 +18,7 @@ from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import Pages, pageable
 from shoal.tier.span import DONE, JoinedTransfers, Names, ResidentSpan, Span, SubSpan, Transfer, no_names, offset_names
 from shoal.tier.store import Disk, Memory, Store
-from shoal.tier.streams import CopyStream, h2d_stream
+from shoal.tier.streams import CopyStream, allocate, free, h2d_stream
 
 __all__ = ["Elastic", "elastic"]
 
@@ -111,31 +111,62 @@ class DiskBuffer:
         pass
 
 
+class _LastCopy:
+    """The last copy of a resting shard to a device."""
+
+    def __init__(self) -> None:
+        self._copy: CopyTransfer | None = None
+
+    def set(self, copy: CopyTransfer) -> CopyTransfer:
+        self._copy = copy
+        return copy
+
+    def finish(self) -> None:
+        """Wait until the copy has read the shard."""
+        if self._copy is not None:
+            self._copy.finish()
+
+
+class CopiedSpan(ResidentSpan):
+    """Host memory that is copied to a device: a fetch, after which the host may write, waits for the last copy of it."""
+
+    def __init__(self, tensor: Tensor, last: _LastCopy):
+        super().__init__(tensor)
+        self._last = last
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        self._last.finish()
+        return DONE
+
+    def part(self, part: range) -> ResidentSpan:
+        return CopiedSpan(self.tensor[part.start:part.stop], self._last)
+
+
 class ResizedBuffer:
     """Memory whose storage is freed, beside a span for the shard.
 
-    A shard on the host is copied in a stream of its own. A shard on the device is written by the device's compute stream,
-    and is copied in that stream, into memory allocated in it.
+    The compute stream owns the memory: what it frees is at once another unit's, however far the host runs ahead of the
+    device. A shard on the host is copied in a stream of its own, which waits for the allocation; a shard on the device is
+    written by the compute stream, and is copied in it.
     """
 
     shard_in_full = False
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, shard: Span):
         self.full = torch.zeros(size, dtype=dtype, device=device)
-        self.shard = shard
+        self._source, self._last = shard, _LastCopy()
+        copied = isinstance(shard, ResidentSpan) and shard.tensor.device != self.full.device
+        self.shard: Span = CopiedSpan(shard.tensor, self._last) if copied else shard
         self._own = self.full[part.start:part.stop]
         self._stream = CopyStream() if shard.tensor.device == self.full.device else h2d_stream(device)
 
     def grow(self) -> Transfer:
-        storage = self.full.untyped_storage()
-        if not storage.nbytes():
-            with self._stream.use():
-                storage.resize_(self.full.numel() * self.full.element_size())
-        return CopyTransfer(self.shard, self._own, self._stream, after_compute=False)
+        allocate(self.full)
+        return self._copy()
 
     def shrink(self, *, retain: bool = False) -> None:
         if not retain:
-            self._stream.free(self.full, computed=True)
+            free(self.full)
 
     def save_shard(self) -> None:
         self.shard.fetch(fresh=True).wait()
@@ -143,7 +174,10 @@ class ResizedBuffer:
         self.shard.commit()
 
     def load_shard(self) -> None:
-        CopyTransfer(self.shard, self._own, self._stream, after_compute=True).wait()
+        self._copy().wait()
+
+    def _copy(self) -> CopyTransfer:
+        return self._last.set(CopyTransfer(self._source, self._own, self._stream))
 
 
 def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str,

@@ -106,6 +106,10 @@ class ResidentSpan:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
+    def part(self, part: range) -> ResidentSpan:
+        """Return the elements `part` as a span."""
+        return ResidentSpan(self.tensor[part.start:part.stop])
+
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         return DONE
 

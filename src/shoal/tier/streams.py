@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shoal.device import DeviceEvent, DeviceStream, can_pin, new_stream, on_accelerator, record_use
 
-__all__ = ["CopyEvent", "CopyStream", "StagingBuffers", "d2h_stream", "h2d_stream", "side_stream", "staging_buffers"]
+__all__ = ["CopyEvent", "CopyStream", "StagingBuffers", "allocate", "d2h_stream", "free", "h2d_stream", "side_stream",
+           "staging_buffers"]
 
 _DEFERRED = 2
 """Copies to the host in flight before the oldest one is waited for."""
@@ -42,21 +43,13 @@ class CopyStream:
         self._device = device
         self._deferred: deque[Callable[[], None]] = deque()
 
-    def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
-        """Return a context whose copies run in this stream; with `after_compute`, after all work of the compute stream."""
+    def use(self) -> AbstractContextManager[object]:
+        """Return a context whose copies run in this stream, after all work that the compute stream was given so far."""
         return nullcontext()
 
     def record_event(self) -> CopyEvent:
         """Return an event behind everything the stream was given so far."""
         return _REACHED if self._device is None else DeviceEvent(self._device)
-
-    def free(self, tensor: Tensor, *, computed: bool) -> None:
-        """Free the storage of `tensor` once its last user, the compute stream if `computed`, else this stream, is done.
-
-        A storage that was exported to numpy stays allocated: torch does not resize it.
-        """
-        if (storage := tensor.untyped_storage()).resizable():
-            storage.resize_(0)
 
     def keep_for_compute(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor`, if allocated in this stream, until the compute stream's present work is done."""
@@ -75,24 +68,32 @@ class _SideStream(CopyStream):
         super().__init__()
         self._stream = stream
 
-    def use(self, *, after_compute: bool = False) -> AbstractContextManager[object]:
-        if after_compute:
-            self._stream.wait_for_current()
+    def use(self) -> AbstractContextManager[object]:
+        self._stream.wait_for_current()
         return self._stream.use()
 
     def record_event(self) -> CopyEvent:
         return self._stream.record()
 
-    def free(self, tensor: Tensor, *, computed: bool) -> None:
-        if computed:
-            record_use(tensor)
-        else:
-            self._stream.record_use(tensor)
-        tensor.untyped_storage().resize_(0)
-
     def keep_for_compute(self, tensor: Tensor) -> None:
         if on_accelerator(tensor):  # host memory belongs to no stream
             record_use(tensor)
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give `tensor`, of contiguous elements from its storage's first on, memory of the compute stream if it has none."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(tensor.numel() * tensor.element_size())
+
+
+def free(tensor: Tensor) -> None:
+    """Free the storage of `tensor`, of which the compute stream is the last user.
+
+    A storage that was exported to numpy stays allocated: torch does not resize it.
+    """
+    if (storage := tensor.untyped_storage()).resizable():
+        storage.resize_(0)
 
 
 class _ReachedEvent:
@@ -148,7 +149,7 @@ class StagingBuffers:
     def send(self, written: Tensor, target: Tensor) -> None:
         """Copy `written`, the memory borrowed last, to `target`, before any later work of the compute stream."""
         stream = h2d_stream(self._device)
-        with stream.use(after_compute=True):
+        with stream.use():
             target.copy_(written, non_blocking=True)
         event = stream.record_event()
         event.stream_wait()

@@ -66,8 +66,7 @@ class TrainableUnit(Unit):
         span, wide = self.master_span, master_dtype(self.full.dtype)
         part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
                        offset_names(self.layout.names, span.start))
-        stepped = (ResidentSpan(self.weight[part.start:part.stop]) if isinstance(self.rest, ResidentSpan)
-                   else SubSpan(self.rest, part))
+        stepped = self.rest.part(part) if isinstance(self.rest, ResidentSpan) else SubSpan(self.rest, part)
         in_place = wide == self.full.dtype and self.weight.device == store.device and not separate
         master = stepped if in_place else store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
         return OptimizerState(self.name, len(span), store, master, None if in_place else stepped, self.gradient, names)
