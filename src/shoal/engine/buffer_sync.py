@@ -23,12 +23,12 @@ def move_buffers(model: nn.Module, communicator: Communicator, device: torch.dev
     No unit has parameters of whole numbers, quantised ones, and those of no elements.
     """
     others = [(name, parameter) for name, parameter in model.named_parameters() if owner_of(parameter) is None]
-    for name, tensor in [*model.named_buffers(), *others]:
-        tensor.data = tensor.data.to(device)
-        if tensor.numel():
-            values = tensor.data.contiguous()
+    for name, buffer in [*model.named_buffers(), *others]:
+        buffer.data = buffer.data.to(device)
+        if buffer.numel():
+            values = buffer.data.contiguous()
             communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
-            tensor.data.copy_(values)
+            buffer.data.copy_(values)
 
 
 class BufferSync:
