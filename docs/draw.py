@@ -1,8 +1,8 @@
 """Draw the pictures of the README and of these pages: `python docs/draw.py` writes docs/images/*.svg.
 
 The bytes come from `shoal.zero.placement`, the table that the engine itself obeys; the timeline follows the rules of
-`zero/window.py` and `zero/reducer.py` with made-up durations; pipelines are what `shoal pipeline show --svg` draws. The same
-code gives the same files, and a test compares.
+`zero/window.py` and `zero/reducer.py` with made-up durations; pipelines are what `shoal pipeline show --svg` draws, layouts
+of attention what `shoal attention show --svg` does. The same code gives the same files, and a test compares.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.attention import drawing, sparsity
 from shoal.pipeline.check import simulate
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulation import Durations
@@ -37,7 +38,8 @@ def pictures() -> dict[str, str]:
     """Return the text of each picture by file name."""
     return {"stages.svg": page(960, 400, *stages()), "step.svg": page(960, 420, *step()),
             "life.svg": page(960, 330, *life())} | {
-        f"pipeline-{name}.svg": pipeline(name) for name in SCHEDULES}
+        f"pipeline-{name}.svg": pipeline(name) for name in SCHEDULES} | {
+        f"attention-{name}.svg": attention(name) for name in STRUCTURES}
 
 
 def pipeline(name: str) -> str:
@@ -45,6 +47,33 @@ def pipeline(name: str) -> str:
     schedule = make_schedule(name, ranks=RANKS, microbatches=8)
     each = 1 / schedule.stages_per_rank
     return svg(simulate(schedule, Durations(forward=each, input=each, weight=each)))
+
+
+STRUCTURES: dict[str, tuple[str, dict[str, sparsity.SparsityConfig]]] = {
+    "fixed": ("Fixed: windows, and the last block of each", {
+        "bidirectional": sparsity.FixedSparsityConfig(4),
+        "horizontal_global_attention": sparsity.FixedSparsityConfig(4, horizontal_global_attention=True),
+        "unidirectional": sparsity.FixedSparsityConfig(4, attention="unidirectional")}),
+    "variable": ("Variable: windows of 2, 4 and 6 blocks, global blocks 0 and 12, a random one", {
+        kind: sparsity.VariableSparsityConfig(4, num_random_blocks=1, local_window_blocks=[2, 4, 6],
+                                              global_block_indices=[0, 12], attention=kind)
+        for kind in ("bidirectional", "unidirectional")}),
+    "bigbird": ("BigBird: a window of 3, a random and a global block", {
+        kind: sparsity.BigBirdSparsityConfig(4, attention=kind) for kind in ("bidirectional", "unidirectional")}),
+    "bslongformer": ("Longformer: a window of 3, global blocks 0 and 12 to 13", {
+        kind: sparsity.BSLongformerSparsityConfig(4, global_block_indices=[0, 12], global_block_end_indices=[1, 14],
+                                                  attention=kind) for kind in ("bidirectional", "unidirectional")}),
+    "local_sliding_window": ("A sliding window of 3 blocks", {
+        kind: sparsity.LocalSlidingWindowSparsityConfig(4, attention=kind)
+        for kind in ("bidirectional", "unidirectional")}),
+}
+
+
+def attention(name: str) -> str:
+    """Draw a structure of 24 blocks, as `shoal attention show CONFIG --length 384 --svg FILE` does."""
+    heading, structures = STRUCTURES[name]
+    return drawing.svg(heading, [drawing.Panel(kind, structure.make_layout(24 * structure.block)[0])
+                                 for kind, structure in structures.items()])
 
 
 def page(width: int, height: int, *parts: str) -> str:

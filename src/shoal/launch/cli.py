@@ -23,6 +23,7 @@ COMMANDS = {
     "checkpoint": "inspect, verify or export a checkpoint",
     "disk": "benchmark a disk for offloaded training state",
     "pipeline": "simulate and draw a pipeline's schedule",
+    "attention": "draw a layout of block-sparse attention, with its cost",
 }
 
 
