@@ -109,7 +109,7 @@ def test_max_grad_norm_points_to_gradient_clipping() -> None:
         make_optimizer("adam", {"max_grad_norm": 1.0}, weights())
 
 
-@pytest.mark.parametrize("keyword", ["bias_correction", "fp32_optimizer_states", "set_grad_none"])
+@pytest.mark.parametrize("keyword", ["fp32_optimizer_states", "set_grad_none"])
 def test_published_switches_that_must_stay_on_are_refused_when_off(keyword: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.params\.{keyword}: got false; only true is supported"):
         make_optimizer("adam", {keyword: False}, weights())

@@ -267,7 +267,7 @@ def _options(snapshot: Snapshot, model: SavedModel) -> Iterator[dict[str, object
     saved = cast("list[dict[str, object]]", snapshot.shared.get("groups") or [{} for _ in model.groups])
     adam = {"bias_correction": True} if {"exp_avg", "exp_avg_sq"} <= {*model.kinds} else {}
     for options in saved:
-        yield {**NEUTRAL, **adam, **{key: value for key, value in options.items() if key in HYPERPARAMETERS}}
+        yield {**NEUTRAL, **adam, **{key: value for key, value in options.items() if key in HYPERPARAMETERS or key in adam}}
 
 
 def _whole_optimizer(snapshot: Snapshot, model: SavedModel, target: Target) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from shoal.errors import OptimizerError
 from shoal.log import warn_once
+from shoal.optim.adam import BiasedAdam
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
@@ -27,7 +28,7 @@ __all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "arithmet
 ADAM_MOMENTS = 2
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
-    Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, Lion, NAdam, OneBitAdam, RAdam, RMSprop, Rprop, SGD,
+    Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, BiasedAdam, Lion, NAdam, OneBitAdam, RAdam, RMSprop, Rprop, SGD,
     ZeroOneAdam,
 })  # fmt: skip
 LAYERWISE: frozenset[type[Optimizer]] = frozenset({Lamb, OneBitLamb})

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shoal.device import steps_fused
 from shoal.errors import ConfigError
 from shoal.log import warn_once
+from shoal.optim.adam import BiasedAdam
 from shoal.optim.elementwise import WHOLE_TENSOR, check_elementwise
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
@@ -83,16 +84,20 @@ def adam(groups: Groups, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.
          fused: bool | None = None) -> Optimizer:
     """Build torch's AdamW, or Adam with decay in the gradient when `adam_w_mode` is false.
 
+    Without `bias_correction` it is a `BiasedAdam`.
+
     `weight_decay` defaults to 0, or with `torch_adam` to the default of torch's class. `fused` (one pass over memory) is
     used where torch has it. On CPU, torch's fused kernels round the last, partial vector of a tensor
     differently (seen in torch 2.13): a slice steps bitwise as the whole does if it starts and ends at multiples of 16
     elements, else an element in some thousands differs by one rounding.
     """
-    _always_true("bias_correction", bias_correction)
     _always_true("fp32_optimizer_states", fp32_optimizer_states)
     _always_true("set_grad_none", set_grad_none)
     if weight_decay is None:
         weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
+    if not bias_correction:
+        return BiasedAdam(groups, lr, (betas[0], betas[1]), eps, weight_decay, bias_correction=False, amsgrad=amsgrad,
+                          maximize=maximize, foreach=foreach, fused=fused, decoupled_weight_decay=adam_w_mode)
     if fused is None and foreach is None and _fusable(groups):
         fused = True
     build = torch.optim.AdamW if adam_w_mode else torch.optim.Adam

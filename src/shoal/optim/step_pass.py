@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.errors import OptimizerError
 from shoal.native.step import DTYPES, Rule, available, step
+from shoal.optim.adam import BiasedAdam
 from shoal.optim.elementwise import LAYERWISE, arithmetic_class
 from shoal.optim.lion import Lion
 from shoal.optim.masks import MASK
@@ -263,15 +264,19 @@ def is_unhooked(optimizer: Optimizer) -> bool:
 
 
 def _adam(group: dict[str, Any], state: _State, moment: _Moment, *, decoupled: bool = False) -> _Plan:
-    """Adam (Kingma and Ba 2015, Algorithm 1), and with decoupled decay AdamW (Loshchilov and Hutter 2019, Algorithm 2)."""
+    """Adam (Kingma and Ba 2015, Algorithm 1), and with decoupled decay AdamW (Loshchilov and Hutter 2019, Algorithm 2).
+
+    Without `bias_correction` (`BiasedAdam`) the moments are used as they are.
+    """
     if not state:
         state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
     state["step"] += 1
     time, (beta1, beta2), lr = state["step"].item(), group["betas"], float(group["lr"])
     decoupled = group.get("decoupled_weight_decay", decoupled)
     decay = group["weight_decay"] * (lr if decoupled else 1)
+    mean, root = (1 - beta1**time, sqrt(1 - beta2**time)) if group.get("bias_correction", True) else (1.0, 1.0)
     return (Rule.ADAMW if decoupled else Rule.ADAM, [state["exp_avg"], state["exp_avg_sq"]],
-            [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time), group["eps"], decay])
+            [1 - beta1, beta2, 1 - beta2, lr / mean, 1 / root, group["eps"], decay])
 
 
 def _sgd(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
@@ -303,5 +308,5 @@ def _lion(group: dict[str, Any], state: _State, moment: _Moment) -> _Plan:
 COMPRESSED = (OneBitAdam, ZeroOneAdam)
 """Classes stepped by 1-bit gradients, of which one addend is uncompressed."""
 _PLANS: dict[type[Optimizer], _Planner] = {
-    Adam: _adam, AdamW: partial(_adam, decoupled=True), SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
+    Adam: _adam, AdamW: partial(_adam, decoupled=True), BiasedAdam: _adam, SGD: _sgd, Adagrad: _adagrad, Lion: _lion,
 }
