@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -165,3 +166,31 @@ def test_the_tensor_of_a_call_is_found_by_the_names_of_parameters() -> None:
     assert utils.get_msg_size_from_args(doubled, torch.ones(4)) == utils.get_msg_size_from_args(
         doubled, tensor=torch.ones(4)) == 16
     assert utils.get_debug_log_name({"log_name": "a"}, False) == "a"
+
+
+AZURE = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+         "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}
+JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(("local", "address", "port"), [("8", "10.0.0.5", "6111"), ("4", "10.0.0.4", "6000")])
+def test_azure_variables_become_those_of_torch(monkeypatch: pytest.MonkeyPatch, local: str, address: str, port: str) -> None:
+    for name in (*JOINED, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {**AZURE, "OMPI_COMM_WORLD_LOCAL_SIZE": local}.items():
+        monkeypatch.setenv(name, value)
+    comm_module.patch_aml_env_for_torch_nccl_backend(6111)
+    assert [os.environ[name] for name in JOINED] == ["3", "8", "1", address, port]
+
+
+def test_sagemaker_variables_become_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in JOINED[:3]:
+        monkeypatch.setenv(name, "")
+    for name, value in AZURE.items():
+        monkeypatch.setenv(name, value)
+    comm_module.patch_aws_sm_env_for_torch_nccl_backend()
+    assert [os.environ[name] for name in JOINED[:3]] == ["3", "8", "1"]
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
+    with pytest.raises(KeyError, match="OMPI_COMM_WORLD_RANK"):
+        comm_module.patch_aws_sm_env_for_torch_nccl_backend()

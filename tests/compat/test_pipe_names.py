@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from shoal.compat.deepspeed.runtime.pipe import schedule
+from shoal.compat.deepspeed.runtime.pipe import p2p, schedule
 from shoal.compat.deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from shoal.compat.entry import initialize
 from shoal.testing import run_ranks
@@ -250,3 +251,26 @@ def test_a_pipeline_engine_evaluates_and_raises_as_published() -> None:
     assert found == {"outputs": [[1.5, 1.5]], "last": (2.5, [[2.0, 2.0]]), "modes": (False, True),
                      "raised": ["DataEnded", "_NoSuchReduction"], "grid": True, "stages": (-1, 1),
                      "sizes": (False, False, False, 1), "list": 2}
+
+
+def exchange_object() -> Any:
+    if dist.get_rank() == 0:
+        p2p.send_obj({"step": 3, "shapes": [torch.ones(2)]}, 1)
+        return None
+    return p2p.recv_obj(0)
+
+
+def test_an_object_is_sent_to_a_rank() -> None:
+    sent, received = run_ranks(2, exchange_object)
+    assert sent is None and received["step"] == 3 and torch.equal(received["shapes"][0], torch.ones(2))
+
+
+def bf16_pipeline() -> str:
+    module = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 1)], num_stages=1, loss_fn=nn.MSELoss())
+    _, optimizer, *_ = initialize(model=module, config={
+        "train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    return type(optimizer).__name__
+
+
+def test_the_optimizer_of_a_bf16_pipeline_is_of_the_published_class() -> None:
+    assert run_ranks(1, bf16_pipeline) == ["BF16_Optimizer"]

@@ -7,6 +7,7 @@ published class allocates the instance.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from shoal.engine.build import EngineClasses, build, loss_scale_of
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, UsageError
 from shoal.log import warn_once
+from shoal.pipeline.module import PipelineModule
 from shoal.precision.loss_scale import DynamicScale, LossScale
 
 __all__ = ["assemble", "tp_model_init"]
@@ -45,7 +47,9 @@ def assemble(make: Callable[..., Any], *, args: Any, model: Any, config: Any, co
     if _tensor_ranks.get(model, 1) > 1:
         named.setdefault("tensor_parallel", {}).setdefault("autotp_size", _tensor_ranks[model])
     mark_configured(model, given)
-    classes = EngineClasses(plain=make, pipeline=make, optimizer=optimizer_kind, schedules=SCHEDULES, loss_scale=_loss_scale)
+    classes = EngineClasses(plain=make, pipeline=make,
+                            optimizer=partial(optimizer_kind, pipeline=isinstance(model, PipelineModule)),
+                            schedules=SCHEDULES, loss_scale=_loss_scale)
     build(classes, args=None, model=model, config=named, config_params=None, distributed_port=distributed_port,
           mesh_param=mesh_param, **objects)
     return given

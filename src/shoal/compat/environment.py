@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["accelerator", "host_memory", "local_size", "number", "on_azure", "on_dlts", "on_sagemaker", "timeout_minutes"]
+__all__ = ["accelerator", "host_memory", "local_size", "number", "on_azure", "on_dlts", "on_sagemaker",
+           "patch_azure", "patch_sagemaker", "timeout_minutes"]
 
 
 def accelerator() -> str | None:
@@ -34,6 +35,31 @@ def on_azure() -> bool:
 def on_sagemaker() -> bool:
     """Whether Amazon's SageMaker started this process."""
     return "SM_TRAINING_ENV" in os.environ
+
+
+def patch_azure(master_port: int) -> None:
+    """Set the variables of torch.distributed from those of Azure's service, which starts ranks by Open MPI.
+
+    On one node `master_port` is the port of rank 0, on several Azure names address and port. Raises KeyError for a
+    variable that Azure did not set.
+    """
+    given = os.environ
+    given["RANK"] = given["OMPI_COMM_WORLD_RANK"]
+    given["WORLD_SIZE"] = given["OMPI_COMM_WORLD_SIZE"]
+    if given["OMPI_COMM_WORLD_LOCAL_SIZE"] == given["WORLD_SIZE"]:
+        given["MASTER_ADDR"], given["MASTER_PORT"] = given["AZ_BATCHAI_MPI_MASTER_NODE"], str(master_port)
+    else:
+        given["MASTER_ADDR"], _, port = given["AZ_BATCH_MASTER_NODE"].partition(":")
+        given.setdefault("MASTER_PORT", port or str(master_port))
+    given["NCCL_SOCKET_IFNAME"] = "^docker0,lo"
+    given["LOCAL_RANK"] = given["OMPI_COMM_WORLD_LOCAL_RANK"]
+
+
+def patch_sagemaker() -> None:
+    """Set the variables of torch.distributed from those of Open MPI, by which SageMaker starts ranks."""
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{name}"]
+    os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
 
 
 def on_dlts() -> bool:

@@ -283,8 +283,8 @@ class PlainOptimizer(PublishedOptimizer):
         return getattr(self.optimizer, name)
 
 
-def optimizer_kind(settings: Config, inner: Optimizer) -> type[ShardedOptimizer]:
-    """Return the published class for a configuration."""
+def optimizer_kind(settings: Config, inner: Optimizer, *, pipeline: bool = False) -> type[ShardedOptimizer]:
+    """Return the published class for a configuration, of a pipeline or of another model."""
     zero = settings.zero_optimization
     accumulates_wide = settings.bf16.enabled and settings.data_types.grad_accum_dtype == "fp32"
     match zero.stage:
@@ -296,6 +296,8 @@ def optimizer_kind(settings: Config, inner: Optimizer) -> type[ShardedOptimizer]
             return DeepSpeedZeroOptimizer
         case _ if not (settings.fp16.enabled or settings.bf16.enabled):
             return PlainOptimizer
+        case _ if pipeline and settings.bf16.enabled:
+            return BF16_Optimizer
         case _:
             fused = issubclass(arithmetic_class(type(inner)), Adam) or isinstance(inner, CompressedOptimizer)
             return FP16_Optimizer if fused else FP16_UnfusedOptimizer

@@ -98,6 +98,8 @@ all_to_all_single = _published(shoal.comm.all_to_all_single, counted=True)
 send = _published(shoal.comm.send, counted=True)
 barrier = _published(shoal.comm.barrier, counted=True)
 recv = _published(dist.recv, counted=False)
+send_object_list = dist.send_object_list
+recv_object_list = dist.recv_object_list
 isend = _published(dist.isend, counted=False)
 irecv = _published(dist.irecv, counted=False)
 gather = _published(dist.gather, counted=False)
@@ -337,3 +339,13 @@ def in_aws_sm() -> bool:
 def in_dlts() -> bool:
     """Whether Microsoft's deep learning training service started this process."""
     return environment.on_dlts()
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """Set the variables of torch.distributed from those of Azure's service."""
+    environment.patch_azure(master_port)
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """Set the variables of torch.distributed from those of Amazon's SageMaker."""
+    environment.patch_sagemaker()

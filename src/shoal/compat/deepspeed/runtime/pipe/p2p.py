@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shoal.compat.deepspeed.comm import comm
 from shoal.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from shoal.errors import UsageError
+from shoal.tree import tree_map
 
-__all__ = ["can_send_recv", "init_process_groups", "recv", "send", "wait"]
+__all__ = ["can_send_recv", "init_process_groups", "recv", "recv_obj", "send", "send_obj", "wait"]
 
 
 class _State:
@@ -57,6 +59,18 @@ def _start(begin: Any, tensor: Tensor, peer: int) -> Any:
     work = begin(tensor, peer)
     _state.works.append(work)
     return work
+
+
+def send_obj(msg: Any, dest: int) -> None:
+    """Send a Python object to a rank, which calls `recv_obj`."""
+    comm.send_object_list([msg], dst=dest)
+
+
+def recv_obj(sender: int) -> Any:
+    """Receive the object that a rank sends by `send_obj`; its tensors are on this rank's device."""
+    received: list[Any] = [None]
+    comm.recv_object_list(received, src=sender)
+    return tree_map(lambda tensor: tensor.to(get_accelerator().current_device_name()), received[0])
 
 
 def wait() -> None:
