@@ -67,6 +67,20 @@ def test_the_configuration_object_solves_the_batch(tmp_path: Path) -> None:
         DeepSpeedConfig("missing.json")
 
 
+def test_nested_sections_of_data_efficiency_have_the_published_defaults() -> None:
+    found = DeepSpeedConfig({"train_batch_size": 1, "data_efficiency": {
+        "enabled": True, "data_sampling": {"num_epochs": 3}, "data_routing": {"random_ltd": {"layers": 2}}}})
+    assert found.data_efficiency_enabled
+    assert found.data_efficiency_config == {
+        "enabled": True, "seed": 1234, "data_sampling": {
+            "enabled": False, "num_epochs": 3, "num_workers": 0, "pin_memory": False,
+            "curriculum_learning": {"enabled": False},
+            "dynamic_batching": {"enabled": False, "lr_scaling_method": "linear", "min_batch_size": 1,
+                                 "max_batch_size": None, "sequence_picking_order": "dataloader", "verbose": False}},
+        "data_routing": {"enabled": False, "random_ltd": {
+            "enabled": False, "layers": 2, "layer_token_lr_schedule": {"enabled": False}}}}
+
+
 # Engines
 
 

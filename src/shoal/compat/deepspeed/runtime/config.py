@@ -30,6 +30,7 @@ from shoal.compat.deepspeed.runtime.config_utils import (
     dict_raise_error_on_duplicate_keys,
 )
 from shoal.compat.deepspeed.runtime.config_utils import get_scalar_param as get_scalar_param
+from shoal.compat.deepspeed.runtime.data_pipeline.config import get_data_efficiency_config, get_data_efficiency_enabled
 from shoal.compat.deepspeed.runtime.model_checkpointing.config import get_checkpoint_config as get_checkpoint_config
 from shoal.compat.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from shoal.compat.deepspeed.runtime.swap_tensor.aio_config import get_aio_config
@@ -246,9 +247,8 @@ class DeepSpeedConfig:
         dtype = autocast.get("dtype")
         self.torch_autocast_dtype = DtypeEnum(dtype).value if self.torch_autocast_enabled and dtype else None
         self.torch_autocast_lower_precision_safe_modules = autocast.get("lower_precision_safe_modules")
-        efficiency = given.get("data_efficiency", {})
-        self.data_efficiency_enabled = efficiency.get("enabled", False)
-        self.data_efficiency_config = {"enabled": False, "seed": 1234, **efficiency}
+        self.data_efficiency_enabled = get_data_efficiency_enabled(given)
+        self.data_efficiency_config = get_data_efficiency_config(given)
 
     def _read_checkpoint(self, section: dict[str, Any]) -> None:
         mode = str(section.get("tag_validation", "WARN")).upper()
