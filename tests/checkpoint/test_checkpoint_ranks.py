@@ -9,6 +9,7 @@ import torch.distributed as dist
 from checkpoint_cases import SHARDINGS, assert_equal_state, save, state, whole
 
 from shoal.checkpoint import Piece, Ranks, Writer, read, snapshot, writer
+from shoal.checkpoint.rank_file import Staging
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.testing import run_ranks
 
@@ -55,6 +56,20 @@ def test_fill_casts_to_the_dtype_of_the_piece(tmp_path: Path) -> None:
     read(tmp_path).fill(found)
     for piece, tensor in zip(found, state().values(), strict=True):
         assert torch.equal(piece.data, tensor.reshape(-1).float())
+
+
+def test_a_streamed_save_writes_the_same_bytes_without_a_copy(tmp_path: Path) -> None:
+    pieces = list(whole(state()))
+    for name, streamed in (("copied", False), ("streamed", True)):
+        Writer().write(tmp_path / name, "a", pieces, file_bytes=256, streamed=streamed).wait()
+    files = sorted(path.name for path in (tmp_path / "copied" / "a").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "streamed" / "a").iterdir())
+    for name in files:
+        assert (tmp_path / "copied/a" / name).read_bytes() == (tmp_path / "streamed/a" / name).read_bytes(), name
+    staged = Staging().copy(pieces, 256, streamed=True)
+    shared = {torch.frombuffer(data, dtype=torch.uint8).data_ptr() for file in staged.files for data in file.data}
+    assert shared == {piece.data.data_ptr() for piece in pieces if piece.start < piece.stop}
+
 
 
 def hold_files(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

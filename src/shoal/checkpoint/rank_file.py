@@ -1,8 +1,9 @@
 """A rank copies its pieces to a staging buffer, then streams each file from the buffer to disk.
 
 Training continues once the copy is done. The buffer is kept between saves, only grows, and is pinned if a piece is on an
-accelerator. Files are slices of the buffer, so a save holds one copy of the rank's state. State that is offloaded to disk
-is staged one file at a time, each in the same buffer.
+accelerator. Files are slices of the buffer, so a save holds one copy of the rank's state. State that is offloaded to
+disk is staged one file at a time, each in the same buffer. A save that its caller waits for is streamed: what rests in host
+memory is written from there, and only the rest is staged, one file at a time.
 
 A file is synced once and, on request, read back from the disk. Each block has a CRC-32 checksum, so that a reader can
 verify the part that it reads. (`zlib.crc32` runs at about 2 GB/s per core and releases the GIL.)
@@ -35,11 +36,12 @@ __all__ = ["Staged", "StagedFile", "Staging", "WrittenFile", "disk_full", "write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFile:
-    """One staged file: its pieces in order, and the slice of the buffer that contains its data."""
+    """One staged file: its pieces in order, and their bytes in the buffer or, if streamed, where they rest."""
 
     pieces: list[Piece]
     """The pieces without their data, which training may have changed since."""
-    data: memoryview
+    data: list[memoryview]
+    """One for each piece."""
 
     @property
     def entries(self) -> list[Entry]:
@@ -64,38 +66,44 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def copy(self, pieces: Iterable[Piece], file_bytes: int) -> Staged:
+    def copy(self, pieces: Iterable[Piece], file_bytes: int, *, streamed: bool = False) -> Staged:
         """Copy `pieces`, grouped into files of about `file_bytes` at piece boundaries.
 
-        If some pieces have a `hold` (their data is not resident), each file is staged when it is requested, and the
-        pieces must not change until then. Raises CheckpointError for pieces that do not fit their tensors, or whose dtype
-        the format does not support.
+        If `streamed`, or if some pieces have a `hold` (their data is not resident), each file is staged when it is
+        requested, and the pieces must not change until then. Raises CheckpointError for pieces that do not fit their
+        tensors, or whose dtype the format does not support.
         """
         ordered = sorted(pieces, key=lambda piece: widest_first(piece.data.dtype))
         _raise_faults(ordered)
         nonempty = [piece for piece in ordered if piece.start < piece.stop]
-        groups, sizes = _groups(nonempty, file_bytes), [_bytes(piece) for piece in nonempty]
-        offloaded = any(piece.hold is not None for piece in nonempty)
-        self._reserve(max((sum(map(_bytes, group)) for group in groups), default=0) if offloaded else sum(sizes),
+        groups, in_place = _groups(nonempty, file_bytes), streamed
+        streamed = streamed or any(piece.hold is not None for piece in nonempty)
+        sizes = [sum(_bytes(piece) for piece in group if not (in_place and _readable(piece))) for group in groups]
+        self._reserve(max(sizes, default=0) if streamed else sum(sizes),
                       pinned=any(can_pin(piece.data.device) for piece in nonempty))
-        files = (self._stage(group, 0) for group in groups)
-        if not offloaded:
-            starts = accumulate((sum(map(_bytes, group)) for group in groups), initial=0)
+        files = (self._stage(group, 0, in_place=in_place) for group in groups)
+        if not streamed:
+            starts = accumulate(sizes, initial=0)
             files = [self._stage(group, start) for group, start in zip(groups, starts, strict=False)]
         empty = [_without_data(piece) for piece in ordered if piece.start == piece.stop]
-        return Staged(files=files, empty=empty, bytes=sum(sizes))
+        return Staged(files=files, empty=empty, bytes=sum(map(_bytes, nonempty)))
 
     @torch.no_grad()
-    def _stage(self, group: list[Piece], start: int) -> StagedFile:
-        """Copy the pieces of one file to byte `start` of the buffer."""
-        at = start
+    def _stage(self, group: list[Piece], start: int, *, in_place: bool = False) -> StagedFile:
+        """Copy the pieces of one file to byte `start` of the buffer; if `in_place`, but for those in host memory."""
+        at, data = start, list[memoryview]()
         for piece in group:
+            if in_place and _readable(piece):
+                data.append(memory(piece.data.detach().view(torch.uint8)))
+                continue
+            part = self._buffer[at:at + _bytes(piece)]
             with nullcontext() if piece.hold is None else piece.hold(False):
-                self._buffer[at:at + _bytes(piece)].view(piece.data.dtype).copy_(piece.data, non_blocking=True)
+                part.view(piece.data.dtype).copy_(piece.data, non_blocking=True)
+            data.append(memory(part))
             at += _bytes(piece)
         for device in {piece.data.device for piece in group if on_accelerator(piece.data)}:
             DeviceEvent(device).synchronize()
-        return StagedFile(pieces=[_without_data(piece) for piece in group], data=memory(self._buffer)[start:at])
+        return StagedFile(pieces=[_without_data(piece) for piece in group], data=data)
 
     def _reserve(self, size: int, *, pinned: bool) -> None:
         if self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
@@ -114,6 +122,11 @@ def _groups(pieces: list[Piece], file_bytes: int) -> list[list[Piece]]:
         groups[-1].append(piece)
         room -= _bytes(piece)
     return groups
+
+
+def _readable(piece: Piece) -> bool:
+    """Whether the bytes of `piece` can be written from where they rest."""
+    return piece.hold is None and piece.data.device.type == "cpu" and piece.data.is_contiguous()
 
 
 def _bytes(piece: Piece) -> int:
@@ -157,11 +170,13 @@ def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: boo
     Raises OSError, and CheckpointError if `read_back` finds other bytes on the disk.
     """
     head = header(staged.entries, {"format": "pt", "rank": str(rank)})
-    file = File(name=path.name, rank=rank, size=len(head) + len(staged.data), header=len(head), checksum=zlib.crc32(head))
+    size = len(head) + sum(map(len, staged.data))
+    file = File(name=path.name, rank=rank, size=size, header=len(head), checksum=zlib.crc32(head))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         write_all(descriptor, head)
-        write_all(descriptor, staged.data)
+        for data in staged.data:
+            write_all(descriptor, data)
         ranges = _ranges(file, staged)  # overlaps with the write-back of the page cache
         os.fsync(descriptor)
         if read_back:
@@ -174,11 +189,11 @@ def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: boo
 def _ranges(file: File, staged: StagedFile) -> list[Range]:
     ranges: list[Range] = []
     at = 0
-    for piece, entry in zip(staged.pieces, staged.entries, strict=True):
+    for piece, data in zip(staged.pieces, staged.data, strict=True):
         box = piece.interval.box
         ranges.append(Range(file=file.name, at=file.header + at, start=piece.start, stop=piece.stop, offset=box.offset,
-                            size=box.size, checksums=tuple(checksums(staged.data[at : at + entry.bytes]))))
-        at += entry.bytes
+                            size=box.size, checksums=tuple(checksums(data))))
+        at += len(data)
     return ranges
 
 

@@ -143,11 +143,12 @@ class Writer:
 
     def write(self, folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, step: int = 0,
               shared: dict[str, object] | None = None, private: dict[str, object] | None = None, latest: bool = True,
-              keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES,
+              keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES, streamed: bool = False,
               add_files: Callable[[Path], None] | None = None) -> PendingSave:
         """Begin to save `pieces` as `folder/tag`. A collective call; it first waits for an earlier save.
 
-        The pieces of all ranks must be disjoint and cover every tensor; they may change after the return. `shared` values
+        The pieces of all ranks must be disjoint and cover every tensor; they may change after the return, or, if `streamed`,
+        once the save is complete: what rests in host memory is then not copied. `shared` values
         are saved from rank 0 and `private` values from every rank (types: `values.encode`). `latest` updates the file
         `latest`, `keep_last` is the number of checkpoints to keep, `read_back` compares the bytes on disk with the bytes
         written, and `file_bytes` is the largest size of a file. `add_files` is called on every rank with the folder of the
@@ -165,7 +166,7 @@ class Writer:
             self._pending = pending
             pending.begin()
             _check_options(save)
-            content = self._stage(pieces, shared or {}, private or {}, file_bytes, add_files)
+            content = self._stage(pieces, shared or {}, private or {}, file_bytes, add_files, streamed=streamed)
             threading.Thread(target=self._run, args=(save, content, pending), name=f"shoal-save-{tag}").start()
         except BaseException as error:
             failure = error if isinstance(error, Exception) else CheckpointError(f"interrupted by {type(error).__name__}")
@@ -175,14 +176,14 @@ class Writer:
         return pending
 
     def _stage(self, pieces: Iterable[Piece], shared: dict[str, object], private: dict[str, object],
-               file_bytes: int, add_files: Callable[[Path], None] | None) -> _Content:
+               file_bytes: int, add_files: Callable[[Path], None] | None, *, streamed: bool) -> _Content:
         shared_values, private_values = encode(shared), encode(private)
         named = [(f"{PRIVATE}{self.ranks.rank}/{i}", value) for i, value in enumerate(private_values.tensors)]
         if self.ranks.rank == 0:
             named += [(f"{SHARED}{i}", value) for i, value in enumerate(shared_values.tensors)]
         values = [Piece(name=name, shape=tuple(value.shape), start=0, stop=value.numel(), data=value.reshape(-1))
                   for name, value in named]
-        staged = self._staging.copy([*pieces, *values], file_bytes)
+        staged = self._staging.copy([*pieces, *values], file_bytes, streamed=streamed)
         return _Content(staged=staged, shared=shared_values.json, private=private_values.json, add_files=add_files)
 
     def _run(self, save: _SaveOptions, content: _Content | Exception, pending: PendingSave) -> None:

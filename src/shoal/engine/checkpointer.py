@@ -47,7 +47,7 @@ __all__ = ["Checkpointer", "TrainingObjects"]
 T = TypeVar("T")
 
 AWAY_BYTES = 128 << 20
-"""Bytes of a file, and of memory to stage it in, when the state does not rest in memory."""
+"""Bytes of a file, and of memory to stage it in, when the state is written from where it rests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ class Checkpointer:
         if optimizer is not None:
             pieces += moments_to_save(sharded, optimizer)
             pieces += compression_to_save(sharded)
-        away = any(piece.hold is not None for piece in pieces)  # written from where it rests, a bounded part at a time
+        away = not settings.async_save or any(piece.hold is not None for piece in pieces)  # written from where it rests
         pending = self._open_writer().write(
             save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
-            file_bytes=AWAY_BYTES if away else FILE_BYTES, keep_last=settings.keep_last,
+            file_bytes=AWAY_BYTES if away else FILE_BYTES, streamed=not settings.async_save, keep_last=settings.keep_last,
             shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()},
             add_files=self._published_files(training))
-        if away or not settings.async_save:
+        if away:
             pending.wait()
 
     def wait(self) -> None:
