@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan test fuzz fuzz-idioms check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan test test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
 	bench-slow-network bench-communication peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -53,6 +53,12 @@ rscan: .venv/.installed  ## learn which docstring belongs to which function, on 
 
 test: .venv/.installed  ## run every test, and print the 25 slowest; WORKERS=n files beside each other
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+
+test-late: .venv/.installed  ## run suites on a device that is late, with drawn seeds; SEED=s COUNT=n SHARE=k ONLY=tests
+	$(BIN)/python -m tests.late$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))$(if $(SHARE), --share $(SHARE)) $(ONLY)
+
+test-late-faults: .venv/.installed  ## remove waits of Shoal one by one, and show that the late device finds each; SEED=s
+	$(if $(SEED),SHOAL_TEST_SEED=$(SEED) )$(BIN)/pytest -v tests/late/test_faults.py
 
 fuzz: .venv/.installed  ## train random compositions of features and compare with plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))

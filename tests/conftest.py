@@ -20,15 +20,41 @@ settings.load_profile("shoal")
 # A shell starts background jobs with SIGINT ignored, and what they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip, on another device than the CPU, a test whose ranks were told that the device does not do what it tests."""
+    try:
+        return (yield)
+    except AssertionError as error:
+        refused = [line for line in str(error).splitlines() if "shoal.errors.NotSupportedYet: " in line]
+        if DEVICE == "cpu" or not refused:
+            raise
+        pytest.skip(f"on {DEVICE}: {refused[-1]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the share of the tests that SHOAL_TEST_SHARE asks for, drawn by the seed, and skip what is the CPU's alone."""
+    share, seed = int(os.environ.get("SHOAL_TEST_SHARE", "1")), int(os.environ.get("SHOAL_TEST_SEED", "0"))
+    if share > 1:
+        items[:] = items[seed % share::share]
+    for item in items:
+        mark = item.get_closest_marker("host")
+        if DEVICE != "cpu" and mark is not None:
+            item.add_marker(pytest.mark.skip(reason=f"the CPU's alone: {mark.args[0]}"))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def test_device() -> Iterator[None]:
-    """Put the ranks of `run_ranks` on the device that SHOAL_TEST_DEVICE names: `late`, else the CPU."""
-    if os.environ.get("SHOAL_TEST_DEVICE", "cpu") != "late":
+    """Put the ranks of `run_ranks` on the device that SHOAL_TEST_DEVICE names: `late` or `cuda`, else on the CPU."""
+    if DEVICE == "cpu":
         yield
         return
     from shoal.testing import ranks_on
-    from tests.late.ranks import prepare
+    from tests.late.ranks import SUITES_ON
 
-    with ranks_on(prepare):
+    with ranks_on(SUITES_ON[DEVICE]):
         yield

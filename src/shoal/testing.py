@@ -7,6 +7,7 @@ opened. After the first call, which starts the server, a trivial job of four ran
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,6 +27,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from shoal.device import on_accelerator
 
 __all__ = ["RankFailed", "ranks_on", "run_ranks"]
 
@@ -134,6 +137,21 @@ def _collect(connections: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(connections))]
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles copies of tensors: those of an accelerator arrive on the host, where the caller is."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and on_accelerator(obj):
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _packed(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
 def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     sys.path[:] = job.path
     os.chdir(job.folder)
@@ -145,7 +163,7 @@ def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...
         store = dist.FileStore(job.store, job.ranks)  # pyright: ignore[reportPrivateImportUsage]  documented as public
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks,
                                 timeout=timedelta(seconds=job.seconds))
-        connection.send_bytes(pickle.dumps((True, job.function(*args, **kwargs))))  # copies tensors
+        connection.send_bytes(_packed((True, job.function(*args, **kwargs))))
     except BaseException:  # the caller gets any exception, SystemExit included
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:

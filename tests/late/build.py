@@ -1,4 +1,4 @@
-"""Build of the late device: each C++ file is compiled once per content, then linked into two libraries.
+"""Build of the late device: its C++ files are compiled into two libraries, once for each content and torch.
 
 `NoCompiler` says why a build is impossible; tests that need the device skip with it.
 """
@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from functools import cache
@@ -36,42 +37,39 @@ def build() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise NoCompiler("the late device needs a C++ compiler: install g++, or set CXX")
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shoal" / "late" / torch.__version__
+    folder = _folder(compiler)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        headers = b"".join(path.read_bytes() for path in sorted(_SOURCES.glob("*.h")))
-        common = b"".join([headers, " ".join([compiler, *_FLAGS, *map(str, _INCLUDES)]).encode()])
         for library, names in _LIBRARIES.items():
-            _link(compiler, folder / library, _compiled(compiler, folder, names, common))
+            if not (folder / library).exists():
+                _link(compiler, folder / library, [_compiled(compiler, folder, name) for name in names])
     return folder
 
 
-def _compiled(compiler: str, folder: Path, names: Sequence[str], common: bytes) -> list[Path]:
-    objects: list[Path] = []
-    for name in names:
-        source = _SOURCES / f"{name}.cpp"
-        target = folder / f"{name}-{hashlib.sha256(common + source.read_bytes()).hexdigest()[:16]}.o"
-        if not target.exists():
-            includes = [f"-isystem{path}" for path in _INCLUDES]
-            _run([compiler, *_FLAGS, *includes, "-c", str(source), "-o", f"{target}.part"])
-            for old in folder.glob(f"{name}-*.o"):
-                old.unlink()
-            Path(f"{target}.part").replace(target)
-        objects.append(target)
-    return objects
+def _folder(compiler: str) -> Path:
+    """Return the folder of these sources, which checkouts with an equal torch share, wherever that lies."""
+    recipe = hashlib.sha256(" ".join([compiler, sys.version, *_FLAGS]).encode())
+    for path in sorted(_SOURCES.iterdir()):
+        recipe.update(path.read_bytes())
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache_home / "shoal" / "late" / f"{torch.__version__}-{recipe.hexdigest()[:16]}"
+
+
+def _compiled(compiler: str, folder: Path, name: str) -> Path:
+    target = folder / f"{name}.o"
+    if not target.exists():
+        includes = [f"-isystem{path}" for path in _INCLUDES]
+        _run([compiler, *_FLAGS, *includes, "-c", str(_SOURCES / f"{name}.cpp"), "-o", f"{target}.part"])
+        Path(f"{target}.part").replace(target)
+    return target
 
 
 def _link(compiler: str, library: Path, objects: Sequence[Path]) -> None:
-    recipe = library.with_suffix(".recipe")
-    wanted = "\n".join(path.name for path in objects)
-    if library.exists() and recipe.exists() and recipe.read_text() == wanted:
-        return
     folder = _TORCH / "lib"
     _run([compiler, "-shared", *map(str, objects), "-o", f"{library}.part", f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10",
           "-ltorch_cpu", "-ltorch", "-ltorch_python", *_depends(library)])
     Path(f"{library}.part").replace(library)
-    recipe.write_text(wanted)
 
 
 def _depends(library: Path) -> list[str]:

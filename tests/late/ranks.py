@@ -1,21 +1,45 @@
-"""Ranks of tests on the late device: `with ranks_on(prepare)`, or SHOAL_TEST_DEVICE=late for all tests of a run.
+"""Ranks of tests on another device: `with ranks_on(prepare)`, or SHOAL_TEST_DEVICE=late or cuda for all tests of a run.
 
-SHOAL_TEST_SEED chooses the order of tasks; rank r draws from the seed and r.
+SHOAL_TEST_SEED chooses the order of the late device's tasks; rank r draws from the seed and r. On CUDA, ranks beyond the
+number of GPUs share them: their collectives go through the host, since NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+import torch
+
+from shoal.device import set_current
 from tests.late.device import seed
 from tests.late.group import BACKEND, register
+from tests.late.operands import MovesOperands
 
-__all__ = ["prepare"]
+__all__ = ["SUITES_ON", "prepare"]
 
 
 def prepare() -> str:
-    """Load the device in this rank and return the backend of its process groups."""
+    """Load the late device in this rank and return the backend of its process groups."""
     register()
     number = int(os.environ.get("SHOAL_TEST_SEED", "0"))
     seed(number and number * 1000 + int(os.environ["RANK"]))
     return BACKEND
+
+
+def _prepare_late() -> str:
+    backend = prepare()
+    MovesOperands().__enter__()  # for the life of the rank
+    return backend
+
+
+def _prepare_cuda() -> str:
+    gpus, ranks = torch.accelerator.device_count(), int(os.environ["WORLD_SIZE"])
+    set_current(torch.device("cuda", int(os.environ["RANK"]) % gpus))
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % gpus)
+    MovesOperands().__enter__()
+    return "cpu:gloo,cuda:nccl" if ranks <= gpus else "gloo"
+
+
+SUITES_ON: dict[str, Callable[[], str]] = {"late": _prepare_late, "cuda": _prepare_cuda}
+"""What prepares a rank for tests that were written for the CPU, by device."""

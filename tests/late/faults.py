@@ -1,0 +1,107 @@
+"""Planted faults: waits of Shoal, each of which a test removes to see that the late device notices.
+
+A fault names a function and the source that it loses; `plant` compiles the function without it. Source that has changed, or
+is there twice, is an error, so that the list follows the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["FAULTS", "Fault", "plant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One removed wait."""
+
+    name: str
+    where: str
+    """`module:function` or `module:class.method`, below `shoal`."""
+    removes: str
+    leaves: str = "pass"
+    """What stands there instead."""
+    program: str
+    """The program of `tests.late.programs` that must notice."""
+
+
+FAULTS = (
+    Fault(name="a copy stream does not wait for the compute stream", where="tier.streams:_SideStream.use",
+          removes="self._stream.wait_for_current()", program="offloaded"),
+    Fault(name="compute does not wait for weights copied to the device", where="tier.device_mirror:CopyTransfer.wait",
+          removes="self._event.stream_wait()", program="offloaded"),
+    Fault(name="the host writes weights whose copy is queued", where="tier.device_mirror:CopyTransfer.finish",
+          removes="self._event.synchronize()", program="written on the host"),
+    Fault(name="a step on the host reads gradients too early", where="tier.device_mirror:DeviceMirror.finish_commit",
+          removes="event.synchronize()", program="offloaded"),
+    Fault(name="the host does not ask whether a gradient arrived", where="tier.device_mirror:_MirroredSpan.fetch",
+          removes="self._mirror.finish_copies()", program="offloaded"),
+    Fault(name="a mirror comes back before it has gone", where="tier.device_mirror:DeviceMirror.fetch",
+          removes="self.finish_commit()", program="accumulated off the device"),
+    Fault(name="a mirror is freed under its own copy", where="tier.device_mirror:DeviceMirror.commit",
+          removes="self._arriving.wait()", program="a mirror freed unused"),
+    Fault(name="host memory is written while a mirror reads it", where="tier.device_mirror:DeviceMirror.finish_copies",
+          removes="arriving.finish()", program="a mirror written on the host"),
+    Fault(name="a fetch does not wait for copies of weights", where="tier.elastic:CopiedSpan.fetch",
+          removes="self._last.finish()", program="written on the host"),
+    Fault(name="a staging buffer is used again too early", where="tier.streams:StagingBuffers.borrow",
+          removes="event.synchronize()", program="stepped on the host"),
+    Fault(name="compute does not wait for stepped weights", where="tier.streams:StagingBuffers.send",
+          removes="event.stream_wait()", program="stepped on the host"),
+    Fault(name="a collective is not waited for", where="transport.collectives:_Native.wait",
+          removes="work.wait()", program="sharded"),
+    Fault(name="weights are used before they are gathered", where="zero.unit:Unit.gather",
+          removes="self._handle.wait()", program="sharded"),
+    Fault(name="addends are summed before they arrive", where="transport.reduction:Reduction.wait",
+          removes="self._transfer.wait()", program="sharded"),
+    Fault(name="a sum is used before it is replicated", where="zero.gradient:Gradient.wait_reduced",
+          removes="self._flight.handle.wait()", program="gradients read"),
+    Fault(name="a stepped part is kept before others publish theirs", where="zero.trainable_unit:TrainableUnit.publish",
+          removes="self._publication().wait()", leaves="self._publication()", program="published and offloaded"),
+    Fault(name="compressed gradients are added before they arrive", where="zero.unit_transport:_HandleWithCallback.wait",
+          removes="self._transfer.wait()", program="compressed"),
+    Fault(name="the step thread is not waited for", where="optim.step_scheduler:StepScheduler.settle",
+          removes="self._changed.wait_for(lambda: self._num_stepped or self._failure is not None)",
+          leaves="self._num_stepped = max(1, self._num_stepped)", program="on disk"),
+    Fault(name="a stage uses a message before it arrives", where="pipeline.channel:Receiver.receive",
+          removes="arrival.event.stream_wait()", program="pipeline"),
+    Fault(name="a received message is freed under its reader", where="pipeline.channel:Receiver.receive",
+          removes="self._stream.keep_for_compute(tensor)", program="pipeline"),
+    Fault(name="a message is taken before it is received", where="pipeline.wire:WireTransfer.wait",
+          removes="work.wait()", program="pipeline"),
+    Fault(name="a tensor-parallel sum is used too early", where="tensor_parallel.axis:Axis._wait_for",
+          removes="work.wait()", program="tensor parallel"),
+)
+
+
+def plant(fault: Fault) -> None:
+    """Remove a wait in this process."""
+    module_name, _, path = fault.where.partition(":")
+    module = importlib.import_module(f"shoal.{module_name}")
+    *owners, name = path.split(".")
+    owner = vars(module)[owners[0]] if owners else module
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(vars(owner)[name])))
+    assert source.count(fault.removes) == 1, f"{fault.where} has no longer, or not only once, {fault.removes!r}"
+    mutated = textwrap.indent(source.replace(fault.removes, fault.leaves), "    ")
+    made = _compiled(f"def outer(__class__):\n{mutated}\n    return {name}", fault.where, module)(owner)
+    assert isinstance(made, FunctionType)
+    if owners:
+        setattr(owner, name, made)
+        return
+    for other in [each for key, each in sys.modules.items() if key.startswith("shoal")]:
+        if vars(other).get(name) is vars(module)[name] and other is not module:
+            setattr(other, name, made)
+    setattr(module, name, made)
+
+
+def _compiled(source: str, where: str, module: ModuleType) -> Any:
+    """Return the one function of `source`, which sees the names of `module`."""
+    found: dict[str, Any] = {}
+    exec(compile(f"from __future__ import annotations\n{source}", where, "exec"), vars(module), found)
+    return found["outer"]

@@ -1,0 +1,238 @@
+"""Small programs that between them depend on every wait of `tests.late.faults`; each returns numbers to compare.
+
+`numbers` runs one on whatever device its rank has; `first_wrong` runs it with several seeds, with or without a fault.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shoal
+from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.rank_file import Staging
+from shoal.device import HOST, can_pin, current_device, synchronize
+from shoal.tensor_parallel import Plan, parallelize
+from shoal.tier import Memory, elastic
+from shoal.tier.device_mirror import mirrored
+from tests.late.device import seed
+from tests.late.faults import FAULTS, plant
+from tests.pipeline import small
+from tests.tensor_parallel import test_plan
+
+__all__ = ["PROGRAMS", "FaultRaised", "Program", "first_wrong", "numbers"]
+
+WIDTH, LAYERS, STEPS = 48, 4, 3
+ON_HOST = {"device": "cpu"}
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
+
+
+def _batch(step: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """Training by an engine: the weights at the end, and the losses."""
+
+    zero: dict[str, Any]
+    more: dict[str, Any]
+    on_disk: bool = False
+    saves: bool = False
+
+    def __call__(self) -> list[Tensor]:
+        with tempfile.TemporaryDirectory() as folder:
+            shared: list[str] = [folder]
+            dist.broadcast_object_list(shared, 0, device=torch.device("cpu"))
+            return self._train(folder, shared[0])
+
+    def _config(self, folder: str) -> dict[str, Any]:
+        disk = {"device": "nvme", "nvme_path": folder, "buffer_count": 4}
+        zero = {**self.zero, **({"offload_param": disk, "offload_optimizer": disk} if self.on_disk else {})}
+        return {"train_micro_batch_size_per_gpu": 3, "log_level": "error", "timeout": 30,
+                "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "zero_optimization": zero, **self.more}
+
+    def _train(self, folder: str, shared: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        engine = shoal.initialize(model=_layers(), config=self._config(folder))[0]
+        dtype = torch.bfloat16 if "bf16" in self.more else torch.float32
+        losses: list[Tensor] = []
+        for step in range(STEPS * engine.gradient_accumulation_steps()):
+            if self.saves and step == STEPS - 1:
+                engine.save_checkpoint(shared)
+            loss = engine(_batch(step, dtype).to(engine.device)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        if self.saves:
+            engine.load_checkpoint(shared)
+        weights = engine.consolidated_state_dict(torch.float32) or {}
+        engine.destroy()
+        return [*(loss.cpu() for loss in losses), *(weight.cpu() for weight in weights.values())]
+
+
+def _pipeline() -> list[Tensor]:
+    result = small.train(small.Case(stages=2, schedule="1f1b", clipping=0.0), steps=2)
+    return [torch.tensor(result.losses), *(weight.cpu() for weight in result.weights.values())]
+
+
+def _tensor_parallel() -> list[Tensor]:
+    torch.manual_seed(0)
+    group = dist.new_group(backend=None)
+    assert isinstance(group, dist.ProcessGroup)
+    model = parallelize(test_plan.model(), group, Plan(test_plan.PLAN, sequence_dim=1)).to(current_device())
+    tokens = torch.randint(test_plan.WORDS, (2, 8), generator=torch.Generator().manual_seed(1)).to(current_device())
+    loss = functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach().cpu(), *(grad.cpu() for grad in grads)]
+
+
+def _host() -> Memory:
+    return Memory(device=HOST, pinned=can_pin(current_device()))
+
+
+def _written_on_host() -> list[Tensor]:
+    """Weights on the host are copied to the device, and a step on the host overwrites them."""
+    buffer = elastic(1024, torch.float32, range(1024), current_device(), _host(), "weights")
+    found: list[Tensor] = []
+    for value in range(3):
+        buffer.shard.fetch().wait()
+        buffer.shard.tensor.fill_(value)
+        buffer.shrink()
+        buffer.grow().wait()
+        found.append(buffer.full.clone())
+    return [each.cpu() for each in found]
+
+
+def _mirror_written_on_host() -> list[Tensor]:
+    """A span that is mirrored on the device goes up, and the host overwrites it."""
+    span, rest = mirrored(current_device(), _host(), 1024, torch.float32, "gradient")
+    found: list[Tensor] = []
+    for value in range(3):
+        rest.fetch().wait()
+        rest.tensor.fill_(value)
+        rest.commit()
+        span.fetch().wait()
+        found.append(span.tensor.clone())
+        rest.fetch().wait()
+        rest.tensor.fill_(-1)
+        span.commit(changed=False)
+    return [each.cpu() for each in found]
+
+
+def _mirror_freed_unused() -> list[Tensor]:
+    """A span is brought to the device and given up unused; what then has its memory keeps what it is given."""
+    span, rest = mirrored(current_device(), _host(), 1024, torch.float32, "gradient")
+    found: list[Tensor] = []
+    for value in range(3):
+        rest.fetch().wait()
+        rest.tensor.fill_(-1)
+        rest.commit()
+        span.fetch()
+        span.commit(changed=False)
+        other = torch.full((1024,), float(value), device=current_device())
+        synchronize(current_device())
+        found.append(other)
+    return [each.cpu() for each in found]
+
+
+def _staged() -> list[Tensor]:
+    """A checkpoint's pieces are staged, and read on the host."""
+    weights = torch.ones(4096, device=current_device()) * 3
+    piece = Piece(name="weights", shape=(4096,), start=0, stop=4096, data=weights)
+    staged = Staging().copy([piece], 1 << 20)
+    return [torch.frombuffer(bytearray(b"".join(file.data)), dtype=torch.float32).clone() for file in staged.files]
+
+
+def _gradients_read() -> list[Tensor]:
+    """A script reads gradients whose sum is replicated, before the step."""
+    model = _layers()
+    config = {"train_micro_batch_size_per_gpu": 3, "log_level": "error", "zero_optimization": {"stage": 0},
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = shoal.initialize(model=model, config=config)[0]
+    engine.backward(engine(_batch(0, torch.float32).to(engine.device)).square().mean())
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    grads = [each.cpu() for each in found]
+    engine.step()
+    engine.destroy()
+    return grads
+
+
+class FaultRaised(Exception):
+    """A program raised under a planted fault, with this seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program, and the ranks that it needs."""
+
+    ranks: int
+    run: Callable[[], list[Tensor]]
+
+
+def _training(ranks: int, zero: dict[str, Any], *, on_disk: bool = False, saves: bool = False, **more: Any) -> Program:
+    zero = {"stage3_param_persistence_threshold": 0, **zero} if zero["stage"] == 3 else zero
+    return Program(ranks=ranks, run=_Training(zero=zero, more=more, on_disk=on_disk, saves=saves))
+
+
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+PROGRAMS: dict[str, Program] = {
+    "sharded": _training(2, {"stage": 3}),
+    "replicated": _training(2, {"stage": 0}),
+    "offloaded": _training(2, {"stage": 3, "offload_param": ON_HOST, "offload_optimizer": ON_HOST}),
+    "published and offloaded": _training(2, {"stage": 1, "offload_param": ON_HOST}),
+    "on disk": _training(1, {"stage": 3}, on_disk=True),
+    "stepped on the host": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, **_BF16),
+    "accumulated off the device": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, gradient_accumulation_steps=2),
+    "saved": _training(2, {"stage": 3}, saves=True, checkpoint={"async_save": True}),
+    "replicas": _training(4, {"stage": 2, "mics_shard_size": 2}),
+    "compressed": _training(2, {"stage": 1}, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}),
+    "staged": Program(ranks=1, run=_staged),
+    "gradients read": Program(ranks=2, run=_gradients_read),
+    "pipeline": Program(ranks=2, run=_pipeline),
+    "tensor parallel": Program(ranks=2, run=_tensor_parallel),
+    "written on the host": Program(ranks=1, run=_written_on_host),
+    "a mirror freed unused": Program(ranks=1, run=_mirror_freed_unused),
+    "a mirror written on the host": Program(ranks=1, run=_mirror_written_on_host),
+}
+
+
+def numbers(name: str) -> list[Tensor]:
+    """Run a program once."""
+    return PROGRAMS[name].run()
+
+
+def first_wrong(name: str, right: Sequence[list[Tensor]], seeds: Sequence[int], fault: str | None = None) -> int | None:
+    """Run a program with each of `seeds` until a rank has other bits than `right`; return that seed.
+
+    A program that raises under a planted fault ends its rank with `FaultRaised`.
+    """
+    if fault is not None:
+        plant(next(each for each in FAULTS if each.name == fault))
+    rank, host_group = dist.get_rank(), dist.new_group(backend="gloo")
+    for number in seeds:
+        seed(number and number * 1000 + rank)
+        try:
+            found = PROGRAMS[name].run()
+            torch.accelerator.synchronize()
+        except Exception as error:
+            raise error if fault is None else FaultRaised(number) from error
+        same = len(found) == len(right[rank]) and all(map(torch.equal, found, right[rank]))
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, same, group=host_group)
+        if not all(answers):
+            return number
+    return None
