@@ -137,7 +137,7 @@ def _collect(connections: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(connections))]
 
 
-class _Pickler(pickle.Pickler):
+class _ResultPickler(pickle.Pickler):
     """Pickles copies of tensors: those of an accelerator arrive on the host, where the caller is."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -148,7 +148,7 @@ class _Pickler(pickle.Pickler):
 
 def _packed(value: object) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    _ResultPickler(buffer).dump(value)
     return buffer.getvalue()
 
 
