@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan test test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
 	bench-slow-network bench-communication peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -50,6 +50,10 @@ bigger-than-memory: .venv/.installed  ## train a GPT of four times the memory it
 rscan: .venv/.installed  ## learn which docstring belongs to which function, on 1 rank and RANKS=n; OURS='sparse onebit' SEEDS=n SLOW=rate QUICK=1
 	$(BIN)/python examples/rscan/compare.py --ranks $(RANKS)$(if $(OURS), --ours $(OURS))$(if $(SEEDS), --seeds $(SEEDS))$(if \
 		$(SLOW), --slow $(SLOW))$(if $(STEPS), --steps $(STEPS))$(if $(QUICK), --quick)
+
+long-document: .venv/.installed  ## read whole files: dense attention at what fits a memory, sparse ten times longer; MEMORY=940M STEPS=n QUICK=1
+	$(BIN)/python examples/long_document/compare.py$(if $(MEMORY), --memory $(MEMORY))$(if $(STEPS), --steps $(STEPS))$(if \
+		$(QUICK), --quick)
 
 test: .venv/.installed  ## run every test, and print the 25 slowest; WORKERS=n files beside each other
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25

@@ -6,7 +6,8 @@ is correctly rounded, and no product is fused with an addition. This file is imp
 """
 
 # Triton is untyped, and not installed on every machine that checks types.
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
