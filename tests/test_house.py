@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "shoal"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    "ground": ("version", "errors", "interrupts", "log", "tree"),
+    "ground": ("autograd", "version", "errors", "interrupts", "log", "tree"),
     "device": ("device",),
     "configuration": ("config",),
     "names": ("registry",),

@@ -219,7 +219,7 @@ class BaseEngine(Accessors, nn.Module):
         """Return why a script cannot read `p.grad` after a backward pass, and what to call instead; empty where it can."""
         instead = ("set gradient_clipping in the configuration to clip, read engine.get_global_grad_norm(), or register a "
                    "hook on the parameter; optimizer.zero_grad() discards")
-        if self.settings.zero_optimization.stage == 3:
+        if self.zero_optimization_partition_weights():
             return f"is sharded at stage 3, and cannot be read or written: {instead}; stages 0 to 2 have it"
         if optimizer.loss_scale != 1:
             return (f"is multiplied by the loss scale {optimizer.loss_scale:g}, and cannot be read or written: {instead}. A "
@@ -399,8 +399,7 @@ class BaseEngine(Accessors, nn.Module):
 
         At stage 3 it returns False, with a warning, unless `stage3_gather_16bit_weights_on_model_save` is true.
         """
-        zero = self.settings.zero_optimization
-        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("save_16bit_model: nothing is saved; at stage 3 the weights must be gathered first: set "
                            "zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
             return False

@@ -21,6 +21,7 @@ from shoal.sparse.embeddings import Embeddings
 from shoal.transport.collectives import Communicator
 from shoal.zero.guard import guard, unguard
 from shoal.zero.ownership import clear_owner, set_owner
+from shoal.zero.placement import SHARD, STAGES
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Phase
@@ -41,10 +42,10 @@ def check_compression(settings: Config, mesh: Mesh, model: nn.Module, name: str)
     and one owner has the sum of a slice.
     """
     zero = settings.zero_optimization
-    if zero.stage == 3:
-        raise ConfigError(f"zero_optimization.stage: got 3 with {name}: weights that are gathered for every use travel "
-                          f"whole, twice a step, and no update of them can be sent instead; choose 0, 1 or 2 (each keeps "
-                          f"masters and moments sharded with {name}), or AdamW at stage 3")
+    if STAGES[zero.stage].weight is SHARD:
+        raise ConfigError(f"zero_optimization.stage: got {zero.stage} with {name}: weights that are gathered for every use "
+                          f"travel whole, twice a step, and no update of them can be sent instead; choose 0, 1 or 2 (each "
+                          f"keeps masters and moments sharded with {name}), or AdamW at stage 3")
     if mesh.size("replica") > 1:
         raise ConfigError(f"zero_optimization.mics_shard_size: got {mesh.size('replica')} copies of the sharded state with "
                           f"{name}: the copies would add their sums uncompressed; leave it out")

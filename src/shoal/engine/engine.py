@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.autograd import backward_liveness
 from shoal.engine.base import BaseEngine
 from shoal.engine.join import Join, JoinedCall
 from shoal.errors import CollectiveFailed, RanksDisagree, UsageError
@@ -19,7 +20,6 @@ from shoal.interrupts import unbroken, watched
 from shoal.transport.collectives import Communicator
 from shoal.transport.reduction import wide_dtype
 from shoal.tree import fingerprint_of
-from shoal.zero.backward_hooks import graph_task_liveness
 from shoal.zero.compiled import opaque, opaque_frame
 from shoal.zero.reducer import BackwardPass
 
@@ -121,7 +121,7 @@ class Engine(BaseEngine):
 
     @opaque
     def _begin_scaled_backward(self, gradient: Tensor) -> None:
-        self.progress.begin_scaled_backward(graph_task_liveness())
+        self.progress.begin_scaled_backward(backward_liveness())
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -22,11 +22,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shoal.autograd import run_backward
 from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineError, UsageError
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
 from shoal.pipeline.schedules import PipelineSchedule
-from shoal.pipeline.split_backward import WeightGradQueue, backward, deferring, weight_grad_passes
+from shoal.pipeline.split_backward import WeightGradQueue, deferring, weight_grad_passes
 from shoal.pipeline.text_grid import fault
 from shoal.pipeline.value_tree import tensors_in
 from shoal.transport.failure_board import FailureBoard, interruptible_wait, published_failure
@@ -189,7 +190,7 @@ class Executor:
         stage, key = instruction.stage, (instruction.stage, instruction.microbatch)
         whole = instruction.kind is Op.BACKWARD
         saved = self._saved.pop(key) if whole else self._saved[key]
-        run_backward = backward if saved.weight_grads is None else saved.weight_grads.backward_input
+        run_pass = run_backward if saved.weight_grads is None else saved.weight_grads.backward_input
         if stage == self._last:
             gradients: list[Tensor | None] = [torch.full_like(output, factor) for output in saved.outputs]
         else:
@@ -200,7 +201,7 @@ class Executor:
         input_grads = _InputGradSender(inputs, partial(self._links.send, GRADIENTS, stage - 1)) if stage > 0 else None
         if input_grads is not None and last and whole:
             input_grads.send_early()
-        run = partial(run_backward, outputs, output_grads) if outputs else _nothing
+        run = partial(run_pass, outputs, output_grads) if outputs else _nothing
         self._run_pass(stage, run, last and whole, whole)
         if input_grads is not None:
             input_grads.finish()

@@ -22,11 +22,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WeightGradQueue", "WeightGradTask", "backward", "current_queue", "deferring", "weight_grad_passes"]
+from shoal.autograd import run_backward
+
+__all__ = ["WeightGradQueue", "WeightGradTask", "current_queue", "deferring", "weight_grad_passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class WeightGradQueue:
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run I of a backward pass; products add their tasks to this queue."""
         with deferring(self):
-            backward(outputs, gradients)
+            run_backward(outputs, gradients)
 
     def take_tasks(self) -> list[WeightGradTask]:
         """Return the tasks, and empty the queue."""
@@ -148,16 +149,6 @@ class deferring(TorchFunctionMode):
 
     def _defers(self, activation: Any, weight: Any, bias: Any, *, outputs: int) -> bool:
         return _is_deferrable(activation, weight, bias, outputs=outputs) and self.queue.accepts(activation, weight, bias)
-
-
-def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Run a backward pass from `outputs`, whose `gradients` have their shapes; raises what torch's engine raises.
-
-    `torch.autograd.backward` would disable the mode `deferring` during the pass, and with it for recomputed activations; it
-    also spends longer on checking shapes than a small pass takes.
-    """
-    Variable._execution_engine.run_backward(  # pyright: ignore  no annotation, no other way
-        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def current_queue() -> WeightGradQueue | None:

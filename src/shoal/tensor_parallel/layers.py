@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from shoal.autograd import is_reached
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import TensorSlice, divided
 from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current_queue
@@ -370,12 +371,5 @@ def _rows(tensor: Tensor) -> Tensor:
 def _wanted(ctx: Any) -> list[bool]:
     """Return for x, weight and bias whether the current backward pass needs the gradient."""
     tensors = zip(ctx.needs_input_grad[:3], ctx.next_functions, strict=False)  # a bias of None has no edge
-    wanted = [needed and _is_reached(edge) for needed, (edge, _) in tensors]
+    wanted = [needed and is_reached(edge) for needed, (edge, _) in tensors]
     return [*wanted, False][:3]
-
-
-def _is_reached(node: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))  # pyright: ignore  no other way to know
-    except RuntimeError:  # raised for leaves under autograd.grad(inputs=leaves)
-        return True

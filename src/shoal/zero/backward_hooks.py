@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from weakref import ref
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from shoal.autograd import at_end_of_backward, graph_task, in_gradient_transform, is_reached
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.compiled import opaque
@@ -29,10 +27,10 @@ from shoal.zero.readable_grads import ReadableGrads
 from shoal.zero.reducer import BackwardPass, Reducer, collect
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Scope, differentiates, graph_task
+from shoal.zero.unit_state import Hold, Scope
 from shoal.zero.window import Window
 
-__all__ = ["BackwardHooks", "graph_task_liveness"]
+__all__ = ["BackwardHooks"]
 
 _DETACHED = BackwardPass(boundary=False, sync=False)
 
@@ -111,7 +109,7 @@ class BackwardHooks:
         """Gather the units of `module` when the gradient of its output arrives."""
         if module not in self._units if module is not self._model else not self._watches_model:
             return
-        if differentiates():  # the weights, or copies of them, are arguments, and no backward will collect
+        if in_gradient_transform():  # the weights, or copies of them, are arguments, and no backward will collect
             return
         for tensor in tensors_within(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -126,7 +124,7 @@ class BackwardHooks:
         self._scope.open(self)
         self._passes += 1
         self._task = graph_task()
-        Variable._execution_engine.queue_callback(self._end)  # pyright: ignore  no annotation, no other way
+        at_end_of_backward(self._end)
         self.grads.close(keep=True)
         self._collect_last()
         self._pass = self._begin_pass()
@@ -191,11 +189,8 @@ class BackwardHooks:
             return False
         if graph_task() != self._task:  # the graph of a re-entrant pass is not the whole
             return True
-        try:
-            return any(torch._C._will_engine_execute_node(gradient_edge(parameter).node)  # pyright: ignore
-                       for parameter in parameters if parameter.requires_grad)  # it may be frozen by now
-        except RuntimeError:  # autograd.grad is to return the gradient of one
-            return True
+        return any(is_reached(gradient_edge(parameter).node)
+                   for parameter in parameters if parameter.requires_grad)  # it may be frozen by now
 
     def _done(self, unit: Unit) -> None:
         """Release a unit that this pass needs no more. Weights that the step or the next forward begins with stay."""
@@ -241,19 +236,6 @@ class BackwardHooks:
                 unit.drop(Hold.FOREIGN_READ)
                 unit.release()
                 unit.conceal()
-
-
-def graph_task_liveness() -> Callable[[], bool]:
-    """Return a function that tells whether the backward pass under way on this thread still is.
-
-    Autograd holds the callbacks of a pass until it ends or fails, and no longer.
-    """
-    def nothing() -> None:
-        pass
-
-    Variable._execution_engine.queue_callback(nothing)  # pyright: ignore  no annotation, no other way
-    held = ref(nothing)
-    return lambda: held() is not None
 
 
 @opaque

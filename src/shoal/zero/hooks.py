@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.utils.hooks import RemovableHandle
 
+from shoal.autograd import in_backward, in_gradient_transform
 from shoal.errors import UsageError
 from shoal.interrupts import unbroken
 from shoal.sparse.embeddings import lookup_indices
@@ -30,7 +31,7 @@ from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.replaced import ReplacedParameters
 from shoal.zero.saved_tensors import SavedTensorTracker
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Phase, Scope, differentiates, graph_task
+from shoal.zero.unit_state import Hold, Phase, Scope
 from shoal.zero.window import Window
 
 __all__ = ["Hooks"]
@@ -116,10 +117,10 @@ class Hooks:
     @unbroken
     def _begin_call(self, module: nn.Module, args: object) -> None:
         """Begin a forward pass, unless the call is within one or within backward."""
-        if _recomputing():
+        if in_backward():
             return
         if self._outermost is None or module in (self._outermost, self._model):  # called anew, it was interrupted before
-            if self._saved and differentiates():
+            if self._saved and in_gradient_transform():
                 raise UsageError(
                     f"torch.func.grad, vjp and jvp keep the weights of '{self._names.get(module) or type(module).__name__}' "
                     f"in a graph of their own, while the engine releases them after the forward. Differentiate a copy: "
@@ -139,7 +140,7 @@ class Hooks:
     @unbroken
     def _end_call(self, module: nn.Module, args: object, output: object) -> None:
         """End the forward pass with its outermost call, which may have raised."""
-        if module is self._outermost and not _recomputing():
+        if module is self._outermost and not in_backward():
             self._finish(concluded=output is not None)
 
     def _begin_inner_call(self, module: nn.Module, args: object) -> None:
@@ -187,7 +188,7 @@ class Hooks:
         for unit in self._units.get(module, ()):
             if unit.phase is Phase.ROWS_GATHERED:
                 unit.release()
-        if _recomputing():
+        if in_backward():
             self.backward.watch(module, output)
             return
         if torch.is_grad_enabled():
@@ -209,7 +210,7 @@ class Hooks:
     def _gather_saved(self, module: nn.Module, unit: Unit) -> None:
         """Gather the unit within `module`, of whose weights autograd unpacks a saved tensor."""
         unit.check()
-        if not _recomputing():  # a script looks into the graph between passes
+        if not in_backward():  # a script looks into the graph between passes
             unit.gather()
         elif unit.phase is not Phase.GATHERED or unit.is_concealed:
             self.backward.begin()
@@ -219,10 +220,6 @@ class Hooks:
         """Forget a pass that an exception ended."""
         if self.backward.abandon() or self._outermost is not None:
             self.backward.release_all()
-
-
-def _recomputing() -> bool:
-    return graph_task() != -1
 
 
 def _without_model() -> Hooks:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.autograd import in_backward
 from shoal.errors import UsageError
 from shoal.zero.compiled import opaque
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import graph_task
 
 __all__ = ["SavedTensorTracker", "tracked"]
 
@@ -71,7 +71,7 @@ class SavedWeight(SavedTensor):
         if not torch.is_grad_enabled():
             return view
         copy = view.clone()
-        if graph_task() == -1:  # a script looks into the graph between passes
+        if not in_backward():  # a script looks into the graph between passes
             self.unit.release()
         return copy
 

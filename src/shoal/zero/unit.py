@@ -17,9 +17,9 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
+from shoal.autograd import at_end_of_backward, in_backward
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
 from shoal.tier import ResidencyPin, ResidentSpan, Span, Store, Transfer
@@ -29,7 +29,7 @@ from shoal.zero.guard import guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
 from shoal.zero.ownership import GradReader, set_owner
 from shoal.zero.placement import SHARD, Stage
-from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters, graph_task
+from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters
 from shoal.zero.unit_transport import WeightTransport
 from shoal.zero.weight_memory import WeightMemory
 
@@ -200,8 +200,8 @@ class Unit:
         if self._bring is not None:
             self._bring()
             return
-        if graph_task() != -1 and self.is_released:
-            Variable._execution_engine.queue_callback(self.release)  # pyright: ignore  no annotation, no other way
+        if in_backward() and self.is_released:
+            at_end_of_backward(self.release)
         self.gather()
 
     def serve_grads(self, reader: GradReader | None) -> None:
@@ -277,14 +277,14 @@ class Unit:
     @property
     def serves_reads(self) -> bool:
         """Whether a read of a released parameter gathers it: not where other ranks may not do the same."""
-        return self._scope.is_open or graph_task() != -1 or not self.is_sharded
+        return self._scope.is_open or in_backward() or not self.is_sharded
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         self.check()
         if not self.reshards:  # a step publishes them
             self.gather()
-        elif graph_task() != -1 and not self._scope.is_open:  # by a node that runs before all modules
+        elif in_backward() and not self._scope.is_open:  # by a node that runs before all modules
             self.gather_in_backward()
         elif self.serves_reads:
             self.hold(Hold.FOREIGN_READ)

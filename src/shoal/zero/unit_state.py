@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Protocol
 
-import torch
 from torch import nn
-from torch._C._functorch import TransformType
 from torch.autograd.graph import increment_version
 
-__all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope", "VersionCounters", "differentiates",
-           "graph_task"]
-
-
-_DIFFERENTIATING = (TransformType.Grad, TransformType.Jvp)
+__all__ = ["TRANSITIONS", "Hold", "Member", "PendingStep", "Phase", "Scope", "VersionCounters"]
 
 
 class Phase(Enum):
@@ -138,14 +132,3 @@ class VersionCounters:
     def since(self) -> list[bool]:
         """For each slot, whether a script has written there since `see`."""
         return [now != before for now, before in zip(self.count(), self._seen, strict=True)]
-
-
-def graph_task() -> int:
-    """Return autograd's number of the backward pass under way on this thread, -1 for none."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  no public question
-
-
-def differentiates() -> bool:
-    """Return whether the code runs within torch.func.grad, jvp or a transform made of them, whose graph is their own."""
-    levels = torch._C._functorch.get_interpreter_stack()  # pyright: ignore  no public question
-    return levels is not None and any(level.key() in _DIFFERENTIATING for level in levels)

@@ -1,0 +1,69 @@
+"""Questions about the backward pass under way, which torch answers under private names alone: this file has all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import Variable
+
+__all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_gradient_transform", "is_reached",
+           "run_backward"]
+
+_GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
+
+
+def graph_task() -> int:
+    """Return autograd's number of the backward pass under way on this thread, -1 for none. A re-entrant pass has its own."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is under way on this thread."""
+    return graph_task() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward pass under way ends; never if it fails."""
+    Variable._execution_engine.queue_callback(callback)  # pyright: ignore  it has no annotation
+
+
+def backward_liveness() -> Callable[[], bool]:
+    """Return a function that tells whether the backward pass under way on this thread still is.
+
+    Autograd holds the callbacks of a pass until it ends or fails, and no longer.
+    """
+    def nothing() -> None:
+        pass
+
+    at_end_of_backward(nothing)
+    held = ref(nothing)
+    return lambda: held() is not None
+
+
+def is_reached(node: Any) -> bool:
+    """Return whether the backward pass under way leads to `node` of the graph; True where autograd does not tell."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:  # torch.autograd.grad is to return the gradient of a leaf
+        return True
+
+
+def in_gradient_transform() -> bool:
+    """Return whether the code runs within torch.func.grad, jvp or a transform made of them, whose graph is their own."""
+    levels = torch._C._functorch.get_interpreter_stack()  # pyright: ignore  it has no annotation
+    return levels is not None and any(level.key() in _GRADIENT_TRANSFORMS for level in levels)
+
+
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Run a backward pass from `outputs`, whose `gradients` have their shapes; raises what torch's engine raises.
+
+    `torch.autograd.backward` would disable torch function modes during the pass, and spends longer on checking shapes than a
+    small pass takes.
+    """
+    Variable._execution_engine.run_backward(  # pyright: ignore  it has no annotation
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
