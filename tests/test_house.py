@@ -342,6 +342,16 @@ def prints(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno} prints; log it, or return it to the command line"
 
 
+def begins_with_what(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings that describe a thing by a question instead of its name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))) if text.lstrip().startswith(("What ", "Who ")):
+                yield f"line {node.lineno}: {text.strip().splitlines()[0]}"
+            case _:
+                pass
+
+
 def lacks_docstring(tree: ast.Module) -> Iterator[str]:
     if not (ast.get_docstring(tree) or "").strip():
         yield "the file does not say its law: it has no docstring"
@@ -402,6 +412,7 @@ RULES: list[tuple[Callable[[ast.Module], Iterator[str]], tuple[str, ...], str]] 
     (calls_collectives, COLLECTIVE_FILES, "from torch.distributed import broadcast"),
     (prints, ("launch/", *PRINTS), "print(1)"),
     (lacks_docstring, (), "x = 1"),
+    (begins_with_what, (), "class Row:\n    '''What a row holds.'''"),
 ]
 """A rule, the files that it spares, and a source that breaks it."""
 

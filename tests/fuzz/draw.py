@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from random import Random
 from typing import Any
@@ -20,6 +20,21 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Classes of torch.optim and their arguments. A large eps makes a step a smooth function of the gradient: with a small one
 an element whose gradient is rounding error alone moves by the learning rate, this way or that."""
+
+OWN_OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "Lion": ({"lr": 0.003, "betas": (0.9, 0.99), "weight_decay": 0.1},),
+    "Lamb": ({"lr": 0.02, "eps": 1e-2, "weight_decay": 0.1}, {"lr": 0.02, "eps": 1e-2, "bias_correction": False}),
+    "OneBitAdam": ({"lr": 0.02, "eps": 1e-2, "weight_decay": 0.1, "freeze_step": 100},),
+    "ZeroOneAdam": ({"lr": 0.02, "eps": 1e-2, "var_freeze_step": 100, "var_update_scaler": 100},),
+    "OneBitLamb": ({"lr": 0.02, "eps": 1e-2, "freeze_step": 100},),
+}
+"""Optimizers of shoal.optim and their arguments. Those of `COMPRESSED` stay within their warm-up, which plain PyTorch trains
+alike, or have one rank for each parameter."""
+COMPRESSED = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+PAST_WARM_UP: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"freeze_step": 1, "variance_floor": 0.0}, "OneBitLamb": {"freeze_step": 1, "variance_floor": 0.0},
+    "ZeroOneAdam": {"var_update_scaler": 1, "variance_floor": 0.0}}
+"""Arguments of `COMPRESSED` without a floor of the variance, which is one of blocks of a rank's flat buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +94,8 @@ class JobDraw:
     reentrant: bool
     sharded_build: bool
     """The model is built within zero.Init."""
+    in_backward: bool = False
+    """Backward steps each unit as soon as its gradient is reduced."""
     zero: tuple[tuple[str, Any], ...]
     """The section zero_optimization."""
     tiers: tuple[tuple[str, str], ...]
@@ -103,6 +120,7 @@ class JobDraw:
         words += [f"replicas {self.replica}"] if self.replica > 1 else []
         words += [f"recompute {self.recompute}"] if self.recompute else []
         words += ["zero.Init"] if self.sharded_build else []
+        words += ["steps in backward"] if self.in_backward else []
         words += [f"{section.partition('_')[2]} on {device}" for section, device in self.tiers]
         return ", ".join(words)
 
@@ -149,10 +167,35 @@ def draw(seed: int) -> Composition:
         dtypes = random.sample(["fp32", "bf16"], 2)
     first, second = (_job(random, shape, model, dtype, clipping) for shape, dtype in zip(shapes, dtypes, strict=True))
     optimizer = random.choice(("AdamW", "AdamW", *OPTIMIZERS))
-    return Composition(
+    drawn = Composition(
         seed=seed, model=model, first=first, second=second, optimizer=optimizer,
         arguments=dict(random.choice(OPTIMIZERS[optimizer])), given=random.choice(("name", "name", "function", "instance")),
         groups=random.random() < 0.4, clipping=clipping, decay=random.choice((None, None, 0.7)))
+    if random.random() < 0.3:
+        drawn = _with_own_optimizer(random, drawn)
+    return replace(drawn, first=_in_backward(random, drawn, drawn.first), second=_in_backward(random, drawn, drawn.second))
+
+
+def _with_own_optimizer(random: Random, drawn: Composition) -> Composition:
+    """Return the composition with an optimizer of shoal.optim, and without what it refuses."""
+    name = random.choice([*OWN_OPTIMIZERS])
+    drawn = replace(drawn, optimizer=name, arguments=dict(random.choice(OWN_OPTIMIZERS[name])))
+    if name not in COMPRESSED:
+        return drawn
+    first, second = (replace(
+        job, replica=1, tiers=(), zero=tuple((key, min(value, 2) if key == "stage" else value) for key, value in job.zero),
+        settings=tuple(each for each in job.settings if each[0] != "sparse_gradients"))
+        for job in (drawn.first, drawn.second))
+    if first.data * first.tensor * second.data * second.tensor == 1:
+        drawn = replace(drawn, arguments=drawn.arguments | PAST_WARM_UP[name])
+    return replace(drawn, first=first, second=second, given="name" if drawn.given == "function" else drawn.given)
+
+
+def _in_backward(random: Random, drawn: Composition, job: JobDraw) -> JobDraw:
+    """Return the job, in some draws with steps in backward, where nothing about a step depends on all gradients."""
+    allowed = (drawn.clipping == 0 and job.schedule is None and job.dtype != "fp16" and not job.reentrant
+               and drawn.optimizer not in (*COMPRESSED, "Lamb"))
+    return replace(job, in_backward=random.random() < 0.6 and allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

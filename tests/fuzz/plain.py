@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shoal import optim
+from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
+from shoal.optim.onebit_lamb import OneBitLamb
 
 from .draw import Composition, JobDraw
 from .model import groups, line, loss_of, microbatch
@@ -14,6 +19,8 @@ from .model import groups, line, loss_of, microbatch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 128.0
 """The static loss scale of fp16."""
+OWN: dict[str, type[torch.optim.Optimizer]] = {
+    "Lion": optim.Lion, "Lamb": optim.Lamb, "OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam, "OneBitLamb": OneBitLamb}
 SMALL = 1e-6
 """Clipping adds it to the norm, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -60,7 +67,13 @@ def train(composition: Composition) -> list[Trained]:
 def optimizer_of(composition: Composition, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer over a whole model."""
     given = groups(model) if composition.groups else [p for p in model.parameters() if p.requires_grad]
-    return getattr(torch.optim, composition.optimizer)(given, **composition.arguments)
+    return build_optimizer(composition, given)
+
+
+def build_optimizer(composition: Composition, parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer over parameters or groups."""
+    name = composition.optimizer
+    return (OWN[name] if name in OWN else getattr(torch.optim, name))(parameters, **composition.arguments)
 
 
 def schedule_of(composition: Composition, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:

@@ -23,7 +23,7 @@ from shoal.testing import RankFailed, run_ranks
 from . import plain
 from .draw import Composition, JobDraw
 from .model import groups, line, loss_of, microbatch, plan, specs
-from .plain import LOSS_SCALE, Trained, optimizer_of, schedule_of
+from .plain import LOSS_SCALE, Trained, build_optimizer, optimizer_of, schedule_of
 
 TIMEOUT = 60
 """Seconds that a collective of the engine may take."""
@@ -47,6 +47,8 @@ TOLERANCES = {"fp32": Tolerance(loss=1e-5, norm=1e-4, weight=1e-3), "bf16": Tole
               "fp16": Tolerance(loss=5e-3, norm=2e-2, weight=0.05)}
 """By dtype. In fp32 sums are taken in another order; in 16 bits a rounding of a weight, an activation or a gradient may
 fall to the other side, and tensor ranks round the parts of a sum."""
+SIGNS = 0.5
+"""The least tolerance of weights that Lion steps by signs: that of a gradient of rounding error may be the other one."""
 
 
 def differences(composition: Composition) -> list[str]:
@@ -91,7 +93,9 @@ def settings(composition: Composition, job: JobDraw, folder: str) -> dict[str, A
     zero = dict(job.zero)
     for section, device in job.tiers:
         zero[section] = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
-    precision = {"fp32": {}, "bf16": {"bf16": {"enabled": True}},
+    if job.in_backward:
+        zero["offload_optimizer"] = {"step_in_backward": True, **zero.get("offload_optimizer", {})}
+    precision = {"fp32": {}, "bf16": {"bf16": {"enabled": True, "check_grad_overflow": not job.in_backward}},
                  "fp16": {"fp16": {"enabled": True, "loss_scale": LOSS_SCALE}}}[job.dtype]
     named = {"optimizer": {"type": composition.optimizer, "params": dict(composition.arguments)}}
     if composition.optimizer == "Adam":
@@ -113,7 +117,7 @@ def _engine(composition: Composition, job: JobDraw, folder: str) -> Any:
         optimizer = optimizer_of(composition, model)
     elif composition.given == "function":
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            return getattr(torch.optim, composition.optimizer)(parameters, **composition.arguments)
+            return build_optimizer(composition, parameters)
     return shoal.initialize(
         model=model, config=config, mpu=mesh, optimizer=optimizer,
         model_parameters=groups(model) if composition.groups and composition.given != "instance" else None,
@@ -155,6 +159,7 @@ def _compare(job: JobDraw, composition: Composition, start: dict[str, Tensor], r
     first = ranks[0]
     dtypes = {composition.first.dtype, job.dtype}
     tolerance = TOLERANCES[next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)]
+    weight_tolerance = max(tolerance.weight, SIGNS) if composition.optimizer == "Lion" else tolerance.weight
     for rank, other in enumerate(ranks):
         if (other.losses, other.norms) != (first.losses, first.norms):
             yield f"rank {rank} has losses {other.losses} and norms {other.norms}, rank 0 {first.losses} and {first.norms}"
@@ -171,7 +176,7 @@ def _compare(job: JobDraw, composition: Composition, start: dict[str, Tensor], r
             yield f"gradient norm of step {step + 1}: {norm:.8g}, plain PyTorch has {expected:.8g}"
     for name, value in wanted.end.items():
         moved, apart = (value - wanted.start[name]).norm().item(), (first.end[name] - value).norm().item()
-        if not apart <= tolerance.weight * moved + ROUNDING * value.numel()**0.5:
+        if not apart <= weight_tolerance * moved + ROUNDING * value.numel()**0.5:
             yield (f"weight {name} after step {composition.steps}: {_apart(first.end[name], value)}; they are {apart:.3g} "
                    f"apart, and training moved it by {moved:.3g}")
 

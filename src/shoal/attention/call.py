@@ -35,7 +35,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """What a backend computes: softmax(scale * q k^T + terms) v over the visited blocks.
+    """The computation of a backend: softmax(scale * q k^T + terms) v over the visited blocks.
 
     q is (batches, heads, length, dim), k and v (batches, kv_heads, kv_length, dim); query head h reads key head
     h // (heads / kv_heads). With `causal` a query sees keys of its own position and before.

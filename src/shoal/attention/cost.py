@@ -1,4 +1,4 @@
-"""What a layout costs beside dense attention, by formulas.
+"""The cost of a layout beside dense attention, by formulas.
 
 A product of matrices (m, k) and (k, n) is 2 m k n FLOPs. Forward has two for each visited pair of query and key, scores and
 values, backward five: scores again, and the gradients of probabilities, values, queries and keys. Dense attention that keeps

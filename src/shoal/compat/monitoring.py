@@ -1,4 +1,4 @@
-"""What published monitors have in common: they write events."""
+"""The common part of published monitors: they write events."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class DeepSpeedZeroOptimizer(PublishedOptimizer, ZeROOptimizer):
 
 
 class DeepSpeedZeRoOffload:
-    """What gathers the parameters of a module at stage 3, as published scripts look for it.
+    """The object through which published scripts find the hooks that gather the parameters of a module at stage 3.
 
     Scripts remove the hooks of its lists while they generate. The lists are empty: Shoal's hooks gather for inference too,
     and need not be removed.
@@ -228,7 +228,7 @@ class DeepSpeedZeroOptimizer_Stage3(PublishedOptimizer, ZeROOptimizer):
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
-        """What gathers parameters, as published scripts look for it."""
+        """The object through which published scripts find the hooks that gather parameters."""
         return DeepSpeedZeRoOffload(self._model.model)
 
 

@@ -25,7 +25,7 @@ __all__ = ["DeepSpeedTensorOverride", "GatheredParameters", "Init", "register_ex
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What of new tensors `Init` decides."""
+    """The properties of new tensors that `Init` decides."""
 
     dtype = 1
     device = 2

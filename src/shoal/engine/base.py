@@ -27,8 +27,9 @@ from shoal.engine import full_optimizer_state, full_state_dict
 from shoal.engine.accessors import Accessors
 from shoal.engine.buffer_sync import BufferSync
 from shoal.engine.checkpointer import Checkpointer, TrainingObjects
-from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck, give_back
+from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck
 from shoal.engine.compiled import Compilation
+from shoal.engine.lost_units import give_back
 from shoal.engine.progress import Progress, RunningBackward
 from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet, TierError, UsageError
@@ -94,7 +95,7 @@ class BaseEngine(Accessors, nn.Module):
         self.replicated_grads: ReplicatedGradCheck | None = None
         """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
         self.compilation = compilation
-        """What torch.compile is to compile of the model, or does."""
+        """The modules that torch.compile compiles, or is to compile."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module that the engine lacks."""

@@ -24,9 +24,10 @@ from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
 from shoal.engine.base import BaseEngine
 from shoal.engine.buffer_sync import move_buffers
-from shoal.engine.checks import check_compression, check_warm_up, missing_units, unit_names
+from shoal.engine.checks import check_compression, check_warm_up
 from shoal.engine.compiled import Compilation
 from shoal.engine.engine import Engine
+from shoal.engine.lost_units import missing_units, unit_names
 from shoal.engine.mesh_setup import check_ranks_agree, mesh_of, parameter_groups_of
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.schema import Config
@@ -106,7 +107,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Opti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineClasses:
-    """What `build` makes the instances by: Shoal's own classes, or subclasses under other names."""
+    """The classes that `build` instantiates: Shoal's own, or subclasses under other names."""
 
     plain: Callable[..., Engine] = Engine
     pipeline: Callable[..., PipelineEngine] = PipelineEngine
@@ -349,7 +350,7 @@ def _warn_of_unused(section: str, given: object, named: str | None) -> None:
         warn_once(f"{section}: initialize was given an object, which is used; '{named}' of the configuration is not")
 
 
-# What the optimizer needs
+# Traits of the optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,7 +406,7 @@ def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
                           f"optimizer such as AdamW")
 
 
-# The configuration, in the terms of each part
+# Sections of the configuration, as arguments of each part
 
 
 def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data: Communicator) -> Policy:

@@ -222,7 +222,7 @@ class Checkpointer:
         sharded.set_compression(gradient=False, weights=False, skip_sync=False)
         snapshot.fill(pieces)
         names = set(snapshot.names()) if moments else set[str]()
-        following = [unit for unit in sharded.trainable if unit.state.weights is not None
+        following = [unit for unit in sharded.trainable if unit.has_separate_master
                      and all(f"{PUBLISHED}/{member.name}" in names for member in unit.members)]
         for unit in sharded.trainable:
             if unit not in following:

@@ -1,5 +1,5 @@
 """Checks of one engine: settings that compressed communication cannot be combined with, parameters that were frozen when the
-engine was built, gradients of parameters that every tensor rank holds whole, and units that a failure has lost.
+engine was built, and gradients of parameters that every tensor rank holds whole.
 """
 
 from __future__ import annotations
@@ -14,20 +14,14 @@ from torch import Tensor, nn
 
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet, RanksDisagree, UsageError
-from shoal.log import logger
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.sparse.embeddings import Embeddings
 from shoal.transport.collectives import Communicator
-from shoal.zero.guard import guard, unguard
-from shoal.zero.ownership import clear_owner, set_owner
 from shoal.zero.placement import SHARD, STAGES
-from shoal.zero.sharded import ShardedModel
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Phase
 
-__all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up", "fill_nan", "give_back",
-           "missing_units", "unit_names"]
+__all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up"]
 
 # Compressed communication
 
@@ -172,61 +166,3 @@ class ReplicatedGradCheck:
         if gradient is not None and gradient.layout == torch.strided:  # None where backward is split in two
             summary = _GradSummary.of(gradient)
             self._summaries[name] = self._summaries[name] + summary if name in self._summaries else summary
-
-
-# Lost units
-
-
-class _LostOwner:
-    """The owner of a lost parameter, which fills it with NaN at its first use."""
-
-    serves_reads = True
-    grads = None
-
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
-        """Give `parameter` memory of its own, full of NaN, which may be read and written from here on."""
-        unguard(parameter)
-        clear_owner(parameter)
-        parameter.data = parameter.new_full(parameter.shape, torch.nan)
-
-    def close(self) -> None:
-        """Do nothing: there is no storage to release."""
-
-
-_LOST = _LostOwner()
-
-
-def missing_units(model: ShardedModel) -> list[Unit]:
-    """Return the units of a destroyed `model` whose weights could not be gathered: the ranks or the disk that held them are
-    gone. Their parameters stay guarded, so that reading them raises.
-    """
-    return [unit for unit in model.units if unit.phase is not Phase.GATHERED]
-
-
-def unit_names(units: Iterable[Unit]) -> str:
-    """Return the names of `units` for an error message."""
-    return "units " + ", ".join(f"'{unit.name}'" for unit in units)
-
-
-def give_back(model: ShardedModel, rank: int) -> None:
-    """Give the module of `model` its parameters back. If some are lost, log their units, fill them with NaN, and raise."""
-    try:
-        model.destroy()
-    except Exception as error:
-        if units := missing_units(model):
-            logger.error("rank %d: destroy: the parameters of %s are lost, and read as NaN from here on. (%s)", rank,
-                         unit_names(units), error)
-            fill_nan(units)
-        raise
-
-
-def fill_nan(units: Iterable[Unit]) -> None:
-    """Let the parameters of `units`, which are never integers, read as NaN, for the caller or another engine to fill.
-
-    They take no memory before their first use.
-    """
-    for parameter in (member.parameter for unit in units for member in unit.members):
-        unguard(parameter)
-        parameter.data = parameter.new_empty(()).expand(parameter.shape)
-        guard(parameter)
-        set_owner(parameter, _LOST)

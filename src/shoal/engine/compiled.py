@@ -49,7 +49,7 @@ skip_code(_CompiledForward.__call__.__code__)  # a graph begins in the module's 
 
 
 class Compilation:
-    """What is compiled of one model."""
+    """The modules of one model whose forwards are compiled, and the wrappers that were taken off."""
 
     def __init__(self) -> None:
         self._compiled: list[nn.Module] = []

@@ -129,7 +129,7 @@ def _group_names(model: ShardedModel, optimizer: ShardedOptimizer) -> list[list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contents:
-    """What a state dict holds, without its tensors, in the names of a checkpoint's pieces; equal on all ranks."""
+    """The contents of a state dict without its tensors, under the names of a checkpoint's pieces; equal on all ranks."""
 
     tensors: dict[str, tuple[Shape, torch.dtype]]
     scalars: dict[str, Tensor]

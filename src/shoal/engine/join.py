@@ -35,7 +35,7 @@ class JoinedCall(IntEnum):
 
 
 class Joined(Protocol):
-    """What `Join` needs of an engine."""
+    """The part of an engine that `Join` uses."""
 
     module: nn.Module
     communicator: Communicator
@@ -50,13 +50,13 @@ class Joined(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What the ranks with data said of their present call."""
+class _Announced:
+    """The present call of the ranks with data, as they announced it."""
 
     call: JoinedCall
     first: int
     """The first rank with data."""
-    lacking: list[int]
+    without_batch: list[int]
     """The ranks that never had a batch."""
     boundary: bool
     """Whether the microbatch ends a step."""
@@ -79,25 +79,25 @@ class Join:
         if self._has_ended:
             return
         self._batch = batch or self._batch
-        said = self._exchange(call)
-        self._give_batch(said)
+        announced = self._exchange(call)
+        self._give_batch(announced)
 
     def finish(self) -> None:
         """Make the calls of the other ranks until the data of all has ended."""
         self._has_ended = True
-        while (said := self._exchange(JoinedCall.ENDED)).call is not JoinedCall.ENDED:
-            self._give_batch(said)
-            self._follow(said)
+        while (announced := self._exchange(JoinedCall.ENDED)).call is not JoinedCall.ENDED:
+            self._give_batch(announced)
+            self._follow(announced)
         self._restore_buffers()
 
-    def _follow(self, said: _Said) -> None:
+    def _follow(self, announced: _Announced) -> None:
         engine = self._engine
-        with engine.progress.one_pass(boundary=said.boundary, sync=said.sync):
-            match said.call:
+        with engine.progress.one_pass(boundary=announced.boundary, sync=announced.sync):
+            match announced.call:
                 case JoinedCall.FORWARD | JoinedCall.EVALUATION:
-                    with torch.set_grad_enabled(said.call is JoinedCall.FORWARD):
+                    with torch.set_grad_enabled(announced.call is JoinedCall.FORWARD):
                         output = self._forward()
-                    self._outputs += [output] if said.call is JoinedCall.FORWARD else []
+                    self._outputs += [output] if announced.call is JoinedCall.FORWARD else []
                 case JoinedCall.BACKWARD:
                     engine.backward(self._zero_loss())
                 case JoinedCall.STEP:
@@ -130,16 +130,16 @@ class Join:
                              "tensors, from the model")
         return torch.stack([tensor.float().sum() for tensor in found]).sum() * 0.0
 
-    def _give_batch(self, said: _Said) -> None:
+    def _give_batch(self, announced: _Announced) -> None:
         """Send a batch to ranks that never had one, from the first rank that has."""
-        if said.call not in (JoinedCall.FORWARD, JoinedCall.EVALUATION) or not said.lacking:
+        if announced.call not in (JoinedCall.FORWARD, JoinedCall.EVALUATION) or not announced.without_batch:
             return
         rank = self._engine.communicator.rank
-        batches = self._engine.communicator.gather_objects(self._batch if rank == said.first else None)
-        if rank in said.lacking:
-            self._batch = tree_map(lambda tensor: tensor.to(self._engine.device), batches[said.first])
+        batches = self._engine.communicator.gather_objects(self._batch if rank == announced.first else None)
+        if rank in announced.without_batch:
+            self._batch = tree_map(lambda tensor: tensor.to(self._engine.device), batches[announced.first])
 
-    def _exchange(self, call: JoinedCall) -> _Said:
+    def _exchange(self, call: JoinedCall) -> _Announced:
         engine = self._engine
         own = [call, self._batch is None, engine.is_gradient_accumulation_boundary(), engine.reduces_gradients()]
         words = torch.tensor([int(word) for word in own], dtype=torch.int64, device=engine.device)
@@ -150,6 +150,6 @@ class Join:
                 f"rank {rank} {made.name.lower()}" for rank, made in calls.items()) + "; let every rank with data make the "
                 "same calls of the engine, in one order")
         first = next(iter(calls), 0)
-        lacking = [rank for rank, row in enumerate(rows) if row[1]]
-        return _Said(call=calls.get(first, JoinedCall.ENDED), first=first, lacking=lacking,
+        without_batch = [rank for rank, row in enumerate(rows) if row[1]]
+        return _Announced(call=calls.get(first, JoinedCall.ENDED), first=first, without_batch=without_batch,
                      boundary=bool(rows[first][2]), sync=bool(rows[first][3]))

@@ -424,7 +424,7 @@ class MasterWriteCheck:
 
     def __init__(self, units: Iterable[TrainableUnit]):
         self._versions = {unit: unit.versions.count() for unit in units
-                          if unit.state.weights is not None and not unit.reshards}
+                          if unit.has_separate_master and not unit.reshards}
 
     def check(self) -> None:
         """Warn of units that were written into since the last check and differ from their masters."""

@@ -94,8 +94,6 @@ class Views:
         for view in self.views:
             keys = [key(view, part) for part in view.parts]
             views += _split_view(view, keys, optimizer) if len(set(keys)) > 1 else [view]
-        if len(views) == len(self.views):
-            return
         self.views = views
 
     def states(self, optimizer: Optimizer) -> Iterator[tuple[MasterView, str, Tensor | float]]:

@@ -34,7 +34,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitRecord:
-    """What a blocked rank says of its wait."""
+    """The wait of a blocked rank, as it publishes it."""
 
     tag: int
     number: int

@@ -59,12 +59,11 @@ class GradAccumulator:
     leaves memory, so that its gaps between slots stay zero.
     """
 
-    complete = False
-    """Whether every slot received its gradient in the present backward pass."""
-
     def __init__(self, layout: Layout, dtype: torch.dtype, pool: Pool, *, factor: float, resting: Tensor | None,
                  place: FetchOnce, resident: bool):
         self.resting = resting
+        self.complete = False
+        """Whether every slot received its gradient in the present backward pass."""
         self.slots_with_grad = 0
         """Bit i: slot i received a gradient on this rank since the last step."""
         self._layout, self._dtype, self._pool = layout, dtype, pool

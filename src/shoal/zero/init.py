@@ -88,7 +88,7 @@ class Init:
         if enabled and module is not None:
             self._pending = list(module.parameters())
             self._start()
-            self._park()
+            self._shard_pending()
 
     def __enter__(self) -> Self:
         if self._enabled:
@@ -104,7 +104,7 @@ class Init:
         while self._handles:
             self._handles.pop().remove()
         if kind is None and self._enabled:
-            self._park()
+            self._shard_pending()
         self._scope.close(self)
 
     def open(self, unit: Unit) -> None:
@@ -122,15 +122,15 @@ class Init:
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if module is not self._building:
-            self._park()
+            self._shard_pending()
             self._building = module
         if parameter is not None and owner_of(parameter) is None:
             self._pending.append(parameter)
 
     def _module_registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        self._park()
+        self._shard_pending()
 
-    def _park(self) -> None:
+    def _shard_pending(self) -> None:
         """Shard what was registered since the last time, and what was opened."""
         self._close_opened()
         pending, self._pending = self._pending, []
@@ -153,7 +153,7 @@ class Init:
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         device = process_group.device()
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
-        unit = _Parked(name, (Member(name=name, parameter=parameter),), STAGES[3],
+        unit = _TemporaryUnit(name, (Member(name=name, parameter=parameter),), STAGES[3],
                        ReplicaGroup(self._communicator, self._communicator.ranks), dtype, device, self._scope, self._store)
         unit.session = self
         values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=device)
@@ -162,7 +162,7 @@ class Init:
         unit.load_full(values)
 
 
-class _Parked(Unit):
+class _TemporaryUnit(Unit):
     """One parameter between its constructor and `initialize`, which keeps its slices alive."""
 
     session: Init
@@ -188,8 +188,8 @@ def _timeout(config: Mapping[str, Any]) -> float:
     return float(found)
 
 
-class _Resting(Section):
-    """The part of the configuration that says where parameters rest until `initialize` takes them over."""
+class _InitSettings(Section):
+    """The sections that say where parameters rest until `initialize` takes them over."""
 
     zero_optimization: ZeroSettings = ZeroSettings()
     """Its `offload_param`."""
@@ -200,7 +200,8 @@ class _Resting(Section):
 
 def _offload(config: Mapping[str, Any], remote_device: str | None) -> tuple[OffloadParam, AioSettings]:
     """Return where parameters rest: on `remote_device`, or as `config` says for weights."""
-    found = resolve(_Resting, {key: config[key] for key in _Resting.model_fields if isinstance(config.get(key), Mapping)})
+    found = resolve(_InitSettings, {key: config[key] for key in _InitSettings.model_fields
+                                    if isinstance(config.get(key), Mapping)})
     raise_all(found.findings.problems, "zero.Init")
     param = found.section.zero_optimization.offload_param
     if remote_device is not None:

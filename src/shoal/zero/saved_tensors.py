@@ -39,14 +39,15 @@ class SavedTensor:
     """The unit of the module in whose forward that was, or of the context."""
 
     @property
-    def _what(self) -> tuple[str, str]:
+    def _error_words(self) -> tuple[str, str]:
+        """The name of the tensor in an error, and the way out."""
         what = f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype}, saved in the forward around unit"
         return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
 
     def unchanged(self) -> Tensor:
         """Return the tensor; raises `UsageError` if it was written to since."""
         if self.tensor._version != self.version:
-            what, instead = self._what
+            what, instead = self._error_words
             raise UsageError(f"rank {self.unit.communicator.rank}: backward needs {what} that was written to in place after "
                              f"forward had used it; {instead}")
         return self.tensor
@@ -54,13 +55,13 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedWeight(SavedTensor):
-    """A view of one that lies in the buffer of its unit; kept as numbers, for who counts the users of that memory."""
+    """A view of a parameter in the buffer of its unit; kept as numbers: a tensor would count as a storage user."""
 
     view: tuple[Sequence[int], Sequence[int], int]
     """Its shape, its strides, and where it begins in the buffer."""
 
     @property
-    def _what(self) -> tuple[str, str]:
+    def _error_words(self) -> tuple[str, str]:
         name = next((slot.name for slot in reversed(self.unit.layout.slots) if slot.start <= self.view[2]), self.unit.name)
         return f"the weights '{name}',", "call engine.step(), load or write after the backward of every forward before it"
 

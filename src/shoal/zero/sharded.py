@@ -250,7 +250,7 @@ class ShardedModel:
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
         window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
-                        lanes=self.storage.lanes, every=self.units)
+                        lanes=self.storage.lanes, all_units=self.units)
         reduced = [unit for found in units.values() for unit in found
                    if isinstance(unit, TrainableUnit) and not unit.replica_group.spans_stages]
         reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,

@@ -158,7 +158,7 @@ class TrainableUnit(Unit):
 
     def _keep(self, values: Tensor) -> None:
         super()._keep(values)
-        if self.state.weights is not None:
+        if self.has_separate_master:
             span = self.master_span
             with fetched(self.state.master, changed=True) as master:
                 master.copy_(values[span.start:span.stop])
@@ -167,7 +167,7 @@ class TrainableUnit(Unit):
     def keep_slots(self, slots: Iterable[int]) -> None:
         slots = list(slots)
         super().keep_slots(slots)
-        for slot in (self.layout.slots[index] for index in slots) if self.state.weights is not None else ():
+        for slot in (self.layout.slots[index] for index in slots) if self.has_separate_master else ():
             own = range(max(slot.start, self.master_span.start), min(slot.stop, self.master_span.stop))
             if own:
                 first = self.master_span.start

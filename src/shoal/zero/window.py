@@ -18,11 +18,11 @@ class Window:
     """The order in which a pass uses units, and the gathers that run ahead of it."""
 
     def __init__(self, ahead: int, live: int, reuse: int = 0, *, reads: int = 0, read_elements: int = 0,
-                 lanes: Lanes | None = None, every: Sequence[Unit] = ()):
-        """`every` unit of the engine shares the memory of weights that stay between passes, also those of other windows."""
+                 lanes: Lanes | None = None, all_units: Sequence[Unit] = ()):
+        """`all_units` of the engine, also those of other windows, share the memory of weights that stay between passes."""
         self._ahead = min(ahead, live)
         self._reuse = reuse
-        self._every = every
+        self._all_units = all_units
         self._reads = reads
         self._read_elements = read_elements
         self._lanes = lanes or Lanes()
@@ -87,7 +87,7 @@ class Window:
 
     def _unpin_others(self, name: str) -> None:
         """Give up resident weights that the pass `name` does not begin with."""
-        for unit in self._every:
+        for unit in self._all_units:
             if unit.residency and not unit.awaits_step and not self.begins_with(name, unit):
                 unit.residency.unpin()
 

@@ -1,4 +1,4 @@
-"""What a published accelerator answers: names, devices, memory, streams, random numbers, dtypes."""
+"""The answers of a published accelerator: names, devices, memory, streams, random numbers, dtypes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ __all__ = ["Backend"]
 
 
 class Backend:
-    """What joins the ranks of a job, by name."""
+    """The backend that joins the ranks of a job, by name."""
 
     def __init__(self, name: str = "backend", rank: int = 0, size: int = 1):
         self.name = name

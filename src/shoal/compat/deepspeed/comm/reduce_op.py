@@ -11,7 +11,7 @@ __all__ = ["ReduceOp", "torch_op"]
 
 
 class ReduceOp(Enum):
-    """What a reduction computes."""
+    """The operation of a reduction."""
 
     SUM = 0
     PRODUCT = 1

@@ -1,4 +1,4 @@
-"""What the published collectives ask about their arguments and their launcher."""
+"""Questions of the published collectives about their arguments and their launcher."""
 
 from __future__ import annotations
 

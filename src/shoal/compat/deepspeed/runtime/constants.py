@@ -116,6 +116,6 @@ LOG_LEVEL_DEFAULT = None
 
 
 class ValidationMode:
-    """What becomes of checkpoint tags that differ between ranks."""
+    """The treatment of checkpoint tags that differ between ranks."""
 
     WARN, IGNORE, FAIL = "WARN", "IGNORE", "FAIL"

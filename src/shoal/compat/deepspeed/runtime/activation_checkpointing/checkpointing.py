@@ -45,7 +45,7 @@ _SEED_OFFSET = 2718
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """What `configure` was told, under the names of the published section."""
+    """The arguments of `configure`, under the names of the published section."""
 
     configured: bool = False
     mpu: Any = None

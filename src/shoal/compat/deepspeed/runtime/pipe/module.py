@@ -122,7 +122,7 @@ class PipelineModule(module.PipelineModule):
             self._topo = ProcessTopology(given.axes, given.dims)
         self._grid = PipelineParallelGrid(topology=self._topo)
         self.tied_comms = dict(self._tied_comms())
-        """What joins the stages that share a key: `ranks`, `group`, `weight_attr` and `module`, by key."""
+        """The objects that join the stages that share a key: `ranks`, `group`, `weight_attr` and `module`, by key."""
 
     def _named(self, layers: Any) -> tuple[layer.Layer, ...]:
         """Return the layers; those of one key with the same parameters share a path, and tie all their parameters."""

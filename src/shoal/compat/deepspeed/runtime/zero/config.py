@@ -24,7 +24,7 @@ ZERO_OPTIMIZATION = "zero_optimization"
 
 
 class ZeroStageEnum(int, Enum):
-    """What is sharded."""
+    """The stages, by the state that each shards."""
 
     disabled = 0
     optimizer_states = 1
