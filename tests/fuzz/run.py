@@ -47,8 +47,10 @@ TOLERANCES = {"fp32": Tolerance(loss=1e-5, norm=1e-4, weight=1e-3), "bf16": Tole
               "fp16": Tolerance(loss=5e-3, norm=2e-2, weight=0.05)}
 """By dtype. In fp32 sums are taken in another order; in 16 bits a rounding of a weight, an activation or a gradient may
 fall to the other side, and tensor ranks round the parts of a sum."""
-SIGNS = 0.5
-"""The least tolerance of weights that Lion steps by signs: that of a gradient of rounding error may be the other one."""
+LEAST_OF_WEIGHTS = {("Lion", "fp32"): 0.5, ("Lion", "bf16"): 0.5, ("Lion", "fp16"): 0.5, ("Lamb", "bf16"): 0.5,
+                    ("OneBitLamb", "bf16"): 0.5, ("Lamb", "fp16"): 0.2, ("OneBitLamb", "fp16"): 0.2}
+"""The least tolerance of weights of an optimizer and a dtype. Lion steps by signs, and a gradient of rounding error may have
+the other one. LAMB steps by a multiple of the weight's norm: the rounding of a bias that began at zero grows with it."""
 
 
 def differences(composition: Composition) -> list[str]:
@@ -158,8 +160,9 @@ def _compare(job: JobDraw, composition: Composition, start: dict[str, Tensor], r
     """Yield what differs between the ranks' training and the one that is wanted, which begins with the weights `start`."""
     first = ranks[0]
     dtypes = {composition.first.dtype, job.dtype}
-    tolerance = TOLERANCES[next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)]
-    weight_tolerance = max(tolerance.weight, SIGNS) if composition.optimizer == "Lion" else tolerance.weight
+    dtype = next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)
+    tolerance = TOLERANCES[dtype]
+    weight_tolerance = max(tolerance.weight, LEAST_OF_WEIGHTS.get((composition.optimizer, dtype), 0.0))
     for rank, other in enumerate(ranks):
         if (other.losses, other.norms) != (first.losses, first.norms):
             yield f"rank {rank} has losses {other.losses} and norms {other.norms}, rank 0 {first.losses} and {first.norms}"
