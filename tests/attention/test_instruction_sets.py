@@ -1,0 +1,75 @@
+"""The C++ kernel gives the reference's results with each instruction set that it is written for, and the bits of any threads."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.native import attention as native
+from tests.attention.test_attend import close, operands, padded, passes, random_blocks
+
+SOURCE = Path(native.__file__).with_name("attention.cpp")
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+SETS = {"avx2": ("-mavx2", "-mfma", "-mno-avx512f"), "plain": ("-mno-avx",)}
+"""Flags on top of the processor's base architecture; the kernel of this processor itself is tested in test_attend."""
+
+Use = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build the kernel once for each instruction set that this processor runs."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if COMPILER is None or "avx2" not in flags:
+        pytest.skip("needs a C++ compiler, and an x86 processor with AVX2")
+    folder = tmp_path_factory.mktemp("kernels")
+    built = {name: folder / f"{name}.so" for name in SETS}
+    for name, path in built.items():
+        subprocess.run([COMPILER, "-std=c++17", "-O1", *SETS[name], "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared",
+                        "-fopenmp", str(SOURCE), "-o", str(path)], check=True, timeout=600)
+    return built
+
+
+@pytest.fixture
+def use(libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Return a function that lets the native backend run the kernel of an instruction set."""
+    def chosen(name: str) -> None:
+        library = ctypes.CDLL(str(libraries[name]))
+        monkeypatch.setattr(native, "load", lambda _: library)
+    return chosen
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(("block", "dim"), [(16, 40), (48, 64), (64, 128)])
+def test_each_instruction_set_equals_the_reference(use: Use, name: str, block: int, dim: int) -> None:
+    blocks = random_blocks(4, 5, block)
+    tensors = operands(blocks, 4, 2, dim)
+    bias = torch.randn(4, blocks.length, blocks.length, generator=torch.Generator().manual_seed(6))
+    expected = passes("reference", tensors, blocks, bias=bias, causal=True, dropout=0.2, seed=5,
+                      key_padding=padded(2, blocks.length, block))
+    use(name)
+    close(passes("native", tensors, blocks, bias=bias, causal=True, dropout=0.2, seed=5,
+                 key_padding=padded(2, blocks.length, block)), expected)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_of_each_instruction_set_do_not_depend_on_threads(use: Use, name: str, dtype: torch.dtype) -> None:
+    blocks = random_blocks(4, 6, 16)
+    tensors = operands(blocks, 4, 2, 32, dtype=dtype)
+    use(name)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(passes("native", tensors, blocks, dropout=0.1, seed=1))
+    finally:
+        torch.set_num_threads(before)
+    for one, many in zip(*results, strict=True):
+        assert one.dtype == dtype and torch.equal(one, many)
