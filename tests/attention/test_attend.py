@@ -197,11 +197,11 @@ def test_blocks_are_cached_by_content() -> None:
 
 
 def test_small_blocks_are_computed_by_gather_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    blocks = random_blocks(1, 5, 4)
+    blocks = random_blocks(1, 5, 7)  # a block that no other test has: a warning comes once in a process
     tensors = operands(blocks, 2, 2, 16)
     for _ in range(2):
         close(passes("auto", tensors, blocks), passes("reference", tensors, blocks))
-    assert sum("takes multiples of 16" in each.message for each in caplog.records) <= 1
+    assert sum("takes multiples of 16" in each.message for each in caplog.records) == 1
 
 
 def _bad(**changes: Any) -> dict[str, Any]:

@@ -3,8 +3,10 @@
     reference   dense scores and autograd: the oracle of the tests
     gather      torch operations on any device; blocks and head dims of any size
     native      C++ on the host; blocks are multiples of 16
+    flex        torch's flex_attention, compiled on an accelerator; blocks that divide 128 or are multiples of it, without
+                dropout and bias
 
-"auto" takes native on the host where it serves, and gather elsewhere.
+"auto" takes native on the host where it serves, and gather elsewhere; flex runs where it is asked for.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.attention import gather, reference
+from shoal.attention import flex, gather, reference
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
 from shoal.device import HOST
@@ -32,9 +34,9 @@ from shoal.native import attention as native
 
 __all__ = ["BACKENDS", "Backend", "Mode", "attend"]
 
-Backend = Literal["auto", "reference", "gather", "native"]
+Backend = Literal["auto", "reference", "gather", "native", "flex"]
 Mode = Literal["add", "mul"]
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native")
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float | None = None, causal: bool = False,
@@ -74,9 +76,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
         seed = int(torch.randint(2**62, ()).item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
                          biased=bias is not None, dropout=dropout, seed=seed or 0, hidden=_any(hidden))
-    chosen = _choose(backend, call, query, value)
-    if chosen == "reference":
-        return reference.attention(call, query, key, value, bias)[0]
+    chosen = _choose(backend, call, query, key, value)
+    if chosen in _WHOLE:
+        return _WHOLE[chosen](call, query, key, value, bias)
     return _Attend.apply(_TABLE[chosen], call, query, key, value, bias)
 
 
@@ -179,7 +181,15 @@ _TABLE = MappingProxyType({"gather": _Kernels(gather.forward, gather.backward),
                            "native": _Kernels(_native_forward, _native_backward)})
 
 
-def _choose(backend: Backend, call: AttentionCall, query: Tensor, value: Tensor) -> str:
+def _reference(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    return reference.attention(call, query, key, value, bias)[0]
+
+
+_WHOLE = MappingProxyType({"reference": _reference, "flex": flex.attention})
+"""Backends that autograd follows by itself."""
+
+
+def _choose(backend: Backend, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> str:
     served = query.device == HOST and call.blocks.block % native.UNIT == 0 and value.shape[-1] == query.shape[-1]
     if backend == "native":
         if not served:
@@ -188,6 +198,8 @@ def _choose(backend: Backend, call: AttentionCall, query: Tensor, value: Tensor)
                              f"{call.blocks.block}, head dims {query.shape[-1]} and {value.shape[-1]}. Use backend='gather'")
         if not native.available():
             raise UsageError("attend: the native backend cannot be built here (a warning says why); use backend='gather'")
+    if backend == "flex":
+        _check_flex(call, query, key, value)
     if backend != "auto":
         return backend
     if query.device != HOST:
@@ -197,6 +209,15 @@ def _choose(backend: Backend, call: AttentionCall, query: Tensor, value: Tensor)
     warn_once(f"attention with blocks of {call.blocks.block} is computed by torch operations: the C++ kernel "
               + ("could not be built" if served else f"takes multiples of {native.UNIT}"))
     return "gather"
+
+
+def _check_flex(call: AttentionCall, *operands: Tensor) -> None:
+    if call.threshold or call.biased or not flex.serves(call.blocks):
+        raise UsageError("attend: the flex backend has no dropout and no bias, and takes blocks that divide 128 or are "
+                         f"multiples of it; got dropout {call.dropout:g}, {'a' if call.biased else 'no'} bias, block "
+                         f"{call.blocks.block}. Use backend='gather'")
+    if operands[0].device == HOST and torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise UsageError("attend: the flex backend has no backward on the host; use backend='native' or 'gather'")
 
 
 # --- Checks ---
