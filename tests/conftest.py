@@ -14,13 +14,13 @@ os.environ.setdefault("SHOAL_TEST_TIMEOUT", "300")  # a busy machine is no failu
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.devices import DEVICE
+
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shoal")
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 
 
 @pytest.hookimpl(wrapper=True)

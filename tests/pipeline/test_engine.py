@@ -152,6 +152,7 @@ def bytes_of_a_step(case: Case) -> dict[str, int]:
     return dict(traffic.bytes)
 
 
+@pytest.mark.host("a device's backend sends a header with each message")
 def test_a_step_sends_only_activations_and_gradients_once() -> None:
     activation = MICRO * 5 * WIDTH * 4  # its form is predicted, and it is small: no header
     plain = Case(stages=2, tied=False)

@@ -9,6 +9,7 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
+from tests.devices import TIERS_AGREE
 
 from .small import Case, Result, train, train_plain
 
@@ -103,5 +104,5 @@ def test_offloaded_state_gives_identical_training(tmp_path_factory: pytest.TempP
         cases.append(replace(plain, config={"zero_optimization": zero}))
     first, *others = run_ranks(2, trains, cases)[0]
     for other in others:
-        assert other.losses == first.losses
-        assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())
+        torch.testing.assert_close(other.losses, first.losses, **TIERS_AGREE)
+        torch.testing.assert_close(other.weights, first.weights, **TIERS_AGREE)

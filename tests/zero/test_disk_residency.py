@@ -21,6 +21,8 @@ from shoal.zero.ownership import owner_of
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
+pytestmark = pytest.mark.host("weights on disk are used where they are read; a device has a copy")
+
 UNITS, WIDTH = 8, 64
 
 
