@@ -5,8 +5,9 @@ CUDA, ROCm, XPU, MPS and the devices that packages add to torch (PrivateUse1: NP
 lacks something, a function here says so in a warning or an error. Nothing falls back to the CPU unsaid.
 
     which device    accelerator, device_count, current_device, set_current
-    order of work   DeviceEvent, DeviceStream, new_stream, current_stream, within, selected, synchronize
-    memory          can_pin, empty_cache, memory_of
+    order of work   DeviceEvent, DeviceStream, new_stream, current_stream, stream_of_thread, follow, within, selected,
+                    synchronize
+    memory          can_pin, registers_pages, lock_pages, empty_cache, memory_of
     random numbers  rng_state, set_rng_state, manual_seed, forked_rng
     communication   default_backend, group_backends
 
@@ -16,10 +17,10 @@ or the event to the stream, raises nothing and waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -43,21 +44,25 @@ __all__ = [
     "device_count",
     "device_names",
     "empty_cache",
+    "follow",
     "forked_rng",
     "group_backends",
     "has_triton",
     "is_initialized",
+    "lock_pages",
     "manual_seed",
     "memory_of",
     "module_of",
     "new_stream",
     "on_accelerator",
     "record_use",
+    "registers_pages",
     "rng_state",
     "selected",
     "set_current",
     "set_rng_state",
     "steps_fused",
+    "stream_of_thread",
     "synchronize",
     "within",
 ]
@@ -231,6 +236,18 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def stream_of_thread(device: torch.device) -> torch.Stream | None:
+    """Return the stream that this thread gives the work of `device` to; None on the CPU."""
+    return current_stream(device) if on_accelerator(device) else None
+
+
+def follow(former: torch.Stream | None, tensor: Tensor) -> None:
+    """Have the current stream use the memory of `tensor` after the stream `former` has, and free it only after its use."""
+    if former is not None:
+        current_stream(tensor.device).wait_stream(former)
+        record_use(tensor)
+
+
 @contextmanager
 def within(stream: torch.Stream | None) -> Generator[None]:
     """Give the device's work within the context to `stream`, on its device; None, of the CPU, changes nothing.
@@ -326,6 +343,29 @@ def _can_pin(kind: str) -> bool:
                   f"host and device block the host, and pin_memory has no effect")
         return False
     return True
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
+
+
+def registers_pages(device: torch.device) -> bool:
+    """Whether `lock_pages` pins memory for this kind of device."""
+    return device.type == "cuda" and can_pin(device)
+
+
+def lock_pages(address: int, size: int) -> Callable[[], object]:
+    """Page-lock host memory, for which torch's allocator of pinned memory takes the next power of two and keeps it.
+
+    Returns what unlocks it, to be called before the memory is unmapped. Raises `UsageError` where the system refuses.
+    """
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+    if code:
+        raise UsageError(f"pin_memory: the system refuses to page-lock {size:,} bytes of host memory (error {code} of "
+                         f"cudaHostRegister): leave memory free, raise the limit of locked memory (ulimit -l), or set "
+                         f"pin_memory to false")
+    return partial(runtime.cudaHostUnregister, address)
 
 
 # Random numbers

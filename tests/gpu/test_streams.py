@@ -26,7 +26,7 @@ def delay_compute(matrix: Tensor) -> None:
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_a_buffer_grows_with_the_values_written_last(store: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    memory = Memory(device=device) if store == "device" else Memory(device=HOST, pinned=True)
+    memory = Memory(device=device) if store == "device" else Memory(device=HOST, pinned=device)
     buffer, matrix = elastic(SIZE, torch.float32, PART, device, memory, "weights"), torch.randn(4096, 4096, device=device)
     equal: list[Tensor] = []
     for number in range(ROUNDS):

@@ -9,6 +9,8 @@ from torch import nn
 import shoal
 from shoal.testing import ranks_on, run_ranks
 from shoal.tier import Memory, elastic
+from shoal.tier.streams import PinnedRing
+from shoal.zero.grad_accumulator import Pool
 from tests.late.device import load
 from tests.late.ranks import prepare
 
@@ -56,7 +58,7 @@ def test_memory_of_a_pass_does_not_grow_with_the_model(stage: int, ranks: int) -
 
 def _overwritten() -> list[float]:
     device = load()
-    buffer = elastic(1024, torch.float32, range(1024), device, Memory(device=torch.device("cpu"), pinned=True), "weights")
+    buffer = elastic(1024, torch.float32, range(1024), device, Memory(device=torch.device("cpu"), pinned=device), "weights")
     buffer.shard.fetch().wait()
     buffer.shard.tensor.fill_(1)
     buffer.shrink()
@@ -98,3 +100,80 @@ def _on_device(stage: int) -> list[str]:
 def test_parameters_that_no_unit_has_are_on_the_device(stage: int) -> None:
     with ranks_on(prepare):
         assert run_ranks(1, _on_device, stage) == [["late", "late"]]
+
+
+def _across_streams() -> float:
+    device = load()
+    pool, work = Pool(device), torch.Stream(device)
+    lent = pool.borrow(1024, torch.float32)
+    with work:
+        lent.fill_(1)
+        total = lent.sum()
+        pool.give_back(lent)
+    again = pool.borrow(1024, torch.float32)
+    again.fill_(2)
+    torch.accelerator.current_stream().synchronize()
+    return total.item()
+
+
+def test_a_pool_lends_to_another_stream_what_the_first_has_left() -> None:
+    with ranks_on(prepare):
+        assert run_ranks(1, _across_streams) == [1024]
+
+
+def _inputs() -> list[torch.Tensor]:
+    return [torch.randn(2, 8, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+
+
+def _plain() -> list[float]:
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for x in _inputs():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+def _in_a_stream(where: str) -> list[float]:
+    """Return the weights after steps on the host, within a stream of the script if on the device."""
+    model, on_host = _layers(), {"device": "cpu"}
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "log_level": "error",
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": on_host,
+                              **({"offload_param": on_host} if where == "host" else {})}})[0]
+    inputs = [x.to(engine.device) for x in _inputs()]
+    torch.accelerator.synchronize()
+    with torch.Stream(engine.device):
+        for x in inputs:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        with shoal.gathered(model):
+            return [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_training_within_a_stream_steps_in_that_stream(where: str) -> None:
+    with ranks_on(prepare):
+        assert run_ranks(1, _in_a_stream, where) == [pytest.approx(_plain(), rel=1e-4)]
+
+
+def _through_a_ring() -> bool:
+    device = load()
+    ring, sizes = PinnedRing(device, slots=2, size=4096), (0, 4, 4096, 50_000)
+    sources = [torch.arange(size, device=device, dtype=torch.int32) * 3 for size in sizes]
+    targets = [torch.zeros(size, dtype=torch.int32) for size in sizes]
+    for source, target in zip(sources, targets, strict=True):
+        ring.download(source, target)
+    ring.finish()
+    return all(torch.equal(target, torch.arange(len(target), dtype=torch.int32) * 3) for target in targets)
+
+
+def test_any_host_memory_gets_what_goes_through_a_pinned_ring() -> None:
+    with ranks_on(prepare):
+        assert run_ranks(1, _through_a_ring) == [True]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.errors import UsageError
 from shoal.tier.disk_span import DiskSpan
-from shoal.tier.pages import HUGE, PAGE, PagePool, Pages
+from shoal.tier.pages import HUGE, PAGE, PagePool, Pages, pinned_zeros
 from shoal.tier.swap import Swap
 
 from .test_disk_span import CHUNK, filled, numbers, resident
@@ -24,6 +25,50 @@ def swap(tmp_path: Path) -> Iterator[Swap]:
     created = Swap(tmp_path, block_bytes=8192, requests=4, page_pool=LIMIT)
     yield created
     created.close()
+
+
+class Runtime:
+    """What CUDA's runtime would be told of host memory."""
+
+    def __init__(self, code: int = 0):
+        self.code = code
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.code:
+            self.locked[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:
+        with open("/proc/self/maps") as maps:  # a page that is locked must still be mapped when it is unlocked
+            bounds = [tuple(int(bound, 16) for bound in line.split()[0].split("-")) for line in maps]
+        assert any(start <= address < stop for start, stop in bounds)
+        del self.locked[address]
+
+
+def runtime(monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Runtime:
+    fake = Runtime(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr("shoal.tier.pages.registers_pages", lambda device: True)
+    return fake
+
+
+def test_pinned_memory_is_locked_byte_for_byte_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = runtime(monkeypatch)
+    size = (5 << 20) + 3
+    memory = pinned_zeros(size, torch.uint8, torch.device("cuda"))
+    assert fake.locked == {memory.data_ptr(): size + -size % PAGE}
+    part = memory[PAGE:]
+    del memory
+    assert fake.locked and not part.any()
+    del part
+    assert not fake.locked
+
+
+def test_memory_that_cannot_be_locked_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime(monkeypatch, code=2)
+    with pytest.raises(UsageError, match=r"pin_memory: the system refuses to page-lock 4,194,304 .*error 2.*ulimit -l"):
+        pinned_zeros(1 << 20, torch.float32, torch.device("cuda"))
 
 
 def ones(pages: Pages) -> Pages:

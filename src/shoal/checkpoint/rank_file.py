@@ -1,9 +1,9 @@
 """A rank copies its pieces to a staging buffer, then streams each file from the buffer to disk.
 
-Training continues once the copy is done. The buffer is kept between saves, only grows, and is pinned if a piece is on an
-accelerator. Files are slices of the buffer, so a save holds one copy of the rank's state. State that is offloaded to
-disk is staged one file at a time, each in the same buffer. A save that its caller waits for is streamed: what rests in host
-memory is written from there, and only the rest is staged, one file at a time.
+Training continues once the copy is done. The buffer is kept between saves, and only grows. What is on an accelerator reaches
+it through a small ring of page-locked memory. Files are slices of the buffer, so a save holds one copy of the rank's state.
+State that is offloaded to disk is staged one file at a time, each in the same buffer. A save that its caller waits for is
+streamed: what rests in host memory is written from there, and only the rest is staged, one file at a time.
 
 A file is synced once and, on request, read back from the disk. Each block has a CRC-32 checksum, so that a reader can
 verify the part that it reads. (`zlib.crc32` runs at about 2 GB/s per core and releases the GIL.)
@@ -28,8 +28,9 @@ from torch import Tensor
 from shoal.checkpoint.index import File, Range
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.tensor_file import BLOCK, CODES, Entry, checksums, header, memory, widest_first, write_all
-from shoal.device import DeviceEvent, can_pin, on_accelerator
+from shoal.device import on_accelerator
 from shoal.errors import CheckpointError
+from shoal.tier.streams import PinnedRing
 
 __all__ = ["Staged", "StagedFile", "Staging", "WrittenFile", "disk_full", "write_rank_file"]
 
@@ -64,6 +65,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._rings: dict[torch.device, PinnedRing] = {}
 
     @torch.no_grad()
     def copy(self, pieces: Iterable[Piece], file_bytes: int, *, streamed: bool = False) -> Staged:
@@ -79,8 +81,7 @@ class Staging:
         groups, in_place = _groups(nonempty, file_bytes), streamed
         streamed = streamed or any(piece.hold is not None for piece in nonempty)
         sizes = [sum(_bytes(piece) for piece in group if not (in_place and _readable(piece))) for group in groups]
-        self._reserve(max(sizes, default=0) if streamed else sum(sizes),
-                      pinned=any(can_pin(piece.data.device) for piece in nonempty))
+        self._reserve(max(sizes, default=0) if streamed else sum(sizes))
         files = (self._stage(group, 0, in_place=in_place) for group in groups)
         if not streamed:
             starts = accumulate(sizes, initial=0)
@@ -98,17 +99,27 @@ class Staging:
                 continue
             part = self._buffer[at:at + _bytes(piece)]
             with nullcontext() if piece.hold is None else piece.hold(False):
-                part.view(piece.data.dtype).copy_(piece.data, non_blocking=True)
+                if on_accelerator(piece.data):
+                    self._ring(piece.data.device).download(piece.data, part)
+                    if piece.hold is not None:  # its end releases the source
+                        self._ring(piece.data.device).finish()
+                else:
+                    part.view(piece.data.dtype).copy_(piece.data)
             data.append(memory(part))
             at += _bytes(piece)
-        for device in {piece.data.device for piece in group if on_accelerator(piece.data)}:
-            DeviceEvent(device).synchronize()
+        for ring in self._rings.values():
+            ring.finish()
         return StagedFile(pieces=[_without_data(piece) for piece in group], data=data)
 
-    def _reserve(self, size: int, *, pinned: bool) -> None:
-        if self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
+    def _ring(self, device: torch.device) -> PinnedRing:
+        if device not in self._rings:
+            self._rings[device] = PinnedRing(device)
+        return self._rings[device]
+
+    def _reserve(self, size: int) -> None:
+        if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(size, dtype=torch.uint8)
 
 
 def _groups(pieces: list[Piece], file_bytes: int) -> list[list[Piece]]:

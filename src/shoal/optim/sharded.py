@@ -144,7 +144,8 @@ class ShardedOptimizer(Optimizer):
                            if isinstance(optimizer, Lamb) else None)
         self._scheduler = StepScheduler(model.trainable, piece_elements=rules.piece_elements,
                                         fetches_ahead=rules.fetches_ahead, commits_behind=rules.commits_behind,
-                                        max_waiting_bytes=rules.max_waiting_bytes, lanes=model.storage.lanes)
+                                        max_waiting_bytes=rules.max_waiting_bytes, lanes=model.storage.lanes,
+                                        device=model.storage.device)
         self._backward_stepper = BackwardStepper(model, views, optimizer, self._scheduler, self._step_fn,
                                                  native=rules.native,
                                                  measures=rules.needs_norm) if rules.in_backward else None

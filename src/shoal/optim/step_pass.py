@@ -26,7 +26,6 @@ from shoal.optim.lion import Lion
 from shoal.optim.masks import MASK
 from shoal.optim.onebit import CompressedAdam, OneBitAdam, ZeroOneAdam
 from shoal.optim.views import MasterView, Views
-from shoal.tier.streams import staging_buffers
 from shoal.zero.optimizer_state import WHOLE_STEP, StateAccess
 
 __all__ = [
@@ -211,7 +210,7 @@ def weight_output(view: MasterView) -> Generator[Tensor | None]:
     if rounded is None or rounded.device.type == "cpu":
         yield rounded
         return
-    staging = staging_buffers(rounded.device)
+    staging = view.unit.state.staging
     weight = staging.borrow(rounded.numel(), rounded.dtype)
     yield weight
     staging.send(weight, rounded)

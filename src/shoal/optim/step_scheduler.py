@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shoal.device import stream_of_thread, within
 from shoal.errors import TierError
 from shoal.optim.step_pass import StepPass
 from shoal.optim.views import MasterView
@@ -102,8 +103,9 @@ class StepScheduler:
     """
 
     def __init__(self, units: Sequence[TrainableUnit], *, piece_elements: int, fetches_ahead: int, commits_behind: int,
-                 max_waiting_bytes: int, lanes: Lanes):
+                 max_waiting_bytes: int, lanes: Lanes, device: torch.device):
         self._units = units
+        self._device = device
         self._piece_elements = piece_elements
         self._fetches_ahead = fetches_ahead
         self._commits_behind = commits_behind
@@ -117,6 +119,7 @@ class StepScheduler:
         self._prefetcher = MomentPrefetcher()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._thread_stream: torch.Stream | None = None
         self._idle = True  # the thread has ended, or will end without taking another piece
         self._owner = os.getpid()
         self._lock = threading.RLock()  # entered in place of the condition, whose __enter__ an interrupt could break
@@ -260,13 +263,17 @@ class StepScheduler:
             for unit in units:
                 if unit.pending is None:
                     unit.begin_step(DeferredStep(self, unit))
+            stream = stream_of_thread(self._device)
+            if stream != self._thread_stream:  # one thread works in one stream
+                self._join()
             with self._lock:
                 self._deferred.extend(units)
                 self._queue.extend(pieces)
                 idle, self._idle = self._idle, False
             if idle:
                 self._join()
-                self._thread = threading.Thread(target=self._run_thread, name="shoal-step")
+                self._thread_stream = stream
+                self._thread = threading.Thread(target=self._run_thread, args=(stream,), name="shoal-step")
                 self._thread.start()
         except BaseException as error:
             self.fail(error)
@@ -277,10 +284,14 @@ class StepScheduler:
         if self._thread is not None:
             self._thread.join()
 
-    def _run_thread(self) -> None:
-        """Take the deferred steps; the body of the thread."""
+    def _run_thread(self, stream: torch.Stream | None) -> None:
+        """Take the deferred steps; the body of the thread.
+
+        It gives the device's work to `stream`, that of the pass which made the gradients: a new thread would begin with the
+        default stream of the first device.
+        """
         try:
-            with torch.no_grad():
+            with within(stream), torch.no_grad():
                 for unit in self._stream(self._next_piece):
                     with self._lock:
                         self._num_stepped += 1

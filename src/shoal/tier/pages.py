@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +20,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["HUGE", "PAGE", "PAGED_FROM", "PagePool", "Pages", "pageable", "storage_use_count", "trim", "whole_pages",
-           "zeros"]
+from shoal.device import HOST, lock_pages, registers_pages
+
+__all__ = ["HUGE", "PAGE", "PAGED_FROM", "PagePool", "Pages", "pageable", "pinned_zeros", "storage_use_count", "trim",
+           "whole_pages", "zeros"]
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
@@ -35,6 +38,16 @@ _KIND = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 _FIXED = 0x10
 
 
+class _Mapping(mmap.mmap):
+    """A mapping that its last user unlocks, if its pages are locked, before it ends."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
 class Pages:
     """Memory of `size` elements of `dtype`; a huge page begins at byte `aligned`, a multiple of PAGE."""
 
@@ -43,7 +56,7 @@ class Pages:
         self.bytes = whole_pages(size * dtype.itemsize)
         huge = self.bytes >= HUGE
         self._huge = huge
-        self._map = mmap.mmap(-1, max(PAGE, self.bytes) + huge * HUGE, flags=_KIND)
+        self._map = _Mapping(-1, max(PAGE, self.bytes) + huge * HUGE, flags=_KIND)
         base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._lead = -(base + aligned) % HUGE if huge else 0
         self.address = base + self._lead
@@ -57,6 +70,11 @@ class Pages:
         with suppress(OSError):  # a kernel without huge pages
             _advise(self.address, self.bytes, _HUGE_PAGE)
             _advise(self.address + self.bytes, HUGE - self._lead, _NO_HUGE_PAGE)
+
+    def lock(self) -> None:
+        """Page-lock the memory for copies to and from a device, for as long as it is used."""
+        if self.bytes:
+            self._map.unlock = lock_pages(self.address, self.bytes)
 
     def view(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop)."""
@@ -115,6 +133,19 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if pageable(size, dtype, device):
         return Pages(size, dtype).tensor
     return torch.zeros(size, dtype=dtype, device=device)
+
+
+def pinned_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a 1-D tensor of zeros in host memory that is page-locked for copies to and from `device`.
+
+    It takes the bytes that it has, and returns them when it is freed. Devices for which pages cannot be locked one by one
+    have torch's own pinned memory.
+    """
+    if not (registers_pages(device) and pageable(size, dtype, HOST)):
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+    pages = Pages(size, dtype)
+    pages.lock()
+    return pages.tensor
 
 
 def pageable(size: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -21,9 +21,10 @@ from shoal.device import HOST, can_pin
 from shoal.log import warn_once
 from shoal.tier.disk_span import CHUNK, DiskSpan
 from shoal.tier.folder_check import check_folder, slow_reason
-from shoal.tier.pages import zeros
+from shoal.tier.pages import pinned_zeros, zeros
 from shoal.tier.settings import AioSettings, OffloadOptimizer, OffloadParam
 from shoal.tier.span import Names, PlacedSpan, ResidentSpan, no_names
+from shoal.tier.streams import StagingBuffers
 from shoal.tier.swap import Swap
 from shoal.tier.trace import Lanes, Trace
 
@@ -59,16 +60,16 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory of a device; host memory is page-locked if `pinned`."""
+    """The memory of a device; host memory is page-locked for copies to the device `pinned`, if there is one."""
 
     device: torch.device
-    pinned: bool = False
+    pinned: torch.device | None = None
     granule: None = None
 
     def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
               names: Names = no_names) -> PlacedSpan:
-        if self.pinned:
-            return ResidentSpan(torch.zeros(size, dtype=dtype, pin_memory=True))
+        if self.pinned is not None:
+            return ResidentSpan(pinned_zeros(size, dtype, self.pinned))
         return ResidentSpan(zeros(size, dtype, self.device))
 
 
@@ -103,7 +104,7 @@ def open_store(offload: OffloadParam | OffloadOptimizer, aio: AioSettings, devic
         case "none":
             return Memory(device=device)
         case "cpu":
-            return Memory(device=HOST, pinned=offload.pin_memory and can_pin(device))
+            return Memory(device=HOST, pinned=device if offload.pin_memory and can_pin(device) else None)
         case "nvme":
             assert offload.nvme_path is not None
             granule = max(min(at_once, CHUNK) // ALIGNED, 1) * ALIGNED
@@ -129,6 +130,8 @@ class Tiers:
 
     weight: Store
     state: Store
+    staging: StagingBuffers
+    """Of all units of the engine, whose steps take turns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,22 +147,26 @@ class StoragePlan:
     host_elements: int = 0
     """Elements of weights that stay in host memory although `weight` is a disk."""
     lanes: Lanes = field(default_factory=Lanes)
+    _staging: StagingBuffers = field(init=False)
     _assigned: int = field(default=0, init=False)
     _offloaded: int = field(default=0, init=False)
     _on_host: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._staging = StagingBuffers(self.device)
 
     def tiers(self, weights: int, states: int) -> Tiers:
         """Return the stores of the next unit, which has `weights` elements of weights and `states` of optimizer state."""
         weight, state = self.weight, self.state
         if weight.granule is not None and self._on_host + weights <= self.host_elements:
             self._on_host += weights
-            weight = Memory(device=HOST, pinned=can_pin(self.device))
+            weight = Memory(device=HOST, pinned=self.device if can_pin(self.device) else None)
         self._assigned += states
         if self._offloaded + states <= self.ratio * self._assigned:
             self._offloaded += states
         else:
             state = Memory(device=self.device)
-        return Tiers(weight=weight, state=state)
+        return Tiers(weight=weight, state=state, staging=self._staging)
 
     @property
     def swaps(self) -> list[Swap]:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from shoal.device import DeviceEvent, DeviceStream, can_pin, new_stream, on_accelerator, record_use
+from shoal.tier.pages import pinned_zeros
 
-__all__ = ["CopyEvent", "CopyStream", "StagingBuffers", "allocate", "d2h_stream", "free", "h2d_stream", "side_stream",
-           "staging_buffers"]
+__all__ = ["CopyEvent", "CopyStream", "PinnedRing", "StagingBuffers", "allocate", "d2h_stream", "free", "h2d_stream",
+           "side_stream"]
 
 _DEFERRED = 2
 """Copies to the host in flight before the oldest one is waited for."""
@@ -128,7 +129,7 @@ def side_stream(device: torch.device) -> CopyStream:
 
 
 class StagingBuffers:
-    """Two page-locked buffers through which results of the host are copied to a device."""
+    """Two page-locked buffers through which one engine's thread copies results of the host to a device."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -142,7 +143,8 @@ class StagingBuffers:
             buffer, event = self._buffers.pop(0)
             event.synchronize()
         if buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=can_pin(self._device))
+            buffer = (pinned_zeros(size, torch.uint8, self._device) if can_pin(self._device) else
+                      torch.empty(size, dtype=torch.uint8))
         self._borrowed = buffer
         return buffer[:size].view(dtype)
 
@@ -156,7 +158,40 @@ class StagingBuffers:
         self._buffers.append((self._borrowed, event))
 
 
-@cache
-def staging_buffers(device: torch.device) -> StagingBuffers:
-    """Return the staging buffers of `device`."""
-    return StagingBuffers(device)
+class PinnedRing:
+    """A fixed ring of page-locked memory through which tensors of a device reach host memory of any kind.
+
+    A slot is emptied when its turn comes again, while the device fills the others. So any amount of host memory takes part
+    in copies at the rate of page-locked memory, and little of it is page-locked.
+    """
+
+    def __init__(self, device: torch.device, *, slots: int = 3, size: int = 32 << 20):
+        """Each of `slots` has `size` bytes."""
+        self._stream = d2h_stream(device)
+        memory = pinned_zeros(slots * size, torch.uint8, device) if can_pin(device) else torch.empty(slots * size,
+                                                                                                     dtype=torch.uint8)
+        self._free = list(memory.split(size))
+        self._copies: deque[tuple[CopyEvent, Tensor, Tensor, Tensor]] = deque()  # source, slot, and what gets its contents
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        """Start copying `source` to the 1-D host tensor `target` of as many bytes, which holds them after `finish`."""
+        source, target = source.contiguous().view(-1).view(torch.uint8), target.view(torch.uint8)
+        size = (self._free[0] if self._free else self._copies[0][2]).numel()
+        for part, into in zip(source.split(size), target.split(size), strict=True):
+            if not self._free:
+                self._empty_oldest()
+            slot = self._free.pop()
+            with self._stream.use():
+                slot[:part.numel()].copy_(part, non_blocking=True)
+            self._copies.append((self._stream.record_event(), part, slot, into))
+
+    def finish(self) -> None:
+        """Wait until all targets have their contents."""
+        while self._copies:
+            self._empty_oldest()
+
+    def _empty_oldest(self) -> None:
+        event, _, slot, into = self._copies.popleft()
+        event.synchronize()
+        into.copy_(slot[:into.numel()])
+        self._free.append(slot)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.device import follow, stream_of_thread
 from shoal.sparse.row_exchange import RowExchange, to_dense
 from shoal.tier import FetchOnce, zeros
 from shoal.zero.layout import Layout
@@ -21,11 +22,15 @@ __all__ = ["GradAccumulator", "Pool", "ResidualAccumulator", "RowsAccumulator"]
 
 
 class Pool:
-    """Lends flat tensors of any dtype, and keeps what comes back: the memory is that of the most lent at once."""
+    """Lends flat tensors of any dtype, and keeps what comes back: the memory is that of the most lent at once.
+
+    On an accelerator a tensor comes back while its last work is still queued. A borrower in another stream waits for that.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self._free: list[Tensor] = []
+        self._streams: dict[int, torch.Stream | None] = {}  # by address of the block: the stream of its last user
         self._lent: dict[int, Tensor] = {}
 
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -35,15 +40,20 @@ class Pool:
         # Where none fits, the largest is replaced, instead of keeping one that never will
         block = min(fitting, key=Tensor.numel) if fitting else max(self._free, key=Tensor.numel, default=None)
         self._free = [other for other in self._free if other is not block]
+        former = None if block is None else self._streams.pop(block.data_ptr())
         if block is None or not fitting:
             block = zeros(size, torch.uint8, self.device)
+        elif former != stream_of_thread(self.device):
+            follow(former, block)
         tensor = block[:elements * dtype.itemsize].view(dtype)
         self._lent[id(tensor)] = block
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
         """Take back a tensor that this pool lent."""
-        self._free.append(self._lent.pop(id(tensor)))
+        block = self._lent.pop(id(tensor))
+        self._streams[block.data_ptr()] = stream_of_thread(self.device)
+        self._free.append(block)
 
     @property
     def bytes(self) -> int:

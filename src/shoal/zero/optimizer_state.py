@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.tier import JoinedTransfers, ResidentSpan, Span, Store, Transfer
+from shoal.tier import JoinedTransfers, ResidentSpan, Span, Tiers, Transfer
 from shoal.tier.disk_span import CHUNK
 from shoal.tier.span import Names
 from shoal.zero.gradient import Gradient
@@ -38,10 +38,12 @@ WHOLE_STEP = StateAccess()
 class OptimizerState:
     """The optimizer's state of one unit."""
 
-    def __init__(self, unit: str, size: int, store: Store, master: Span, rounded: Span | None, gradient: Gradient,
+    def __init__(self, unit: str, size: int, tiers: Tiers, master: Span, rounded: Span | None, gradient: Gradient,
                  names: Names):
         self.unit = unit
-        self.store = store
+        self.store = tiers.state
+        self.staging = tiers.staging
+        """Host memory through which a step on the host writes weights that rest on the device."""
         self.moments: dict[str, Span] = {}
         self._size, self._names = size, names
         self.master = master

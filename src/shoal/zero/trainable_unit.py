@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
-from shoal.tier import ResidentSpan, Span, Store, SubSpan, Tiers, fetched, offset_names
+from shoal.tier import ResidentSpan, Span, SubSpan, Tiers, fetched, offset_names
 from shoal.transport.collectives import Label
 from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient import Gradient
@@ -59,17 +59,17 @@ class TrainableUnit(Unit):
         self.gradient = Gradient(wire, stage, self.transport, tiers.state)
         self.master_span: Final = self.span if stage.master is SHARD else range(self.layout.size)
         """The elements of the buffer whose master rests on this rank."""
-        self.state = self._new_state(tiers.state, separate=self.transport.is_compressible)
+        self.state = self._new_state(tiers, separate=self.transport.is_compressible)
 
-    def _new_state(self, store: Store, *, separate: bool) -> OptimizerState:
+    def _new_state(self, tiers: Tiers, *, separate: bool) -> OptimizerState:
         """Return the state that the optimizer steps; with `separate` the master is never the resting weights."""
-        span, wide = self.master_span, master_dtype(self.full.dtype)
+        store, span, wide = tiers.state, self.master_span, master_dtype(self.full.dtype)
         part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
                        offset_names(self.layout.names, span.start))
         stepped = self.rest.part(part) if isinstance(self.rest, ResidentSpan) else SubSpan(self.rest, part)
         in_place = wide == self.full.dtype and self.weight.device == store.device and not separate
         master = stepped if in_place else store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
-        return OptimizerState(self.name, len(span), store, master, None if in_place else stepped, self.gradient, names)
+        return OptimizerState(self.name, len(span), tiers, master, None if in_place else stepped, self.gradient, names)
 
     @cached_property
     def weight_transport(self) -> WeightTransport:
