@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
-	bench-slow-network bench-communication peers clients docs dist clean
+	bench-slow-network bench-communication bench-gpu peers clients docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -93,6 +93,11 @@ bench-communication: .venv/.installed  ## time and count what compressing and sp
 	$(BIN)/python benchmarks/communication.py --plot
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/sparse.py
+
+bench-gpu: .venv/.installed  ## say what a GPU campaign lacks here; with a GPU run its three commands of ten minutes each
+	$(BIN)/python benchmarks/gpu_campaign.py
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || exit 0; \
+		for part in facts steps states; do $(BIN)/python benchmarks/gpu_$$part.py; done
 
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh

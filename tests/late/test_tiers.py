@@ -144,7 +144,8 @@ def _in_a_stream(where: str) -> list[float]:
     """Return the weights after steps on the host, within a stream of the script if on the device."""
     model, on_host = _layers(), {"device": "cpu"}
     engine = shoal.initialize(model=model, config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "log_level": "error",
+        "train_micro_batch_size_per_gpu": 2, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": on_host,
                               **({"offload_param": on_host} if where == "host" else {})}})[0]
     inputs = [x.to(engine.device) for x in _inputs()]

@@ -41,7 +41,7 @@ from shoal.optim.handed_over import hand_back, hand_over
 from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
-from shoal.optim.views import OptimizerGroups, Views
+from shoal.optim.views import CAST_ELEMENTS, OptimizerGroups, Views
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
@@ -444,7 +444,7 @@ def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, na
         clipping=settings.gradient_clipping,
         check_overflow=overflows or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
         compute_norm=zero.compute_grad_norm, allow_unused=zero.ignore_unused_parameters,
-        piece_elements=zero.sub_group_size, native=native, fetches_ahead=ahead,
+        piece_elements=min(zero.sub_group_size, CAST_ELEMENTS), native=native, fetches_ahead=ahead,
         commits_behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
         in_backward=bool(offload.step_in_backward))
 

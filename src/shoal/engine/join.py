@@ -142,7 +142,7 @@ class Join:
     def _exchange(self, call: JoinedCall) -> _Announced:
         engine = self._engine
         own = [call, self._batch is None, engine.is_gradient_accumulation_boundary(), engine.reduces_gradients()]
-        words = torch.tensor([int(word) for word in own], dtype=torch.int64, device=engine.device)
+        words = torch.tensor([int(word) for word in own], dtype=torch.int64, device=engine.communicator.words_device)
         rows = engine.communicator.gather_words(words, "a call within engine.join()").tolist()
         calls = {rank: JoinedCall(row[0]) for rank, row in enumerate(rows) if row[0]}
         if len({*calls.values()}) > 1:

@@ -321,7 +321,8 @@ class PipelineEngine(BaseEngine):
                                      has_first_stage=self.is_first_stage(),
                                      label=f"rank {dist.get_rank()} (stage {self._stage_numbers})")
         self.parameter_groups.world.note_step(self.global_steps)
-        words = torch.tensor([digest(call), bool(problem) or values, *drawn.digests()]).to(self.device)
+        words = torch.tensor([digest(call), bool(problem) or values, *drawn.digests()],
+                             device=self.parameter_groups.world.words_device)
         if self._agree(self.parameter_groups.world.gather_words(words, "the call and its samples").tolist()):
             return self._batches(items)
         by_rank = self.parameter_groups.world.gather_objects((call, problem, ended, drawn))
@@ -357,7 +358,7 @@ class PipelineEngine(BaseEngine):
         return ", ".join(map(str, self.module.numbers))
 
     def _to_device(self, value: Any) -> Any:
-        return self.cast_inputs(tree_map(lambda tensor: tensor.to(self.device), value))
+        return self.cast_inputs(tree_map(lambda tensor: tensor.to(self.device, non_blocking=True), value))
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         """Return the mean of the `losses` of all data ranks; ranks without the last stage have none."""

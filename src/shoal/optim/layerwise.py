@@ -24,6 +24,7 @@ from shoal.native import step as native
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.lamb import CHUNK_ELEMENTS, Lamb
 from shoal.optim.step_pass import (
+    Factor,
     Options,
     StepPass,
     cast_master_to_weights,
@@ -63,14 +64,14 @@ class Layerwise:
         self.coefficients: dict[str, float] = {}
         """The trust ratios of the last step, by parameter name."""
 
-    def measure(self, factor: float, options: Options) -> StepPass:
+    def measure(self, factor: Factor, options: Options) -> StepPass:
         """Return the pass that consumes the gradients, times `factor`."""
         if not is_unhooked(self._optimizer):
             raise OptimizerError(f"optimizer: {type(self._optimizer).__name__} has a step hook, or its step() was replaced; "
                                  f"neither is called when slices are stepped in two passes: remove them")
         return StepPass(step=self._measure, factor=factor, options=options, access=MEASURE)
 
-    def apply(self, factor: float, options: Options) -> StepPass:
+    def apply(self, factor: Factor, options: Options) -> StepPass:
         """Return the pass that changes the weights, after `reduce_sums`; `factor` and `options` are those of `measure`."""
         access = APPLY_WITH_GRADIENT if self._keeps_gradients else APPLY
         return StepPass(step=self._apply, factor=factor, options=options, access=access)
@@ -92,9 +93,10 @@ class Layerwise:
             for part in view.parts:
                 states.setdefault((view.unit, part.slot), []).append(self._optimizer.state[view.parameter])
         self.coefficients, self._scales = {}, {}
-        for unit, totals in sums.items():
+        totals = iter(torch.cat([*sums.values()]).tolist() if sums else [])
+        for unit in sums:
             self._scales[unit] = [0.0] * len(unit.layout.slots)
-            for index, (slot, (first, second)) in enumerate(zip(unit.layout.slots, totals.tolist(), strict=True)):
+            for index, (slot, (first, second)) in enumerate(zip(unit.layout.slots, totals, strict=False)):
                 if slots_with_grad[unit] >> index & 1:
                     group, local_states = options[slot.group], states.get((unit, index), [])
                     if not (local_states or self._keeps_gradients):
@@ -104,7 +106,7 @@ class Layerwise:
                     if local_states:
                         self._scales[unit][index] = float(group["lr"]) * self.coefficients[slot.name]
 
-    def _measure(self, views: Sequence[MasterView], factor: float, options: Options) -> None:
+    def _measure(self, views: Sequence[MasterView], factor: Factor, options: Options) -> None:
         for view in views:
             unit, group = view.unit, options[view.group]
             own = range(unit.span.start - unit.master_span.start, unit.span.stop - unit.master_span.start)
@@ -115,7 +117,7 @@ class Layerwise:
                 if stretch.slot is not None:
                     sums[stretch.slot] += row
 
-    def _measure_view(self, view: MasterView, stretches: list[_Stretch], factor: float, group: dict[str, Any]) -> Tensor:
+    def _measure_view(self, view: MasterView, stretches: list[_Stretch], factor: Factor, group: dict[str, Any]) -> Tensor:
         """Update the moments; return the sums of squares of weight and update of each stretch, shape (stretches, 2)."""
         optimizer, weight = self._optimizer, view.parameter.detach()
         addend, addends = view.unit.transport.exact_addend(view.part) or (None, 1)
@@ -124,7 +126,8 @@ class Layerwise:
             optimizer.begin_step(group, state, moment_allocator(view))
             gradient = view.unit.gradient.at_rest(view.part)
             return native.measure(weight, [state["exp_avg"], state["exp_avg_sq"]], gradient, _ends(stretches),
-                                  astuple(optimizer.constants(group, state)), factor=factor, addend=addend, addends=addends)
+                                  astuple(optimizer.constants(group, state)), factor=float(factor), addend=addend,
+                                  addends=addends)
         gradient = view.gradient(factor, preserve=self._keeps_gradients)
         addend = None if addend is None else addend.to(gradient.dtype) * factor
         optimizer.update_moments(view.parameter, gradient, group, addend, addends)
@@ -135,7 +138,7 @@ class Layerwise:
                 row += optimizer.norm_squares(view.parameter, group, part)
         return sums
 
-    def _apply(self, views: Sequence[MasterView], factor: float, options: Options) -> None:
+    def _apply(self, views: Sequence[MasterView], factor: Factor, options: Options) -> None:
         optimizer = self._optimizer
         for view in views:
             group, weight, scales = options[view.group], view.parameter.detach(), self._scales[view.unit]
@@ -145,7 +148,7 @@ class Layerwise:
                 state, at_rest = optimizer.state[view.parameter], view.unit.gradient.at_rest
                 with weight_output(view) as rounded:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
-                                 astuple(optimizer.constants(group, state)), lengths, factor=factor, weight=rounded,
+                                 astuple(optimizer.constants(group, state)), lengths, factor=float(factor), weight=rounded,
                                  gradient=at_rest(view.part) if self._keeps_gradients else None)
                 continue
             gradient = view.gradient(factor, preserve=True) if self._keeps_gradients else None

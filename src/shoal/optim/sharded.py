@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.device import on_accelerator
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.backward_step import BackwardStepper
 from shoal.optim.compressed import CompressedOptimizer
-from shoal.optim.grad_stats import GradStats, reduce_grad_stats
+from shoal.optim.grad_stats import GlobalNorm, GradStats, reduce_grad_stats
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
 from shoal.optim.masks import apply_masks
 from shoal.optim.onebit import CompressedAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.optim.step_pass import (
+    Factor,
     Options,
     StepPass,
     can_step_natively,
@@ -128,8 +130,7 @@ class ShardedOptimizer(Optimizer):
         self.rules = rules
         self.overflow = False
         """Whether the last step was skipped because the gradients overflowed."""
-        self.norm: float | None = None
-        """The global norm at the last step, before clipping and without the loss scale."""
+        self._norm: GlobalNorm | None = None
         self._model = model
         self._write_check = MasterWriteCheck(model.trainable)
         if isinstance(optimizer, CompressedAdam):
@@ -180,6 +181,11 @@ class ShardedOptimizer(Optimizer):
         return self.scaler.value
 
     cur_scale = loss_scale
+
+    @property
+    def norm(self) -> float | None:
+        """The global norm at the last step, before clipping and without the loss scale; a read waits for the device."""
+        return None if self._norm is None else self._norm.value
 
     @property
     def _global_grad_norm(self) -> float | None:
@@ -234,8 +240,8 @@ class ShardedOptimizer(Optimizer):
         self.overflow = self.rules.check_overflow and stats.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._steps_in_gradient
-        self.norm = None if stats.norm is None else stats.norm / scale
-        factor = self._factor(self.norm, scale)
+        self._norm = None if stats.norm is None else stats.norm / scale
+        factor = self._factor(self._norm, scale)
         try:
             if not self.rules.allow_unused:
                 _refuse_unused(stats, parameter_groups)
@@ -299,7 +305,7 @@ class ShardedOptimizer(Optimizer):
             return 1
         return max(map(self.optimizer.steps_in_gradient, self.optimizer.param_groups))
 
-    def _apply(self, slots_with_grad: dict[TrainableUnit, int], factor: float, options: Options) -> None:
+    def _apply(self, slots_with_grad: dict[TrainableUnit, int], factor: Factor, options: Options) -> None:
         """Step the slots that received gradients by these times `factor`, and publish their units."""
         views = self.views.with_grad(slots_with_grad, self.optimizer)
         native = self.rules.native and can_step_natively(self.optimizer, views, options)
@@ -315,7 +321,7 @@ class ShardedOptimizer(Optimizer):
     def within_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that steps units as their gradients are reduced (backward_step.py)."""
         assert self._backward_stepper is not None
-        return self._backward_stepper.context(self._factor(None, self.scaler.value))
+        return self._backward_stepper.context(1 / self.scaler.value)
 
     @property
     def on_reduced(self) -> OnReduced | None:
@@ -399,10 +405,20 @@ class ShardedOptimizer(Optimizer):
         """Run the backward of `loss` times the loss scale."""
         (loss * self.scaler.value).backward(retain_graph=retain_graph)
 
-    def _factor(self, norm: float | None, loss_scale: float) -> float:
+    def _factor(self, norm: GlobalNorm | None, loss_scale: float) -> Factor:
+        """Return what a step multiplies gradients by: a number, or where all of the step is the device's, one on it."""
         clip = self.rules.clipping
-        coefficient = min(1.0, clip / (norm + CLIP_EPSILON)) if clip > 0 and norm is not None else 1.0
-        return coefficient / loss_scale
+        if clip <= 0 or norm is None:
+            return 1 / loss_scale
+        if self._steps_on_device:
+            return ((clip / (norm.tensor + CLIP_EPSILON)).clamp(max=1) / loss_scale).float()
+        return min(1.0, clip / (norm.value + CLIP_EPSILON)) / loss_scale
+
+    @property
+    def _steps_on_device(self) -> bool:
+        """Whether no step reads the factor on the host: torch steps all masters, on an accelerator."""
+        on_host = self._layerwise is not None or isinstance(self.optimizer, CompressedOptimizer)
+        return not on_host and all(on_accelerator(view.parameter) for view in self.views.views)
 
 
 def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:

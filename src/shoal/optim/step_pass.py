@@ -29,6 +29,7 @@ from shoal.optim.views import MasterView, Views
 from shoal.zero.optimizer_state import WHOLE_STEP, StateAccess
 
 __all__ = [
+    "Factor",
     "Options",
     "StepFunction",
     "StepPass",
@@ -48,7 +49,9 @@ __all__ = [
 
 Options = list[dict[str, Any]]
 """The options of each parameter group when the step was decided; a schedule may change the live ones before it runs."""
-StepFunction = Callable[[Sequence[MasterView], float, Options], None]
+Factor = float | Tensor
+"""A number, or a tensor of no dimensions on the device, which only torch's own steps take without reading it."""
+StepFunction = Callable[[Sequence[MasterView], Factor, Options], None]
 """Steps fetched views by their reduced gradients times a factor, and casts the masters to the resting weights."""
 
 
@@ -57,7 +60,7 @@ class StepPass:
     """One pass over views: the function that steps them, and the state that it accesses."""
 
     step: StepFunction
-    factor: float
+    factor: Factor
     options: Options
     access: StateAccess = WHOLE_STEP
 
@@ -72,7 +75,7 @@ _Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
     """Return the step function that attaches gradients and calls `optimizer.step`."""
-    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+    def step_views(batch: Sequence[MasterView], factor: Factor, options: Options) -> None:
         views.attach_grads(batch, factor)
         with _use_groups(optimizer, options, batch):
             optimizer.step()
@@ -115,9 +118,10 @@ def native_step_fn(optimizer: Optimizer) -> StepFunction | None:
     if plan is None or not available():
         return None
 
-    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+    def step_views(batch: Sequence[MasterView], factor: Factor, options: Options) -> None:
         for view in batch:
-            _native_step(view, plan(options[view.group], optimizer.state[view.parameter], moment_allocator(view)), factor)
+            planned = plan(options[view.group], optimizer.state[view.parameter], moment_allocator(view))
+            _native_step(view, planned, float(factor))
     return step_views
 
 
@@ -130,7 +134,7 @@ def native_or_optimizer_step_fn(optimizer: Optimizer, fallback: StepFunction) ->
     if native_fn is None:
         return fallback
 
-    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+    def step_views(batch: Sequence[MasterView], factor: Factor, options: Options) -> None:
         native = [view for view in batch if supports_native(view)] if has_native_options(optimizer, options) else []
         native_fn(native, factor, options)
         if others := [view for view in batch if view not in native]:
@@ -140,7 +144,7 @@ def native_or_optimizer_step_fn(optimizer: Optimizer, fallback: StepFunction) ->
 
 def compressed_step_fn(optimizer: CompressedAdam, *, native: bool) -> StepFunction:
     """Return the step function for 1-bit gradients, whose own-rank addend is uncompressed; `native` where supported."""
-    def step_views(batch: Sequence[MasterView], factor: float, options: Options) -> None:
+    def step_views(batch: Sequence[MasterView], factor: Factor, options: Options) -> None:
         if not is_unhooked(optimizer):
             raise OptimizerError(f"optimizer: {type(optimizer).__name__} has a step hook, or its step() was replaced; "
                                  f"neither is called when slices are stepped by compressed gradients: remove them")
@@ -151,7 +155,7 @@ def compressed_step_fn(optimizer: CompressedAdam, *, native: bool) -> StepFuncti
                 exact = view.unit.gradient.at_rest(view.part), 1
             addend, addends = (None, 1) if exact is None else exact
             if native and available() and supports_native(view) and not group["eps_inside_sqrt"]:
-                _native_compressed_step(optimizer, view, group, factor, addend, addends, steps)
+                _native_compressed_step(optimizer, view, group, float(factor), addend, addends, steps)
                 continue
             gradient = view.gradient(factor)
             if addend is not None:

@@ -24,7 +24,10 @@ from shoal.tier import ResidentSpan, fetched
 from shoal.zero.layout import ALIGNMENT, Part
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["MasterView", "OffloadedStateView", "OptimizerFactory", "OptimizerGroups", "Views"]
+__all__ = ["CAST_ELEMENTS", "MasterView", "OffloadedStateView", "OptimizerFactory", "OptimizerGroups", "Views"]
+
+CAST_ELEMENTS = 1 << 27
+"""Elements of a step whose 16-bit gradients are cast to fp32 at once: 512 MiB."""
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 """Builds an optimizer over parameter groups."""
@@ -50,14 +53,14 @@ class MasterView:
     def part(self) -> range:
         return range(self.start, self.stop)
 
-    def gradient(self, factor: float, *, preserve: bool = False) -> Tensor:
+    def gradient(self, factor: float | Tensor, *, preserve: bool = False) -> Tensor:
         """Return the reduced gradient of its elements times `factor`, in the master's dtype.
 
         A gradient that is stored in that dtype is multiplied in place, unless `preserve` keeps it for another read.
         """
         gradient = self.unit.gradient.at_rest(self.part)
         wide = gradient.to(self.parameter.dtype)
-        if factor == 1:
+        if not isinstance(factor, Tensor) and factor == 1:  # to compare a tensor would wait for the device
             return wide
         return wide * factor if preserve and wide is gradient else wide.mul_(factor)
 
@@ -73,7 +76,7 @@ class Views:
         """Return the parameters of one optimizer group."""
         return [view.parameter for view in self.views if view.group == group]
 
-    def attach_grads(self, views: Sequence[MasterView], factor: float) -> None:
+    def attach_grads(self, views: Sequence[MasterView], factor: float | Tensor) -> None:
         """Set `grad` of the parameters of `views` to their reduced gradients times `factor`."""
         for view in views:
             view.parameter.grad = view.gradient(factor)
@@ -109,13 +112,12 @@ class Views:
 
 
 def _views_of(unit: TrainableUnit) -> Iterator[MasterView]:
-    """Cut a unit at the borders of optimizer groups, and offloaded state also at multiples of its granule."""
-    parts = list(unit.layout.parts(unit.master_span))
-    if (granule := unit.state.granule) is not None:
-        parts = [piece for part in parts for piece in _pieces(part, granule)]
+    """Cut a unit at the borders of optimizer groups, and at multiples of what is fetched, or of what is cast, at once."""
+    granule = unit.state.granule or CAST_ELEMENTS
+    parts = [piece for part in unit.layout.parts(unit.master_span) for piece in _pieces(part, granule)]
 
     def border(part: Part) -> tuple[int, int]:
-        return unit.layout.slots[part.slot].group, part.offset // granule if granule else 0
+        return unit.layout.slots[part.slot].group, part.offset // granule
 
     for (group, _), adjacent in groupby(parts, border):
         yield _view(unit, group, tuple(adjacent))

@@ -6,6 +6,7 @@ A commit does not wait for its copy: readers on the host do.
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ class CopyTransfer:
             self._event.synchronize()
         self._source.commit(changed=False)
         self._done = True
+
+    def following(self) -> AbstractContextManager[object]:
+        if not isinstance(self._source, ResidentSpan):  # the host waits for the disk anyway
+            self.wait()
+            return nullcontext()
+        return self._stream.following()
 
     def finish(self) -> None:
         """Block this thread until the copy, if it has started, has read its source, which may then be overwritten."""

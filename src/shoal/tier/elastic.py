@@ -2,6 +2,7 @@
 
     PagedBuffer    the shard rests in host memory: shrinking returns the pages outside the shard to the system, which come
                    back at the next write; the shard stays in place and is never copied
+    WholeBuffer    the shard is all of the buffer, and rests on the device: nothing grows, shrinks or is copied
     DiskBuffer     the shard rests on disk: all pages are released and populated again, those of the shard from the file
     ResizedBuffer  on accelerators, and for buffers of a few pages: shrinking frees the storage; the shard has its own span
 """
@@ -71,6 +72,28 @@ class PagedBuffer:
 
     def save_shard(self) -> None:
         pass  # the shard is a part of the buffer
+
+    def load_shard(self) -> None:
+        pass
+
+
+class WholeBuffer:
+    """Memory of a device that is its own shard: one rank has all weights."""
+
+    shard_in_full = True
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
+        self.full = torch.zeros(size, dtype=dtype, device=device)
+        self.shard: Span = ResidentSpan(self.full)
+
+    def grow(self) -> Transfer:
+        return DONE
+
+    def shrink(self, *, retain: bool = False) -> None:
+        pass
+
+    def save_shard(self) -> None:
+        pass  # the shard is the buffer
 
     def load_shard(self) -> None:
         pass
@@ -187,5 +210,7 @@ def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, st
         return DiskBuffer(size, dtype, part, store, name, names)
     if isinstance(store, Memory) and device == store.device and pageable(size, dtype, device):
         return PagedBuffer(size, dtype, part)
+    if isinstance(store, Memory) and device == store.device and len(part) == size:
+        return WholeBuffer(size, dtype, device)
     shard = store.place(len(part), dtype, name, names=offset_names(names, part.start))
     return ResizedBuffer(size, dtype, part, device, shard)

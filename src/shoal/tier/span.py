@@ -8,7 +8,7 @@ without asking for the tier.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, Protocol
 
 from torch import Tensor
@@ -39,7 +39,14 @@ class Transfer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until the transfer has ended; raises the TierError of the first part that failed, at every call."""
+        """Block until the transfer has ended; raises the TierError of the first part that failed, at every call.
+
+        Of a copy to a device this makes the compute stream wait, and not the host.
+        """
+        ...
+
+    def following(self) -> AbstractContextManager[object]:
+        """Return a context whose work for a device follows the transfer; the compute stream does not wait for it."""
         ...
 
 
@@ -50,6 +57,9 @@ class _CompletedTransfer:
 
     def wait(self) -> None:
         pass
+
+    def following(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 DONE: Final[Transfer] = _CompletedTransfer()
@@ -69,6 +79,10 @@ class JoinedTransfers:
     def wait(self) -> None:
         for transfer in self._transfers:
             transfer.wait()
+
+    def following(self) -> AbstractContextManager[object]:
+        self.wait()
+        return nullcontext()
 
 
 class Span(Protocol):

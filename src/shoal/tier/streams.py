@@ -48,6 +48,10 @@ class CopyStream:
         """Return a context whose copies run in this stream, after all work that the compute stream was given so far."""
         return nullcontext()
 
+    def following(self) -> AbstractContextManager[object]:
+        """Return a context whose work follows the copies that this stream was given so far."""
+        return nullcontext()
+
     def record_event(self) -> CopyEvent:
         """Return an event behind everything the stream was given so far."""
         return _REACHED if self._device is None else DeviceEvent(self._device)
@@ -71,6 +75,9 @@ class _SideStream(CopyStream):
 
     def use(self) -> AbstractContextManager[object]:
         self._stream.wait_for_current()
+        return self._stream.use()
+
+    def following(self) -> AbstractContextManager[object]:
         return self._stream.use()
 
     def record_event(self) -> CopyEvent:

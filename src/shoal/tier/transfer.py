@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -209,6 +210,10 @@ class PendingJobs:
         for error in (*self._failed, *(job.error for job in self._jobs)):
             if error is not None:
                 raise error
+
+    def following(self) -> AbstractContextManager[object]:
+        self.wait()
+        return nullcontext()
 
 
 class IoThreads:

@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.device import HOST, current_device
+from shoal.device import HOST, current_device, on_accelerator
 from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.recording import Call, Traffic, Watched, over, traffic
 from shoal.recording.call import Handle
 from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
+from shoal.transport.native_watch import IssuedOrder, LaunchedCollectives, first_difference
 from shoal.transport.peer_memory import PeerMemory, PeerTransfer, peer_memory_of
 from shoal.transport.reduction import DONE, Reduction, chunks, sum_addends
 from shoal.transport.stalemate import Awaited
@@ -100,9 +101,13 @@ class Communicator:
         self.reduce_elements = reduce_elements
         """The most elements of a buffer in one chunk of a reduction, over all ranks."""
         self.native = any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
+        self.words_device = HOST if not self.native or "cpu:gloo" in dist.get_backend_config(group) else current_device()
+        """Where the few numbers are that ranks exchange: on the host where the group has a backend for that."""
         self.direct_bytes = direct_bytes
         """Messages of at least so many bytes between ranks of one machine go through peer memory; None: no message."""
         self.step = 0
+        self._launched = LaunchedCollectives(group) if self.native and self.ranks > 1 else None
+        self._order = IssuedOrder()
         self._begun = _begun.setdefault(group, Counter())
         self._name = f"{group.group_name} {self.members[0]}"
         self._peer_memory: PeerMemory | None = None
@@ -141,8 +146,7 @@ class Communicator:
                              ranks=self.members, what=label)
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span]
-            work = native_all_gather(full, own, self.group, async_op=True)
-            return _watched(_Native(self, label, work), call)
+            return _watched(self._launch(label, partial(native_all_gather, full, own, self.group, async_op=True)), call)
         spans = full.view(self.ranks, span)
         work = _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
                          send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
@@ -165,8 +169,8 @@ class Communicator:
         spans = source.view(self.ranks, span)
         if self.native:
             total = staging[:span]
-            work = native_reduce_scatter(total, source, group=self.group, async_op=True)
-            transfer = _watched(_Native(self, label, work), call)
+            launch = partial(native_reduce_scatter, total, source, group=self.group, async_op=True)
+            transfer = _watched(self._launch(label, launch), call)
             return Reduction(transfer, [total], target, scale, accumulate, self.chunk_bytes)
         peers = self._peers()
         received = dict(zip(sorted(peers), staging[:span * (self.ranks - 1)].view(self.ranks - 1, span), strict=True))
@@ -181,8 +185,8 @@ class Communicator:
         call = traffic.count(label.kind, sum(tensor.numel() * tensor.element_size() for tensor in send), op="all_to_all",
                              of=send, ranks=self.members, what=label)
         if self.native:
-            work = dist.all_to_all(list(receive), list(send), self.group, async_op=True)
-            return _watched(_Native(self, label, work), call)
+            launch = partial(dist.all_to_all, list(receive), list(send), self.group, async_op=True)
+            return _watched(self._launch(label, launch), call)
         work = _Pairwise(self, label, label.tag, receive={peer: receive[peer] for peer in self._peers()},
                          send={peer: send[peer] for peer in self._peers()}, elements=sys.maxsize)
         return _watched(work, call)
@@ -197,6 +201,22 @@ class Communicator:
         size = words.numel() * 8
         call = traffic.count("words", size * (self.ranks - 1), op="all_gather", of=words, ranks=self.members)
         return over(call, lambda: self._gather_whole(words, what, _WORDS))
+
+    def gather_step_words(self, words: Tensor) -> Tensor:
+        """Return the `words` of every rank as `gather_words` does, once a step.
+
+        Raises `RanksDisagree` where the ranks have given the device collectives in different orders since the last call.
+        """
+        if self._launched is None:
+            return self.gather_words(words)
+        checksum, names = self._order.take()
+        rows = self.gather_words(torch.cat([words, words.new_tensor([checksum])]))
+        if len(set(rows[:, -1].tolist())) > 1:
+            where = first_difference(self.gather_objects(names), self.members)
+            raise RanksDisagree(f"step {self.step}: ranks issue collectives in different orders, so that each receives what "
+                                f"others sent for something else: {where}. Let every rank call the same modules in one "
+                                f"order. The weights are of no use: load a checkpoint")
+        return rows[:, :-1]
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Copy the contiguous `tensor` of rank `source` of this group to every rank. Blocks."""
@@ -216,7 +236,7 @@ class Communicator:
     def gather_objects(self, value: T) -> list[T]:
         """Return the picklable `value` of every rank, by rank. Blocks; meant for checks."""
         what = "a comparison between ranks"
-        device = current_device() if self.native else HOST
+        device = self.words_device
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         sizes = self._gather_whole(torch.tensor([pickled.numel()], device=device), what, _SIZE).flatten().tolist()
         padded = pickled.new_zeros(max(sizes))
@@ -280,8 +300,8 @@ class Communicator:
     def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
         out = tensor.new_empty((self.ranks, tensor.numel()))
-        if self.native:
-            _Native(self, what, native_all_gather(out.view(-1), tensor, self.group, async_op=True)).wait()
+        if self.native and (on_accelerator(tensor) or self.words_device != HOST):
+            self._launch(what, partial(native_all_gather, out.view(-1), tensor, self.group, async_op=True)).wait()
         else:
             out[self.rank] = tensor
             _Pairwise(self, what, tag, receive={peer: out[peer] for peer in self._peers()},
@@ -291,7 +311,23 @@ class Communicator:
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
 
+    def _launch(self, what: object, launch: Callable[[], dist.Work | None]) -> _Native:
+        """Give a collective to the device."""
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
+        if self._launched is not None:
+            self._launched.add(work)
+        return _Native(self, what, work)
+
     def _check(self, what: object, tensor: Tensor) -> None:
+        """Note, and in debug mode compare, the collective that this rank issues next."""
+        if self._launched is not None:
+            if self._launched.aborted:
+                raise self.failure(what, RuntimeError("the collectives of the device were aborted"))
+            if on_accelerator(tensor):
+                self._order.add(f"{what} ({tensor.numel()} x {tensor.dtype})")
         if not self.debug or self.ranks == 1:
             return
         issued = self.gather_objects(f"{what} ({tensor.numel()} x {tensor.dtype})")

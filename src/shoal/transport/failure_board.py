@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -30,7 +31,8 @@ from shoal.errors import PeerFailed
 from shoal.log import logger
 from shoal.transport.stalemate import Awaited, WaitRecord, explain, stalemate
 
-__all__ = ["POLL_AFTER", "FailureBoard", "abort_waits", "interruptible_wait", "peer_failed", "published_failure"]
+__all__ = ["POLL_AFTER", "FailureBoard", "OldestWait", "abort_waits", "interruptible_wait", "peer_failed",
+           "published_failure", "watch_oldest"]
 
 POLL_AFTER = 0.5
 """Seconds that a wait lasts before it polls the store."""
@@ -167,12 +169,30 @@ class interruptible_wait:
         for board in list(_boards)[:1]:
             board.warn_of_wait(self.awaited, seconds)
 
-    def __enter__(self) -> None:
+    def begin(self) -> interruptible_wait:
+        """Count the time of the wait from now on."""
         self.since = self.polled_at = time.monotonic()
+        return self
+
+    def __enter__(self) -> None:
+        self.begin()
         _waits.add(self)
 
     def __exit__(self, *_: object) -> None:
         _waits.discard(self)
+
+
+class OldestWait(ABC):
+    """Work for which the host does not wait itself, so that the board's thread asks for the oldest of it."""
+
+    @abstractmethod
+    def oldest(self) -> interruptible_wait | None:
+        """Return the same wait for as long as the same work has not ended; None where all has."""
+
+
+def watch_oldest(work: OldestWait) -> None:
+    """Ask for the oldest of `work` until it is gone."""
+    _unwaited.add(work)
 
 
 def abort_waits(group: dist.ProcessGroup) -> None:
@@ -206,6 +226,7 @@ def published_failure(awaited: Awaited | None = None) -> str | None:
 
 _boards: WeakSet[FailureBoard] = WeakSet()
 _waits: set[interruptible_wait] = set()
+_unwaited: WeakSet[OldestWait] = WeakSet()
 _exiting = threading.Event()
 
 
@@ -225,12 +246,13 @@ def _stop_watching(thread: threading.Thread) -> None:
 def _watch() -> None:
     while not _exiting.wait(_WATCH_INTERVAL):
         now = time.monotonic()
-        for wait in list(_waits):
+        unwaited = [wait for work in list(_unwaited) if (wait := work.oldest()) is not None]
+        for wait in [*_waits, *unwaited]:
             interval = POLL_AFTER if now - wait.since < _POLL_INTERVAL else _POLL_INTERVAL
             if wait.failed_at is None and now - wait.polled_at >= interval:
                 wait.polled_at = now
                 wait.failed_at = now if published_failure(wait.awaited) is not None else None
                 if wait.failed_at is None and now - wait.since > _WARN_AFTER:
                     wait.warn(now - wait.since)
-            if wait.failed_at is not None and now - wait.failed_at >= wait.grace and wait in _waits:
+            if wait.failed_at is not None and now - wait.failed_at >= wait.grace and (wait in _waits or wait in unwaited):
                 wait.abort()

@@ -21,6 +21,9 @@ from shoal.tier.disk_span import CHUNK
 from shoal.tier.span import Names
 from shoal.zero.gradient import Gradient
 
+HOST_PIECE = 1 << 24
+"""Elements of state in host memory that are stepped at once, where a device has the gradients or the weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateAccess:
@@ -46,6 +49,7 @@ class OptimizerState:
         """Host memory through which a step on the host writes weights that rest on the device."""
         self.moments: dict[str, Span] = {}
         self._size, self._names = size, names
+        self._on_disk = tiers.weight.granule is not None
         self.master = master
         self.weights = rounded
         """The resting weights where they are not the master; None where they are."""
@@ -69,7 +73,7 @@ class OptimizerState:
         spans = [self.master, self._gradient.rest, *([] if self.rounded is None else [self.rounded])]
         if self.store.granule is None and all(isinstance(span, ResidentSpan) for span in spans):
             return None
-        return self.store.granule or CHUNK
+        return self.store.granule or (CHUNK if self._on_disk else HOST_PIECE)
 
     def moment(self, kind: str, dtype: torch.dtype) -> Tensor:
         """Return the moments called `kind` of the whole unit; allocate zeros if there are none."""

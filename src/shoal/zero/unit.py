@@ -164,8 +164,7 @@ class Unit:
             self.pending.finish()
         self.fetch()
         if self.phase is Phase.LOADING and self._gathers_over_ranks:
-            with torch.no_grad():
-                self._loading.wait()
+            with torch.no_grad(), self._loading.following():  # what is computed before its use waits for neither
                 self._handle = self.weight_transport.gather(self.full)
             self._enter(Phase.IN_FLIGHT)
 

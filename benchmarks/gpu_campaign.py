@@ -1,0 +1,157 @@
+"""What a session on a bare machine with one GPU measures, in three commands of at most ten minutes each.
+
+    python benchmarks/gpu_campaign.py                      what is missing here
+    python benchmarks/gpu_campaign.py --pack FOLDER        wheels to carry to a machine without a network
+    python benchmarks/gpu_facts.py  [--small]              1: speeds of the machine, stages, tests, races
+    python benchmarks/gpu_steps.py  [--small]              2: a step of 1.1 B, and where its time goes
+    python benchmarks/gpu_states.py [--small]              3: state on the host and on disk, 2 to 7 B
+
+There: `pip install --no-index --no-deps --find-links FOLDER shoal pydantic ...`, as `--pack` prints it. Each row runs in a
+process of its own, and the JSON is written after each, so that a row that fails, or the end of the ten minutes, costs only
+what is not measured yet. With --small the same code runs in seconds, on the CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Row", "Scale", "campaign", "missing"]
+
+MINUTES = 9.5
+"""Of a command; the rest of the ten is for the start."""
+
+CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "rich", "markdown_it_py", "mdurl",
+           "pygments", "safetensors", "pytest", "pluggy", "iniconfig", "hypothesis", "sortedcontainers", "attrs")
+"""What Shoal and its tests need beside torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large a campaign is, and where it runs."""
+
+    device: torch.device
+    small: bool
+    path: str
+    """A folder of the disk."""
+
+
+Measured = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement: at most `seconds`, in a process of its own; `environment` is set there."""
+
+    run: Callable[[Scale], Measured]
+    seconds: float = 120
+    environment: Mapping[str, str] | None = None
+
+
+def campaign(benchmark: str, file: str, what: str, rows: Mapping[str, Row]) -> None:
+    """Run the rows that the command line of `file` asks for, and publish them as `benchmark`."""
+    options = _options(what, rows)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None and not options.small:
+        raise SystemExit(f"{benchmark}: needs a GPU; here is none. {'; '.join(missing())}. --small tries it on the CPU")
+    scale = Scale(device=accelerator or torch.device("cpu"), small=options.small, path=options.path)
+    if options.child:
+        sys.stdout.write(json.dumps(rows[options.child].run(scale)) + "\n")
+        return
+    Path(options.path).mkdir(parents=True, exist_ok=True)
+    end, found = time.monotonic() + 60 * MINUTES, dict[str, Measured]()
+    for name in options.rows:
+        left = end - time.monotonic()
+        found[name] = _child(file, name, rows[name], min(rows[name].seconds, left), options) if left > 5 else {
+            "failure": "no time was left"}
+        sys.stderr.write(f"{name}: {_shown(found[name])}\n")
+        _publish(benchmark, scale, found, options.out)
+    if options.small and any("failure" in row for row in found.values()):
+        raise SystemExit(1)
+
+
+def _options(what: str, rows: Mapping[str, Row]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows), help="what to measure (all)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see whether it runs; on the CPU too")
+    parser.add_argument("--path", default="out/benchmarks/disk", help="a folder of the disk")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/NAME.json)")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _child(file: str, name: str, row: Row, seconds: float, options: argparse.Namespace) -> Measured:
+    command = [sys.executable, file, "--child", name, "--path", options.path, *(["--small"] if options.small else [])]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, check=False, timeout=seconds,
+                              env={**os.environ, **(row.environment or {})})
+    except subprocess.TimeoutExpired:
+        return {"failure": f"did not end within {seconds:.0f} s"}
+    if done.returncode:
+        return {"failure": next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "killed")[:160],
+                "stderr": done.stderr[-4000:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _publish(benchmark: str, scale: Scale, found: dict[str, Measured], out: Path | None) -> None:
+    from outcome import Outcome, Sheet
+
+    rows = tuple((name, _shown(measured)) for name, measured in found.items())
+    name = torch.cuda.get_device_name() if scale.device.type == "cuda" else str(scale.device)
+    Outcome(benchmark=benchmark, command=" ".join(["python", *sys.argv]),
+            note=f"{name}{', small sizes: no figures' if scale.small else ''}.",
+            sheets=(Sheet(title=benchmark, columns=("row", "measured"), rows=rows),), targets=(), raw=found).publish(out)
+
+
+def _shown(measured: Measured) -> str:
+    if "failure" in measured:
+        return f"failed: {measured['failure']}"
+    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in measured.items() if not isinstance(value, (list, dict)))
+
+
+def missing() -> list[str]:
+    """Return what a campaign lacks here."""
+    lacks = [] if torch.cuda.is_available() else [f"no CUDA device (torch {torch.__version__})"]
+    absent = [name for name in ("pydantic", "rich", "safetensors", "pytest", "shoal") if not importlib.util.find_spec(name)]
+    return lacks + ([f"no {', '.join(absent)}: carry the wheels that --pack collects"] if absent else [])
+
+
+def pack(folder: Path, python: str) -> None:
+    """Collect the wheels of `CARRIED` for `python` on x86-64, and Shoal's own, and print how to install them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pip: Sequence[str] = [sys.executable, "-m", "pip"]
+    target = ["--python-version", python, "--platform", "manylinux2014_x86_64", "--platform", "manylinux_2_28_x86_64"]
+    subprocess.run([*pip, "download", "-q", "--no-deps", "--only-binary", ":all:", *target, "-d", str(folder), *CARRIED],
+                   check=True)
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), str(Path(__file__).parents[1])], check=True)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    sys.stdout.write(f"{len(list(folder.iterdir()))} wheels, {size / 2**20:.1f} MiB. There:\n"
+                     f"    pip install --no-index --no-deps {folder}/*.whl\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="collect wheels")
+    parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}", help="of the other machine")
+    options = parser.parse_args()
+    if options.pack:
+        pack(options.pack, options.python)
+        return
+    lacks = missing()
+    sys.stdout.write("".join(f"missing: {what}\n" for what in lacks) or "nothing is missing\n")
+
+
+if __name__ == "__main__":
+    main()

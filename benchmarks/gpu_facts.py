@@ -1,0 +1,230 @@
+"""Campaign 1: the speeds of the machine, then whether training on its GPU is right.
+
+    python benchmarks/gpu_facts.py [--small] [--rows copies pages matmul cpu-step disk stages races delays tests]
+
+    copies    GB/s between host and device, from pinned and from other memory
+    pages     GB/s of page-locking
+    matmul    TFLOP/s of bf16
+    cpu-step  GB/s of the native AdamW step
+    disk      GB/s of a file in --path
+    stages    steps of each stage and tier beside a plain loop; none may wait for the device (`set_sync_debug_mode("error")`)
+    races     the same under torch's sanitizer of streams (`TORCH_CUDA_SANITIZER=1`)
+    delays    the same with random sleeps on every stream
+    tests     tests/gpu
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_campaign import Measured, Row, Scale, campaign
+from torch import Tensor, nn
+
+GIGA, TERA = 1e9, 1e12
+STEPS, WARM = 4, 2
+ROOT = Path(__file__).parents[1]
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Return the median time of `call` and of what it gave the device."""
+    found: list[float] = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def copies(scale: Scale) -> Measured:
+    from shoal.device import can_pin
+    from shoal.tier.pages import pinned_zeros
+
+    size = 1 << (20 if scale.small else 29)
+    there, other = torch.zeros(size, dtype=torch.uint8, device=scale.device), torch.zeros(size, dtype=torch.uint8)
+    pinned = pinned_zeros(size, torch.uint8, scale.device) if can_pin(scale.device) else other
+    pairs = {"up, pinned": (there, pinned), "down, pinned": (pinned, there), "up": (there, other), "down": (other, there),
+             "device": (there, there.clone())}
+    return {f"{name} GB/s": size / GIGA / seconds_of(lambda to=to, of=of: to.copy_(of, non_blocking=True), scale.device)
+            for name, (to, of) in pairs.items()}
+
+
+def pages(scale: Scale) -> Measured:
+    from shoal.device import registers_pages
+    from shoal.tier.pages import pinned_zeros, zeros
+
+    size = 1 << (22 if scale.small else 33)
+    locked = registers_pages(scale.device)
+    start = time.perf_counter()
+    memory = pinned_zeros(size, torch.uint8, scale.device) if locked else zeros(size, torch.uint8, torch.device("cpu"))
+    locking = time.perf_counter() - start
+    start = time.perf_counter()
+    del memory
+    return {"locked": locked, "GB/s": size / GIGA / locking, "unlock GB/s": size / GIGA / (time.perf_counter() - start)}
+
+
+def matmul(scale: Scale) -> Measured:
+    return {"TFLOP/s": matmul_rate(scale) / TERA}
+
+
+def matmul_rate(scale: Scale) -> float:
+    """Return the flops per second of a large bf16 matmul."""
+    size = 64 if scale.small else 8192
+    a, b = (torch.randn(size, size, device=scale.device, dtype=torch.bfloat16) for _ in range(2))
+    repeats = 2 if scale.small else 20
+
+    def products() -> None:
+        for _ in range(repeats):
+            a @ b
+
+    return repeats * 2 * size**3 / seconds_of(products, scale.device)
+
+
+def cpu_step(scale: Scale) -> Measured:
+    from optimizer import _native  # pyright: ignore[reportPrivateUsage]  the same step, on this machine
+
+    elements = 1 << (16 if scale.small else 28)
+    step = _native(elements, torch.bfloat16)
+    return {"threads": torch.get_num_threads(), "GB/s": 28 * elements / GIGA / seconds_of(step, torch.device("cpu"), 3)}
+
+
+def disk(scale: Scale) -> Measured:
+    from shoal.tier.bench import SMALLEST, Setting, measure, merged
+
+    setting = Setting(block_bytes=1 << 20, requests=16)
+    size = SMALLEST if scale.small else 8 << 30
+    rows = merged(list(measure(scale.path, [setting], bytes=size, seconds=1 if scale.small else 30)))
+    return {"read GB/s": rows[0].read / GIGA, "write GB/s": rows[0].write / GIGA}
+
+
+# Steps beside a plain loop
+
+_HOST = {"device": "cpu"}
+
+
+def _ways(path: str) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Return stages and tiers by name."""
+    disk = {"device": "nvme", "nvme_path": path}
+    return {**{f"stage {stage}": (stage, {}) for stage in range(4)},
+            "optimizer on the host": (2, {"offload_optimizer": _HOST}),
+            "all on the host": (3, {"offload_optimizer": _HOST, "offload_param": _HOST}),
+            "all on disk": (3, {"offload_optimizer": disk, "offload_param": disk})}
+
+
+def _model(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(width, width), *blocks)
+
+
+def _inputs(width: int, device: torch.device) -> list[Tensor]:
+    return [torch.randn(8, width, generator=torch.Generator().manual_seed(step)).to(device) for step in range(STEPS)]
+
+
+def _plain(width: int, device: torch.device) -> list[Tensor]:
+    model = _model(width).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for x in _inputs(width, device):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@contextmanager
+def _without_waits(device: torch.device, *, forbidden: bool) -> Generator[None]:
+    """Have a wait of the host for the device raise, if `forbidden`."""
+    if device.type != "cuda" or not forbidden:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _train(stage: int, tiers: dict[str, Any], width: int) -> list[Tensor]:
+    import shoal
+
+    model = _model(width)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.1, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **tiers}}
+    engine = shoal.initialize(model=model, config=config)[0]
+    for step, x in enumerate(_inputs(width, engine.device)):
+        with _without_waits(engine.device, forbidden=step >= WARM and not tiers):  # the host steps what rests there
+            engine.backward(engine(x).square().mean())
+            engine.step()
+    with shoal.gathered(model):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+    engine.destroy()
+    return weights
+
+
+def stages(scale: Scale) -> Measured:
+    """Return the largest difference to a plain loop of each stage and tier, in units of the learning rate."""
+    width = 64 if scale.small else 1024
+    expected, found = _plain(width, scale.device), dict[str, Any]()
+    for name, (stage, tiers) in _ways(scale.path).items():
+        pairs = zip(_train(stage, tiers, width), expected, strict=True)
+        found[name] = max((mine - theirs).abs().max().item() for mine, theirs in pairs) / 1e-3
+        if not found[name] < 0.2:
+            raise SystemExit(f"{name}: weights differ from a plain loop by {found[name]:.3g} learning rates")
+    return found
+
+
+def delays(scale: Scale) -> Measured:
+    """Return `stages` where every switch to a stream may first put it to sleep for up to 2 ms."""
+    from shoal.device import DeviceStream
+
+    draw, use = random.Random(0), DeviceStream.use
+
+    @contextmanager
+    def late(stream: DeviceStream) -> Generator[None]:
+        if draw.random() < 0.5:
+            torch.cuda._sleep(draw.randrange(4_000_000))  # pyright: ignore[reportPrivateUsage]  of the compute stream
+        with use(stream):
+            if draw.random() < 0.5:
+                torch.cuda._sleep(draw.randrange(4_000_000))  # pyright: ignore[reportPrivateUsage]
+            yield
+
+    if scale.device.type == "cuda":
+        DeviceStream.use = late  # type: ignore[method-assign]
+    return stages(scale)
+
+
+def tests(scale: Scale) -> Measured:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, text=True,
+                          capture_output=True, check=False)
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
+    failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    return {**counts, **({"first": failures[0]} if failures else {}), "all": failures}
+
+
+ROWS = {
+    "copies": Row(run=copies), "pages": Row(run=pages), "matmul": Row(run=matmul), "cpu-step": Row(run=cpu_step),
+    "disk": Row(run=disk), "stages": Row(run=stages),
+    "races": Row(run=stages, environment={"TORCH_CUDA_SANITIZER": "1"}), "delays": Row(run=delays),
+    "tests": Row(run=tests, seconds=300),
+}
+
+if __name__ == "__main__":
+    campaign("gpu-facts", __file__, __doc__ or "", ROWS)

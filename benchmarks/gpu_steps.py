@@ -1,0 +1,224 @@
+"""Campaign 2: a training step of a GPT of 1.1 B parameters in bf16 on one GPU, and where its time goes.
+
+    python benchmarks/gpu_steps.py [--small] [--rows matmul plain stage-0 stage-3 fsdp2 first-of-8-stage-3 ...]
+
+Every system trains the same model with AdamW and clipping, blocks recomputed in backward, at several batches. A row has, for
+each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu), the share of the time in which kernels
+ran (busy), waits of the host and cudaMallocs a step, and GiB reserved. `first-of-8` is rank 0 of 8 on torch's fake process
+group at 7 B: the memory and the host's work of a rank, without messages. `optimizer` is the GB/s of the step alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_campaign import Measured, Row, Scale, campaign
+from gpu_facts import GIGA, TERA, matmul, matmul_rate, seconds_of
+from gpu_offload import _recomputed  # pyright: ignore[reportPrivateUsage]  the same model
+from torch import Tensor, nn
+from workloads import _example  # pyright: ignore[reportPrivateUsage]
+
+SHAPES = {"tiny": (2, 64, 2), "1.1b": (22, 2048, 16), "7b": (32, 4096, 32)}
+"""Blocks, width and heads."""
+BLOCK, STEPS, WARM = 2048, 5, 2
+BATCHES = (1, 4, 8)
+CLIPPING = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One way to train: a step on bytes (batch, length), and the flops of a token."""
+
+    step: Callable[[Tensor], None]
+    flops: float
+    parameters: int
+
+
+def build(scale: Scale, size: str) -> tuple[Any, int]:
+    """Return a model on the CPU's or the GPU's memory, in fp32, and its length of sequences."""
+    layers, dim, heads = SHAPES["tiny" if scale.small else size]
+    model = _example("gpt/model.py").Shape(layers=layers, dim=dim, heads=heads).build()
+    return _recomputed(model), 16 if scale.small else BLOCK
+
+
+def _plain(scale: Scale, size: str) -> System:
+    """bf16 weights with fp32 masters, as Shoal keeps them."""
+    with scale.device:
+        model, length = build(scale, size)
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+
+    def step(x: Tensor) -> None:
+        model(x, x).backward()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        nn.utils.clip_grad_norm_(masters, CLIPPING)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateUsage]
+
+    return System(step=step, flops=model.flops(length), parameters=sum(master.numel() for master in masters))
+
+
+def _shoal(scale: Scale, size: str, stage: int, more: dict[str, Any] | None = None) -> System:
+    import shoal
+
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": CLIPPING,
+              "log_level": "error", "zero_optimization": {"stage": stage, **(more or {})},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 1e-2}}}
+    shoal.init_distributed(verbose=False)
+    with shoal.zero.Init(config=config, dtype=torch.bfloat16) if stage == 3 else scale.device:
+        model, length = build(scale, size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = shoal.initialize(model=model, config=config)[0]
+
+    def step(x: Tensor) -> None:
+        engine.backward(engine(x, x))
+        engine.step()
+
+    return System(step=step, flops=model.flops(length), parameters=parameters)
+
+
+def _fsdp2(scale: Scale, size: str) -> System:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        backend = "gloo" if scale.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        model, length = build(scale, size)
+    mesh = init_device_mesh(scale.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, mesh=mesh)
+    fully_shard(model, mp_policy=policy, mesh=mesh)
+    model.to_empty(device=scale.device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(x: Tensor) -> None:
+        model(x, x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return System(step=step, flops=model.flops(length), parameters=sum(p.numel() for p in model.parameters()))
+
+
+def _fake() -> None:
+    """Be rank 0 of 8 whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+
+
+def measured(scale: Scale, system: System) -> Measured:
+    """Time steps of `system` at each batch, as far as memory holds them."""
+    length, peak = (16 if scale.small else BLOCK), matmul_rate(scale)
+    found: Measured = {"parameters": system.parameters}
+    for batch in (1,) if scale.small else BATCHES:
+        x = torch.randint(256, (batch, length), device=scale.device)
+        try:
+            found |= {f"{name} x{batch}": value for name, value in _steps(scale, system, x, peak).items()}
+        except torch.OutOfMemoryError:
+            return {**found, f"x{batch}": "out of memory"}
+    return found
+
+
+def _steps(scale: Scale, system: System, x: Tensor, peak: float) -> Measured:
+    for _ in range(WARM):
+        system.step(x)
+    mallocs, seconds = _mallocs(scale), list[float]()
+    for _ in range(STEPS):
+        seconds.append(seconds_of(lambda: system.step(x), scale.device, rounds=1))
+    mallocs = _mallocs(scale) - mallocs
+    median = statistics.median(seconds)
+    found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median,
+                       "mfu": system.flops * x.numel() / median / peak, "mallocs": mallocs / (2 * STEPS)}
+    if scale.device.type == "cuda":
+        found |= {"busy": _busy(system, x), "waits": _waits(system, x), "GiB": torch.cuda.max_memory_reserved() / 2**30}
+    return found
+
+
+def _mallocs(scale: Scale) -> int:
+    return torch.cuda.memory_stats().get("num_device_alloc", 0) if scale.device.type == "cuda" else 0
+
+
+def _busy(system: System, x: Tensor) -> float:
+    """Return the share of a step's time in which at least one kernel ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        start = time.perf_counter()
+        system.step(x)
+        torch.cuda.synchronize()
+        elapsed = time.perf_counter() - start
+    spans = sorted((event.time_range.start, event.time_range.end) for event in profiler.events()
+                   if event.device_type == torch.autograd.DeviceType.CUDA)
+    busy, until = 0.0, float("-inf")
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy / 1e6 / elapsed
+
+
+def _waits(system: System, x: Tensor) -> int:
+    """Return how often the host waits for the device in a step."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            system.step(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in caught)
+
+
+def _row(make: Callable[[Scale], System]) -> Row:
+    return Row(run=lambda scale: measured(scale, make(scale)), seconds=110)
+
+
+def _first_of_8(make: Callable[[Scale], System]) -> Row:
+    def run(scale: Scale) -> Measured:
+        _fake()
+        return measured(scale, make(scale))
+    return Row(run=run, seconds=110)
+
+
+def optimizer(scale: Scale) -> Measured:
+    """Return the rate of torch's fused step with a cast of gradients and one of weights: 48 bytes an element."""
+    elements = 1 << (16 if scale.small else 27)
+    master = nn.Parameter(torch.randn(elements, device=scale.device))
+    gradient, weight = (torch.empty(elements, dtype=torch.bfloat16, device=scale.device).zero_() for _ in range(2))
+    fused = torch.optim.AdamW([master], lr=1e-5, fused=True)
+
+    def step() -> None:
+        master.grad = gradient.float()
+        fused.step()
+        weight.copy_(master.detach())
+
+    return {"GB/s": 48 * elements / GIGA / seconds_of(step, scale.device), "peak TFLOP/s": matmul_rate(scale) / TERA}
+
+
+ROWS = {
+    "matmul": Row(run=matmul), "optimizer": Row(run=optimizer),
+    "plain": _row(lambda scale: _plain(scale, "1.1b")),
+    "stage-0": _row(lambda scale: _shoal(scale, "1.1b", 0)),
+    "stage-3": _row(lambda scale: _shoal(scale, "1.1b", 3)),
+    "fsdp2": _row(lambda scale: _fsdp2(scale, "1.1b")),
+    "first-of-8-stage-3": _first_of_8(lambda scale: _shoal(scale, "7b", 3)),
+    "first-of-8-fsdp2": _first_of_8(lambda scale: _fsdp2(scale, "7b")),
+}
+
+if __name__ == "__main__":
+    campaign("gpu-steps", __file__, __doc__ or "", ROWS)

@@ -1,0 +1,96 @@
+"""Collectives that a device runs are watched by the failure board, and their order is compared once a step.
+
+The host gives such a collective to a stream and goes on. It blocks later, at a read of the device, such as a script's
+`loss.item()`. So the board's thread looks at the oldest collective that has not ended. If that is late, this rank polls the
+store; once another rank has published a failure, the collectives of the group are aborted. The blocked read returns, and the
+rank's next collective raises the error of the other one.
+
+A backend takes same-sized collectives of two ranks for one, whatever they were meant for. So every rank keeps a checksum
+of the names that it has issued, which travels with the masks of a step.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from contextlib import suppress
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from shoal.device import current_device
+from shoal.transport.failure_board import OldestWait, abort_waits, interruptible_wait, watch_oldest
+
+__all__ = ["IssuedOrder", "LaunchedCollectives", "first_difference"]
+
+_REMEMBERED = 4096
+"""Names that a rank keeps for the error; the checksum is of all."""
+
+
+class LaunchedCollectives(OldestWait):
+    """The collectives of one group that this rank has given to a device, in order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._works: deque[dist.Work] = deque()
+        self._wait: interruptible_wait | None = None
+        self._awaited: dist.Work | None = None
+        self._lock = threading.Lock()
+        self.aborted = False
+        """Whether another rank's failure has ended them all; what they wrote is undefined."""
+        watch_oldest(self)
+
+    def add(self, work: dist.Work | None) -> None:
+        """Watch `work`, which was launched just now."""
+        if work is not None:
+            self._works.append(work)
+
+    def oldest(self) -> interruptible_wait | None:
+        with self._lock:
+            while self._works and self._works[0].is_completed():
+                self._works.popleft()
+            first = self._works[0] if self._works else None
+            if first is not self._awaited:
+                self._awaited = first
+                self._wait = None if first is None else interruptible_wait(self._abort).begin()
+            return self._wait
+
+    def _abort(self) -> None:
+        self.aborted = True
+        self._works.clear()
+        with suppress(RuntimeError):  # a backend that cannot: its own timeout ends it
+            self._group._get_backend(current_device()).abort()  # pyright: ignore[reportPrivateUsage]  no public name
+        abort_waits(self._group)
+
+
+class IssuedOrder:
+    """The names of the collectives that this rank has issued in one group since the last comparison."""
+
+    def __init__(self) -> None:
+        self._checksum = 0
+        self._names: deque[str] = deque(maxlen=_REMEMBERED)
+        self._count = 0
+
+    def add(self, name: str) -> None:
+        """Note the next collective."""
+        self._checksum = zlib.crc32(name.encode(), self._checksum)
+        self._names.append(name)
+        self._count += 1
+
+    def take(self) -> tuple[int, list[str]]:
+        """Return a checksum of the order, and the last names; begin anew."""
+        taken = self._checksum << 30 | self._count & (1 << 30) - 1, list(self._names)
+        self._checksum = self._count = 0
+        self._names.clear()
+        return taken
+
+
+def first_difference(names: list[list[str]], ranks: tuple[int, ...]) -> str:
+    """Return where the orders of the ranks part, given the `names` that each has issued."""
+    for index, issued in enumerate(zip_longest(*names, fillvalue="nothing")):
+        for rank, name in zip(ranks, issued, strict=True):
+            if name != issued[0]:
+                return (f"collective {index + 1} since the last step is {issued[0]} on rank {ranks[0]} and {name} on rank "
+                        f"{rank}")
+    return f"they differ before the last {_REMEMBERED} collectives"

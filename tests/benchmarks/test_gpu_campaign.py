@@ -1,0 +1,42 @@
+"""The campaigns for a machine with a GPU run small without one, row by row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_campaign import Measured, Scale, missing
+
+from shoal.testing import run_ranks
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def _row(benchmark: str, row: str, path: str) -> Measured:
+    sys.path.insert(0, str(BENCHMARKS))
+    return __import__(benchmark).ROWS[row].run(Scale(device=torch.device("cpu"), small=True, path=path))
+
+
+@pytest.mark.parametrize(("benchmark", "row", "has"), [
+    ("gpu_facts", "copies", "up, pinned GB/s"), ("gpu_facts", "pages", "GB/s"), ("gpu_facts", "stages", "all on disk"),
+    ("gpu_steps", "plain", "ms x1"), ("gpu_states", "host-all", "host GiB"), ("gpu_states", "save", "loaded s"),
+])
+def test_a_row_of_a_campaign_runs_small_on_the_cpu(benchmark: str, row: str, has: str, tmp_path: Path) -> None:
+    assert has in run_ranks(1, _row, benchmark, row, str(tmp_path))[0]
+
+
+def test_a_campaign_writes_what_its_rows_have_measured(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, BENCHMARKS / "gpu_facts.py", "--small", "--rows", "matmul", "--out", out, "--path", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["raw"]["matmul"]["TFLOP/s"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_a_campaign_without_a_gpu_says_what_is_missing() -> None:
+    assert any("no CUDA device" in line for line in missing())

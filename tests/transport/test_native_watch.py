@@ -1,0 +1,58 @@
+"""Of the collectives that a device runs the oldest is watched, and orders that differ are told by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.testing import run_ranks
+from shoal.transport.native_watch import IssuedOrder, LaunchedCollectives, first_difference
+
+
+class _Work:
+    """A collective that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def _oldest() -> list[bool]:
+    assert dist.group.WORLD is not None
+    launched = LaunchedCollectives(dist.group.WORLD)
+    works: list[Any] = [_Work(), _Work()]
+    found = [launched.oldest() is None]
+    for work in works:
+        launched.add(work)
+    first = launched.oldest()
+    found.append(first is not None and launched.oldest() is first)
+    works[0].ended = True
+    second = launched.oldest()
+    found.append(second is not None and second is not first)
+    works[1].ended = True
+    return [*found, launched.oldest() is None]
+
+
+def test_the_oldest_collective_that_has_not_ended_is_watched() -> None:
+    assert run_ranks(1, _oldest) == [[True] * 4]
+
+
+def test_the_first_difference_of_orders_is_told_by_rank_and_name() -> None:
+    same, other = ["gather of unit 'a'", "reduce of unit 'a'"], ["gather of unit 'a'"]
+    assert first_difference([same, same, other], (4, 5, 6)) == (
+        "collective 2 since the last step is reduce of unit 'a' on rank 4 and nothing on rank 6")
+    assert "before the last" in first_difference([same, same], (0, 1))
+
+
+def test_a_checksum_is_of_the_names_since_the_last_one() -> None:
+    one, other = IssuedOrder(), IssuedOrder()
+    for order, names in ((one, "ab"), (other, "ba")):
+        for name in names:
+            order.add(name)
+    assert one.take()[0] != other.take()[0]
+    for order in (one, other):
+        order.add("c")
+    assert one.take() == other.take()
