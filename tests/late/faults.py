@@ -32,7 +32,7 @@ class Fault:
 
 
 FAULTS = (
-    Fault(name="a copy stream does not wait for the compute stream", where="tier.streams:_SideStream.use",
+    Fault(name="a copy stream does not wait for the compute stream", where="tier.streams:_SideStream.follow_compute",
           removes="self._stream.wait_for_current()", program="offloaded"),
     Fault(name="compute does not wait for weights copied to the device", where="tier.device_mirror:CopyTransfer.wait",
           removes="self._event.stream_wait()", program="offloaded"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.cores import CoreShare, parse_cpu_list, physical_cores, shares
+from shoal.launch.cores import CoreShare, gpu_nodes, parse_cpu_list, physical_cores, shares
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0-3,8", [0, 1, 2, 3, 8]), ("5", [5]), ("", []), ("\n", [])])
@@ -34,6 +34,18 @@ def test_hardware_threads_do_not_count_as_compute_threads():
 
 def test_more_ranks_than_cores_are_unbound_with_one_thread_each():
     assert shares(3, [(0,), (1,)]) == [CoreShare(cores=(), threads=1)] * 3
+
+
+def test_ranks_get_cores_in_the_order_of_their_gpus_numa_nodes(tmp_path):
+    for address, node in (("0000:17:00.0", 1), ("0000:65:00.0", 0)):
+        (tmp_path / "driver" / address).mkdir(parents=True)
+        (tmp_path / "bus" / address).mkdir(parents=True)
+        (tmp_path / "bus" / address / "numa_node").write_text(f"{node}\n")
+    where = {"driver": tmp_path / "driver", "bus": tmp_path / "bus"}
+    assert gpu_nodes(2, **where) == [1, 0]
+    assert gpu_nodes(2, "1,0", **where) == [0, 1]
+    assert gpu_nodes(2, "GPU-8932f937", **where) == gpu_nodes(2, driver=tmp_path / "none") == []
+    assert [share.cores for share in shares(2, [(0,), (1,), (2,), (3,)], [1, 0])] == [(2, 3), (0, 1)]
 
 
 @given(st.integers(1, 40), st.integers(1, 200))

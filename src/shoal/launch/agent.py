@@ -268,7 +268,7 @@ def _shares(plan: LaunchPlan, ranks: int) -> list[cores.CoreShare]:
     if ranks > len(groups):
         print_status(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one "
                      "thread")
-    shares = cores.shares(ranks, groups)
+    shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
 
 

@@ -1,7 +1,8 @@
 """Each rank is bound to a contiguous share of the CPU cores, so that the cores of one rank share caches and NUMA memory.
 
 Only cores in this process's affinity mask are used. They are ordered by NUMA node, then by physical core, then by
-hardware thread, and divided into contiguous shares that differ by at most one physical core.
+hardware thread, and divided into contiguous shares that differ by at most one physical core. Ranks whose GPUs are nearer to
+the first NUMA nodes have the first shares.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["CoreShare", "parse_cpu_list", "physical_cores", "shares", "usable"]
+__all__ = ["CoreShare", "gpu_nodes", "parse_cpu_list", "physical_cores", "shares", "usable"]
 
 SYSTEM = Path("/sys/devices/system")
+NVIDIA, PCI = Path("/proc/driver/nvidia/gpus"), Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +50,36 @@ def physical_cores(usable: Iterable[int], system: Path = SYSTEM) -> list[tuple[i
     return sorted((tuple(group) for group in groups.values()), key=lambda group: (node_of.get(group[0], 0), group[0]))
 
 
-def shares(ranks: int, cores: Sequence[tuple[int, ...]]) -> list[CoreShare]:
+def shares(ranks: int, cores: Sequence[tuple[int, ...]], near: Sequence[int] = ()) -> list[CoreShare]:
     """Divide `cores` (physical cores as tuples of logical ones) into one contiguous share per rank.
 
-    With more ranks than cores, no rank is bound, and each rank uses one thread.
+    `near` is the NUMA node of each rank's GPU, in whose order ranks get their shares; empty where it is not known. With more
+    ranks than cores, no rank is bound, and each rank uses one thread.
     """
     if ranks > len(cores):
         return [CoreShare(cores=(), threads=1)] * ranks
     bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]
-    return [CoreShare(cores=tuple(core for group in cores[start:stop] for core in group), threads=stop - start)
-            for start, stop in pairwise(bounds)]
+    divided = [CoreShare(cores=tuple(core for group in cores[start:stop] for core in group), threads=stop - start)
+               for start, stop in pairwise(bounds)]
+    order = sorted(range(ranks), key=lambda rank: near[rank]) if near else range(ranks)
+    return [share for _, share in sorted(zip(order, divided, strict=True), key=lambda pair: pair[0])]
+
+
+def gpu_nodes(ranks: int, visible: str | None = None, *, driver: Path = NVIDIA, bus: Path = PCI) -> list[int]:
+    """Return the NUMA node of the GPU of each of `ranks`, without starting CUDA; empty where it is not known.
+
+    `visible` is CUDA_VISIBLE_DEVICES. GPUs have CUDA's numbers in the order of their PCI addresses, if they are of one kind.
+    """
+    addresses = sorted(folder.name for folder in driver.iterdir()) if driver.is_dir() else []
+    if visible is not None:
+        chosen = visible.split(",")
+        if not all(number.isdecimal() and int(number) < len(addresses) for number in chosen):
+            return []
+        addresses = [addresses[int(number)] for number in chosen]
+    nodes = [_read(bus / address.lower() / "numa_node").strip() for address in addresses]
+    if not nodes or not all(node.isdecimal() for node in nodes):
+        return []
+    return [int(nodes[rank % len(nodes)]) for rank in range(ranks)]
 
 
 def usable() -> set[int]:
