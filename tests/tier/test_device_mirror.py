@@ -10,7 +10,7 @@ import torch
 
 from shoal.tier.device_mirror import CopyTransfer, DeviceMirror
 from shoal.tier.elastic import ResizedBuffer
-from shoal.tier.span import ResidentSpan
+from shoal.tier.span import ResidentSpan, Transfer
 from shoal.tier.streams import CopyEvent, CopyStream
 
 HOST = torch.device("cpu")
@@ -23,8 +23,10 @@ class RecordingStream(CopyStream):
         super().__init__()
         self.calls: list[str] = []
 
-    def use(self) -> AbstractContextManager[object]:
-        self.calls.append("use")
+    def follow_compute(self) -> None:
+        self.calls.append("follow")
+
+    def following(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def record_event(self) -> CopyEvent:
@@ -69,14 +71,14 @@ def test_a_shard_on_the_host_is_copied_in_its_stream(stream: RecordingStream) ->
     shard.tensor = torch.ones(4)
     buffer.shrink()
     buffer.grow().wait()
-    assert stream.calls == ["use", "stream_wait"]
+    assert stream.calls == ["follow", "stream_wait"]
     stream.calls.clear()
     buffer.shard.fetch().wait()
     assert stream.calls == ["synchronize"]  # the host may overwrite what the copy reads
     stream.calls.clear()
     shard.tensor = torch.full((4,), 2.0)
     buffer.load_shard()
-    assert stream.calls == ["use", "stream_wait"]
+    assert stream.calls == ["follow", "stream_wait"]
     assert buffer.full[2:6].tolist() == [2.0] * 4
 
 
@@ -85,7 +87,39 @@ def test_every_wait_makes_the_current_stream_wait(stream: RecordingStream) -> No
     arriving.wait()
     assert arriving.done
     arriving.wait()
-    assert stream.calls == ["use", "stream_wait", "stream_wait"]
+    assert stream.calls == ["follow", "stream_wait", "stream_wait"]
+
+
+class ReadSpan(ResidentSpan):
+    """A span that is read from elsewhere, and records the end of the read in the calls of `stream`."""
+
+    def __init__(self, tensor: torch.Tensor, stream: RecordingStream):
+        super().__init__(tensor)
+        self._stream = stream
+
+    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
+        return Read(self._stream)
+
+
+class Read:
+    done = False
+
+    def __init__(self, stream: RecordingStream):
+        self._stream = stream
+
+    def wait(self) -> None:
+        self._stream.calls.append("read")
+
+    def following(self) -> AbstractContextManager[object]:
+        self.wait()
+        return nullcontext()
+
+
+def test_a_copy_does_not_follow_what_is_computed_while_its_source_is_read(stream: RecordingStream) -> None:
+    arriving = CopyTransfer(ReadSpan(torch.ones(4), stream), torch.empty(4), stream)
+    assert stream.calls == ["follow"]
+    arriving.wait()
+    assert stream.calls == ["follow", "read", "stream_wait"]
 
 
 def test_allocated_memory_is_reused(stream: RecordingStream) -> None:
@@ -94,11 +128,11 @@ def test_allocated_memory_is_reused(stream: RecordingStream) -> None:
     span.fetch(fresh=True).wait()
     assert (stream.calls, span.tensor.data_ptr()) == ([], first)
     span.fetch().wait()
-    assert stream.calls == ["use", "stream_wait"]  # the compute stream may still use the memory
+    assert stream.calls == ["follow", "stream_wait"]  # the compute stream may still use the memory
     stream.calls.clear()
     span.commit()
     assert stream.calls == ["stream_wait"]  # a copy up must not write to memory that is free
     stream.calls.clear()
     span.fetch().wait()
-    assert stream.calls == ["use", "stream_wait"]
+    assert stream.calls == ["follow", "stream_wait"]
     assert span.tensor.tolist() == [1.0] * 4

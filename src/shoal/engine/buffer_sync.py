@@ -50,7 +50,7 @@ class BufferSync:
         """Give all data ranks the buffers that have changed on rank 0 since the last call. A collective call."""
         now, device = self._versions(), self._buffer(0).device
         changed = torch.tensor([new != old or _writes_uncounted(module) for new, old, (module, _) in zip(
-            now, self._seen, self._places, strict=True)], dtype=torch.uint8).to(device)
+            now, self._seen, self._places, strict=True)], dtype=torch.uint8, device=self._communicator.words_device)
         self._communicator.broadcast(changed, 0, "which buffers have changed")
         chosen = [self._buffer(index) for index, is_changed in enumerate(changed.tolist()) if is_changed]
         if chosen:

@@ -36,7 +36,10 @@ class GlobalNorm:
         return self.tensor.item()
 
     def __truediv__(self, scale: float) -> GlobalNorm:
-        return GlobalNorm(self.tensor / scale)
+        divided = GlobalNorm(self.tensor / scale)
+        if "value" in vars(self):  # the host has waited for it
+            vars(divided)["value"] = self.value / scale
+        return divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,14 +21,15 @@ __all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
 class CopyTransfer:
     """A copy of the span `source` into `target` on a compute device, in `stream`.
 
-    The copy follows everything that the compute stream was given when it starts, as it must: that allocated the memory of
-    `target`, or may use it.
+    The copy follows everything that the compute stream was given before the transfer, as it must: that allocated the memory
+    of `target`, or may use it. It does not follow what is computed while a disk is read.
     """
 
     def __init__(self, source: Span, target: Tensor, stream: CopyStream):
         self._source = source
         self._target = target
         self._stream = stream
+        stream.follow_compute()
         self._arriving = source.fetch()
         self._event: CopyEvent | None = None
         self._done = False
@@ -64,7 +65,7 @@ class CopyTransfer:
             self._event.synchronize()
 
     def _start(self) -> None:
-        with self._stream.use():
+        with self._stream.following():
             self._target.copy_(self._source.tensor, non_blocking=True)
         self._event = self._stream.record_event()
 

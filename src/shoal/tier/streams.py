@@ -48,6 +48,9 @@ class CopyStream:
         """Return a context whose copies run in this stream, after all work that the compute stream was given so far."""
         return nullcontext()
 
+    def follow_compute(self) -> None:
+        """Have later work of this stream follow all work that the compute stream was given so far."""
+
     def following(self) -> AbstractContextManager[object]:
         """Return a context whose work follows the copies that this stream was given so far."""
         return nullcontext()
@@ -74,8 +77,11 @@ class _SideStream(CopyStream):
         self._stream = stream
 
     def use(self) -> AbstractContextManager[object]:
-        self._stream.wait_for_current()
+        self.follow_compute()
         return self._stream.use()
+
+    def follow_compute(self) -> None:
+        self._stream.wait_for_current()
 
     def following(self) -> AbstractContextManager[object]:
         return self._stream.use()
