@@ -52,7 +52,7 @@ def fsdp2(scale: Scale) -> Measured:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mesh, policy = init_device_mesh(scale.device.type, (1,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model, length = build(scale, "7b")
-    offload = {} if scale.device.type == "cpu" else {"offload_policy": CPUOffloadPolicy()}
+    offload: dict[str, Any] = {} if scale.device.type == "cpu" else {"offload_policy": CPUOffloadPolicy()}
     for block in [*model.blocks, model]:
         fully_shard(block, mp_policy=policy, mesh=mesh, **offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

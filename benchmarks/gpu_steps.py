@@ -63,7 +63,7 @@ def _plain(scale: Scale, size: str) -> System:
         nn.utils.clip_grad_norm_(masters, CLIPPING)
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateUsage]
+            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateImportUsage]
 
     return System(step=step, flops=model.flops(length), parameters=sum(master.numel() for master in masters))
 
@@ -156,6 +156,7 @@ def _mallocs(scale: Scale) -> int:
 
 def _busy(system: System, x: Tensor) -> float:
     """Return the share of a step's time in which at least one kernel ran."""
+    from torch.autograd.profiler_util import DeviceType  # pyright: ignore[reportPrivateImportUsage]
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -163,8 +164,8 @@ def _busy(system: System, x: Tensor) -> float:
         system.step(x)
         torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
-    spans = sorted((event.time_range.start, event.time_range.end) for event in profiler.events()
-                   if event.device_type == torch.autograd.DeviceType.CUDA)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in profiler.events() or ()
+                   if event.device_type == DeviceType.CUDA)
     busy, until = 0.0, float("-inf")
     for begin, end in spans:
         busy += max(0.0, end - max(begin, until))

@@ -359,7 +359,7 @@ def lock_pages(address: int, size: int) -> Callable[[], object]:
 
     Returns what unlocks it, to be called before the memory is unmapped. Raises `UsageError` where the system refuses.
     """
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
     if code:
         raise UsageError(f"pin_memory: the system refuses to page-lock {size:,} bytes of host memory (error {code} of "
