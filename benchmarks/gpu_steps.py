@@ -116,9 +116,15 @@ def _fsdp2(scale: Scale, size: str) -> System:
 
 
 def _fake() -> None:
-    """Be rank 0 of 8 whose collectives move nothing."""
+    """Be rank 0 of 8 whose collectives move nothing: what ranks tell each other is what this one says."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from shoal.transport.collectives import Communicator
+
+    def alike(communicator: Communicator, tensor: Tensor, what: str, tag: int) -> Tensor:
+        return tensor.expand(communicator.ranks, -1).clone()
+
+    Communicator._gather_whole = alike  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
 
 
