@@ -89,6 +89,7 @@ DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
     "compat/device_accelerator.py": ({"accelerator"}, "the published accelerator answers what torch's does"),
     "compat/ranks_command.py": ({"CUDA_VISIBLE_DEVICES"}, "a published variable"),
     "compat/recompute.py": ({"CudaRNGStatesTracker"}, "a published class"),
+    "launch/agent.py": ({"CUDA_VISIBLE_DEVICES"}, "which GPUs ranks are near to, before torch is loaded"),
     "compat/tolerance.py": ({"captured as a CUDA graph"}, "what a published key means"),
     "config/blocks.py": ({"capture CUDA graphs", "enable_cuda_graph"}, "published keys"),
     "optim/registry.py": ({"cuda_aware"}, "a published parameter"),

@@ -33,7 +33,7 @@ def test_a_loaded_step_count_is_on_the_device_that_torch_would_use(options: dict
 def test_a_rank_without_units_gathers_words_on_its_device() -> None:
     sent: list[Tensor] = []
 
-    def gather_words(words: Tensor) -> Tensor:
+    def gather_words(words: Tensor, what: str = "") -> Tensor:
         sent.append(words)
         return torch.zeros(2, 1, dtype=torch.int64)
 
