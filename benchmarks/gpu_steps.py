@@ -125,6 +125,8 @@ def _fake() -> None:
         return tensor.expand(communicator.ranks, -1).clone()
 
     Communicator._gather_whole = alike  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
 
 
