@@ -116,15 +116,9 @@ def _fsdp2(scale: Scale, size: str) -> System:
 
 
 def _fake() -> None:
-    """Be rank 0 of 8 whose collectives move nothing: what ranks tell each other is what this one says."""
+    """Be rank 0 of 8 whose collectives move nothing: it has its own values in place of the others'."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shoal.transport.collectives import Communicator
-
-    def alike(communicator: Communicator, tensor: Tensor, what: str, tag: int) -> Tensor:
-        return tensor.expand(communicator.ranks, -1).clone()
-
-    Communicator._gather_whole = alike  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())

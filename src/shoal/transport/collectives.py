@@ -101,7 +101,8 @@ class Communicator:
         self.reduce_elements = reduce_elements
         """The most elements of a buffer in one chunk of a reduction, over all ranks."""
         self.native = any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
-        self.words_device = HOST if not self.native or "cpu:gloo" in dist.get_backend_config(group) else current_device()
+        self._gloo_on_host = not self.native or "cpu:gloo" in dist.get_backend_config(group)
+        self.words_device = HOST if self._gloo_on_host else current_device()
         """Where the few numbers are that ranks exchange: on the host where the group has a backend for that."""
         self.direct_bytes = direct_bytes
         """Messages of at least so many bytes between ranks of one machine go through peer memory; None: no message."""
@@ -300,7 +301,7 @@ class Communicator:
     def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
         out = tensor.new_empty((self.ranks, tensor.numel()))
-        if self.native and (on_accelerator(tensor) or self.words_device != HOST):
+        if on_accelerator(tensor) or not self._gloo_on_host:
             self._launch(what, partial(native_all_gather, out.view(-1), tensor, self.group, async_op=True)).wait()
         else:
             out[self.rank] = tensor
