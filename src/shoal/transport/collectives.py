@@ -301,7 +301,7 @@ class Communicator:
     def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
         out = tensor.new_empty((self.ranks, tensor.numel()))
-        if on_accelerator(tensor) or not self._gloo_on_host:
+        if self.native and (on_accelerator(tensor) or not self._gloo_on_host):
             self._launch(what, partial(native_all_gather, out.view(-1), tensor, self.group, async_op=True)).wait()
         else:
             out[self.rank] = tensor
