@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch.distributed as dist
 
 from shoal.testing import run_ranks
+from shoal.transport.failure_board import FailureBoard, published_failure
 from shoal.transport.native_watch import IssuedOrder, LaunchedCollectives, first_difference
 
 
@@ -38,6 +40,37 @@ def _oldest() -> list[bool]:
 
 def test_the_oldest_collective_that_has_not_ended_is_watched() -> None:
     assert run_ranks(1, _oldest) == [[True] * 4]
+
+
+class _Heard(LaunchedCollectives):
+    """Says when its collectives were aborted."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group)
+        self.heard = threading.Event()
+
+    def _abort(self) -> None:
+        super()._abort()
+        self.heard.set()
+
+
+def _abandoned() -> bool:
+    board, store = FailureBoard("test"), dist.distributed_c10d._get_default_store()
+    assert dist.group.WORLD is not None
+    if dist.get_rank() == 1:
+        board.publish("rank 1: out of memory")
+        store.wait(["rank 0 has heard"])
+        return True
+    launched = _Heard(dist.group.WORLD)
+    work: Any = _Work()
+    launched.add(work)
+    heard = launched.heard.wait(60)
+    store.set("rank 0 has heard", "")
+    return heard and launched.aborted and published_failure() == "rank 1: out of memory"
+
+
+def test_a_failed_rank_aborts_collectives_that_others_do_not_wait_for() -> None:
+    assert run_ranks(2, _abandoned) == [True, True]
 
 
 def test_the_first_difference_of_orders_is_told_by_rank_and_name() -> None:

@@ -96,8 +96,6 @@ void reduce_rows(const Tensor& addends, const Tensor& target, const ReduceOp& op
   target.copy_(total.view_as(target));
 }
 
-constexpr int ABORT_TAG = 1 << 21;  // no rank sends with it
-
 class LateGroup final : public Backend {
  public:
   explicit LateGroup(c10::intrusive_ptr<Backend> gloo)
@@ -107,14 +105,7 @@ class LateGroup final : public Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
-  // gloo closes its connections when a wait times out, which ends every other wait of the group.
-  void abort() override {
-    try {
-      Tensors nothing{at::empty({1})};
-      gloo_->recv(nothing, (rank_ + 1) % size_, ABORT_TAG)->wait(std::chrono::milliseconds(1));
-    } catch (const std::exception&) {
-    }
-  }
+  void abort() override { gloo_->abort(); }
   void shutdown() override { gloo_->shutdown(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
