@@ -73,8 +73,8 @@ def campaign(benchmark: str, file: str, what: str, rows: Mapping[str, Row]) -> N
     end, found = time.monotonic() + 60 * MINUTES, dict[str, Measured]()
     for name in options.rows:
         left = end - time.monotonic()
-        found[name] = _child(file, name, rows[name], min(rows[name].seconds, left), options) if left > 5 else {
-            "failure": "no time was left"}
+        seconds = left if options.small else min(rows[name].seconds, left)
+        found[name] = _child(file, name, rows[name], seconds, options) if left > 5 else {"failure": "no time was left"}
         sys.stderr.write(f"{name}: {_shown(found[name])}\n")
         _publish(benchmark, scale, found, options.out)
     if options.small and any("failure" in row for row in found.values()):
