@@ -35,7 +35,7 @@ FAULTS = (
     Fault(name="a copy stream does not wait for the compute stream", where="tier.streams:_SideStream.follow_compute",
           removes="self._stream.wait_for_current()", program="offloaded"),
     Fault(name="compute does not wait for weights copied to the device", where="tier.device_mirror:CopyTransfer.wait",
-          removes="self._event.stream_wait()", program="offloaded"),
+          removes="self._event.stream_wait()", program="published and offloaded"),
     Fault(name="the host writes weights whose copy is queued", where="tier.device_mirror:CopyTransfer.finish",
           removes="self._event.synchronize()", program="written on the host"),
     Fault(name="a step on the host reads gradients too early", where="tier.device_mirror:DeviceMirror.finish_commit",

@@ -100,7 +100,7 @@ def _tensor_parallel() -> list[Tensor]:
 
 
 def _host() -> Memory:
-    return Memory(device=HOST, pinned=can_pin(current_device()))
+    return Memory(device=HOST, pinned=current_device() if can_pin(current_device()) else None)
 
 
 def _written_on_host() -> list[Tensor]:
