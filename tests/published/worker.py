@@ -1,0 +1,111 @@
+"""Runs cases in one environment: `python -m tests.published.worker OUT [NAME ...]`, each in processes of its own.
+
+The process imports torch and `deepspeed` once and forks for every rank. With Shoal, `install` gives it that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import published
+
+from .case import CASES, Case, plain
+
+SECONDS = 90.0
+"""A case that takes longer has hung."""
+
+
+def load() -> None:
+    """Import every family, which registers its cases."""
+    for info in pkgutil.iter_modules(published.__path__):
+        if info.name.startswith("on_"):
+            importlib.import_module(f"tests.published.{info.name}")
+
+
+def run(case: Case) -> Any:
+    """Run one case on its ranks; return what each observed, or the text of the first error."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_fork(case, rank, Path(folder)) for rank in range(case.ranks)]
+        _join(children)
+        found: list[Any] = []
+        for rank in range(case.ranks):
+            path = Path(folder) / f"found{rank}"
+            answer = json.loads(path.read_text()) if path.exists() else {"error": f"rank {rank} died or hung"}
+            if "error" in answer:
+                return answer
+            found.append(answer["found"])
+        return {"found": found}
+
+
+def _fork(case: Case, rank: int, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.setpgid(0, 0)
+    answer: dict[str, Any]
+    try:
+        log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks), LOCAL_SIZE=str(case.ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(20000 + os.getppid() % 20000))
+        (folder / "work").mkdir(exist_ok=True)
+        os.chdir(folder / "work")
+        torch.manual_seed(0)
+        store = dist.FileStore(str(folder / "store"), case.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks, timeout=timedelta(seconds=SECONDS))
+        answer = {"found": plain(case.run(**case.arguments))}
+    except BaseException as error:
+        lines = traceback.format_exc().splitlines()
+        answer = {"error": f"{type(error).__name__}: {error}"[:500], "trace": lines[-12:]}
+    (folder / f"part{rank}").write_text(json.dumps(answer))
+    (folder / f"part{rank}").rename(folder / f"found{rank}")
+    os._exit(0)
+
+
+def _join(children: list[int]) -> None:
+    end = time.monotonic() + SECONDS
+    left = set(children)
+    while left:
+        for child in list(left):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                left.discard(child)
+        if time.monotonic() > end:
+            for child in left:
+                os.killpg(child, signal.SIGKILL)
+        if left:
+            time.sleep(0.005)
+
+
+def main(out: str, *names: str) -> None:
+    """Run the named cases, or all, and write what they observed as JSON."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.set_num_threads(1)
+    if importlib.util.find_spec("shoal") is not None:
+        importlib.import_module("shoal.compat").install()
+    importlib.import_module("deepspeed")
+    load()
+    answers: dict[str, Any] = {}
+    for name, each in CASES.items():
+        if not names or any(word in name for word in names):
+            answers[name] = run(each)
+    Path(out).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
