@@ -18,7 +18,7 @@ def test_a_save_leaves_only_its_tag_and_latest(tmp_path: Path) -> None:
     save(tmp_path, "a")
     assert names(tmp_path) == ["a", "latest"]
     assert names(tmp_path / "a") == ["index.json", "rank00000-000.safetensors"]
-    assert (tmp_path / "latest").read_text() == "a\n"
+    assert (tmp_path / "latest").read_text() == "a"
 
 
 def test_no_tag_means_the_latest(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ CASES: dict[str, Case] = {}
 
 def case(ranks: int = 1, **choices: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as one case for each combination of the choices."""
+
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         family = run.__module__.rpartition(".")[2]
         for values in itertools.product(*choices.values()):
@@ -36,11 +37,12 @@ def case(ranks: int = 1, **choices: Sequence[Any]) -> Callable[[Callable[..., An
             assert name not in CASES, name
             CASES[name] = Case(name=name, run=run, ranks=ranks, arguments=dict(zip(choices, values, strict=True)))
         return run
+
     return register
 
 
 def _label(value: Any) -> str:
-    return str(value).replace("torch.", "").replace(" ", "")
+    return value if isinstance(value, str) and " " not in value else repr(value).replace("torch.", "")
 
 
 def raised(run: Callable[[], object]) -> dict[str, Any]:
@@ -91,3 +93,43 @@ def differences(found: Any, expected: Any, at: str = "") -> Iterator[str]:
             yield f"{at}: {found}, not {expected}"
     elif found != expected or isinstance(found, bool) != isinstance(expected, bool):
         yield f"{at}: {str(found)[:160]}, not {str(expected)[:160]}"
+
+
+def verdict(ours: Mapping[str, Any], expected: Any) -> list[str]:
+    """Return how what a case showed here differs from what it showed on the published package."""
+    if "error" in ours:
+        return [ours["error"], *ours.get("trace", [])]
+    return list(differences(ours["found"], expected))
+
+
+def chosen(words: Sequence[str] = (), most: int | None = None) -> list[str]:
+    """Return the cases whose names have one of the words, at most so many of each function, spread over its arguments."""
+    by_function: dict[str, list[str]] = {}
+    for name in CASES:
+        if not words or any(word in name for word in words):
+            by_function.setdefault(name.partition("[")[0], []).append(name)
+    if most is None:
+        return [name for names in by_function.values() for name in names]
+    return [
+        names[index * len(names) // min(most, len(names))]
+        for names in by_function.values()
+        for index in range(min(most, len(names)))
+    ]
+
+
+SLOW = ("on_zero", "on_half", "on_optimizers", "on_checkpoint", "on_comm")
+"""Families that the suite leaves to `python -m tests.published`: other tests of the suite train at every stage."""
+
+
+def quick(case: Case) -> bool:
+    """Whether the suite runs the case, against what was recorded."""
+    return case.ranks == 1 and not case.name.startswith(SLOW)
+
+
+def rounded(value: Any) -> Any:
+    """Return an observation with seven digits of each number."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value

@@ -1,10 +1,11 @@
-"""Runs cases in one environment: `python -m tests.published.worker OUT [NAME ...]`, each in processes of its own.
+"""Runs cases in one environment: `python -m tests.published.worker NAMES OUT`, each in processes of its own.
 
 The process imports torch and `deepspeed` once and forks for every rank. With Shoal, `install` gives it that name.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -26,7 +27,7 @@ from tests import published
 
 from .case import CASES, Case, plain
 
-SECONDS = 90.0
+SECONDS = 60.0
 """A case that takes longer has hung."""
 
 
@@ -45,7 +46,8 @@ def run(case: Case) -> Any:
         found: list[Any] = []
         for rank in range(case.ranks):
             path = Path(folder) / f"found{rank}"
-            answer = json.loads(path.read_text()) if path.exists() else {"error": f"rank {rank} died or hung"}
+            log = (Path(folder) / f"log{rank}").read_text()[-1500:].splitlines()
+            answer = json.loads(path.read_text()) if path.exists() else {"error": f"rank {rank} died or hung", "trace": log}
             if "error" in answer:
                 return answer
             found.append(answer["found"])
@@ -62,8 +64,14 @@ def _fork(case: Case, rank: int, folder: Path) -> int:
         log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks), LOCAL_SIZE=str(case.ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(20000 + os.getppid() % 20000))
+        faulthandler.dump_traceback_later(SECONDS / 2, file=log)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(case.ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(20000 + os.getppid() % 20000),
+        )
         (folder / "work").mkdir(exist_ok=True)
         os.chdir(folder / "work")
         torch.manual_seed(0)
@@ -92,19 +100,36 @@ def _join(children: list[int]) -> None:
             time.sleep(0.005)
 
 
-def main(out: str, *names: str) -> None:
-    """Run the named cases, or all, and write what they observed as JSON."""
+def prepare() -> None:
+    """Build an engine once, before the forks: the published package compiles an extension and imports much for the first."""
+    deepspeed = importlib.import_module("deepspeed")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        engine, *_ = deepspeed.initialize(
+            model=torch.nn.Linear(2, 2),
+            config={
+                "train_batch_size": 1,
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+            },
+        )
+        engine.destroy()
+        deepspeed.comm.destroy_process_group()
+
+
+def main(names: str, out: str) -> None:
+    """Run the cases that the JSON list `names` has, and append a line with what each observed to `out`."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     if importlib.util.find_spec("shoal") is not None:
         importlib.import_module("shoal.compat").install()
     importlib.import_module("deepspeed")
+    prepare()
     load()
-    answers: dict[str, Any] = {}
-    for name, each in CASES.items():
-        if not names or any(word in name for word in names):
-            answers[name] = run(each)
-    Path(out).write_text(json.dumps(answers))
+    with Path(out).open("a") as lines:
+        for name in json.loads(Path(names).read_text()):
+            print(json.dumps([name, run(CASES[name])]), file=lines, flush=True)
 
 
 if __name__ == "__main__":

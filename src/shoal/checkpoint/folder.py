@@ -83,10 +83,10 @@ def latest(folder: Path) -> str | None:
 
 
 def point_latest(folder: Path, tag: str) -> None:
-    """Write `tag` to the file `latest`, atomically."""
+    """Write `tag` to the file `latest`, atomically; nothing else, since scripts join what they read to the folder."""
     draft = folder / f"{SAVING}{LATEST}"
     with draft.open("w") as file:
-        file.write(tag + "\n")
+        file.write(tag)
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, folder / LATEST)

@@ -40,6 +40,8 @@ def assemble(make: Callable[..., Any], *, args: Any, model: Any, config: Any, co
     """
     if model is None:
         raise UsageError("initialize: model is missing; pass the torch module to train")
+    if isinstance(model, PipelineModule) and objects.get("mpu") is not None:
+        raise UsageError("initialize: got mpu beside a PipelineModule, which brings its own grid; leave mpu out")
     config = config_params if config is None else config
     parsed = getattr(config_class, "_param_dict", None)
     given = read_config(parsed if parsed is not None and config is None else _source(args, config))

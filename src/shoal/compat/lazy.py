@@ -18,6 +18,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     """
     module = sys.modules[package]
     submodules = {info.name for info in pkgutil.iter_modules(module.__path__)}
+    shadowed = {name: home for name, home in homes.items() if name in submodules}
 
     def get(name: str) -> object:
         home = homes.get(name)
@@ -28,6 +29,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         else:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         vars(module)[name] = found
+        for shadow, its_home in shadowed.items():  # importing a submodule binds its name, which is another object's here
+            if its_home in sys.modules:
+                vars(module)[shadow] = getattr(sys.modules[its_home], shadow)
         return found
 
     def names() -> list[str]:

@@ -8,10 +8,11 @@ time, and the unit alone knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from shoal.zero.placement import STAGES
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Phase
 
-__all__ = ["ZeroParamStatus", "ZeroParamType", "add_attributes", "owned_by", "safe_get_full_fp32_param",
+__all__ = ["ZeroParamStatus", "ZeroParamType", "add_attributes", "external", "owned_by", "safe_get_full_fp32_param",
            "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param", "safe_get_local_grad",
            "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
            "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
@@ -215,8 +216,27 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, Unit], Any]] = {
 """The published attributes of a sharded parameter."""
 
 
+external: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
+"""The parameters of other modules that a module was registered to use, by identity."""
+
+
+def _external_parameters(module: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
+    """Yield each registered parameter of another module, with its `ds_id`."""
+    for parameter in external.get(module, {}).values():
+        yield parameter.ds_id, parameter  # pyright: ignore[reportAttributeAccessIssue]  the published name
+
+
+def _all_parameters(module: nn.Module) -> Iterator[tuple[str | int, nn.Parameter]]:
+    """Yield the module's own parameters by name, and the registered ones by `ds_id`."""
+    yield from module.named_parameters(recurse=False)
+    yield from _external_parameters(module)
+
+
 def add_attributes() -> None:
-    """Add the published attributes to `torch.nn.Parameter`."""
+    """Add the published attributes to `torch.nn.Parameter`, and the published methods to `torch.nn.Module`."""
+    for name, method in (("ds_external_parameters", _external_parameters), ("all_parameters", _all_parameters)):
+        if name not in vars(nn.Module):
+            setattr(nn.Module, name, method)
     for name, answer in _ATTRIBUTES.items():
         if name not in vars(nn.Parameter):
             setattr(nn.Parameter, name, property(_answering(name, answer)))

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shoal.compat.deepspeed.runtime.config import read_config
-from shoal.compat.parameters import add_attributes
+from shoal.compat.parameters import add_attributes, external
 from shoal.compat.raising import published_errors
 from shoal.compat.tolerance import tolerate
 from shoal.errors import NotSupportedYet, UsageError
@@ -93,9 +92,6 @@ class GatheredParameters:
                 context.__exit__(*failure)
 
 
-_external: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
-
-
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Note that `module` uses a parameter of another module. Shoal gathers such a parameter when it is read.
 
@@ -103,14 +99,14 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     if not isinstance(parameter, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass tensors
         raise UsageError(f"register_external_parameter: got a {type(parameter).__name__}; pass a torch.nn.Parameter")
-    _external.setdefault(module, {})[id(parameter)] = parameter
+    external.setdefault(module, {})[id(parameter)] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Forget a registered parameter; raises `RuntimeError` if it was not registered."""
     if not isinstance(parameter, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass tensors
         raise UsageError(f"unregister_external_parameter: got a {type(parameter).__name__}; pass a torch.nn.Parameter")
-    if _external.get(module, {}).pop(id(parameter), None) is None:
+    if external.get(module, {}).pop(id(parameter), None) is None:
         raise UsageError("unregister_external_parameter: this parameter is not registered with this module; call "
                          "register_external_parameter first")
 

@@ -82,6 +82,11 @@ class MultiNodeRunner(ABC):
         return shlex.split(self.args.launcher_args)
 
 
+def _quoted(word: str) -> str:
+    """Return a word with spaces as the shells of other hosts read it: in double quotes, those within it escaped."""
+    return '"' + word.replace('"', '\\"') + '"'
+
+
 class PDSHRunner(MultiNodeRunner):
     """Starts one launcher on each host over ssh."""
 
@@ -93,7 +98,7 @@ class PDSHRunner(MultiNodeRunner):
         return PDSH_LAUNCHER
 
     def parse_user_args(self) -> list[str]:
-        return [word if word.startswith("-") or " " not in word else f'"{word}"' for word in self.args.user_args]
+        return [_quoted(word) if " " in word else word for word in self.args.user_args]
 
     def get_cmd(self, environment: dict[str, str],
                 active_resources: Resources) -> tuple[list[str], list[str], dict[str, str]]:
@@ -197,8 +202,8 @@ class MPICHRunner(_MPIRunner):
     def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> list[str]:
         words = ["mpirun", "-n", str(self.ranks()), "-ppn", str(self.per_host()),
                  *self.launcher_args()]
-        for name, value in {**self.exports, **self.variables()}.items():
-            words += ["-genv", name, value]
+        words += [word for name, value in self.exports.items() for word in ("-genv", f"{name}={value}")]
+        words += [word for name, value in self.variables().items() for word in ("-genv", name, value)]
         helper = str(Path(__file__).with_name("launcher_helper.py"))
         options = [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(self.args, name)]
         return [*words, "-hosts", ",".join(self.resource_pool), sys.executable, "-u", helper, "--launcher", MPICH_LAUNCHER,
