@@ -151,8 +151,8 @@ SHARED = ["-genv", "FOO", '"bar baz"', "-genv", "MASTER_ADDR", "m1", "-genv", "M
 COMMANDS = {
     "openmpi": ["mpirun", "-n", "4", "-hostfile", "hf", "--mca", "btl", "^openib", "--mca", "btl_tcp_if_include", "eth0",
                 "-x", "UCX_TLS=tcp", "-x", 'FOO="bar baz"', *SCRIPT],
-    "mpich": ["mpirun", "-n", "4", "-ppn", "2", *SHARED, "-hosts", "h1,h2", sys.executable, "-u", launcher_helper.__file__,
-              "--launcher", "mpich", "train.py", "--a", "b c"],
+    "mpich": ["mpirun", "-n", "4", "-ppn", "2", "-genv", 'FOO="bar baz"', *SHARED[3:], "-hosts", "h1,h2", sys.executable,
+              "-u", launcher_helper.__file__, "--launcher", "mpich", "train.py", "--a", "b c"],
     "impi": ["mpirun", "-ppn", "2", *SHARED, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2",
              *[word for rank in range(4) for word in (*([":"] if rank else []), "-n", "1", "-env", "RANK", str(rank),
                                                       "-env", "LOCAL_RANK", str(rank % 2), *SCRIPT)]],

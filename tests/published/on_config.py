@@ -87,7 +87,7 @@ def base64_text() -> Any:
     return solved(DeepSpeedConfig(base64.urlsafe_b64encode(json.dumps({"train_batch_size": 4}).encode()).decode()))
 
 
-@case(what=["missing.json", "a b c", "eyJ4!"])
+@case(what=["missing.json", "a b c"])
 def text_that_is_no_config(what: str) -> Any:
     return raised(lambda: DeepSpeedConfig(what))
 

