@@ -46,6 +46,8 @@ def test_the_error_names_ranks_collectives_calls_and_the_fix() -> None:
         "ranks wait for each other: rank 0 for gather of unit '1' (forward after 2 steps), rank 1 for gather of unit '2' "
         "(forward after 2 steps). They take different ways through the model.")
     assert "shoal.zero.set_leaf_modules" in explain([0, 1], same)
+    skipped = same | {1: waiting(2, call="backward after 2 steps")}
+    assert "shoal.zero.set_leaf_modules" in explain([0, 1], skipped)
     other = same | {1: waiting(2, call="save_checkpoint after 2 steps")}
     assert "`with engine.join():`" in explain([0, 1], other)
 

@@ -180,3 +180,65 @@ def test_masters_follow_weights_that_are_given_other_memory() -> None:
         for master, weight, error in run_ranks(2, rounded, stage):
             assert master == weight == 3.0, stage
             assert said in error
+
+
+class WithUpdate(nn.Module):
+    """A frozen layer with a trained update, as adapters are added to a model."""
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base, self.update = base.requires_grad_(False), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.update
+
+
+def new_head(whole: nn.Module) -> None:
+    whole[4] = nn.Linear(12, 3)
+
+
+def adapter(whole: nn.Module) -> None:
+    whole[4] = WithUpdate(whole[4])
+
+
+def registered(whole: nn.Module) -> None:
+    whole[3].register_parameter("slope", nn.Parameter(torch.ones(1)))
+
+
+GAINED = {"4.weight": new_head, "4.update": adapter, "3.slope": registered}
+
+
+def gained(stage: int) -> dict[str, str]:
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    errors: dict[str, str] = {}
+    for name, change in GAINED.items():
+        whole = model()
+        known = set(whole.parameters())
+        engine = shoal.initialize(model=whole, optimizer=sgd(whole), config=config)[0]
+        engine(batch(0))
+        change(whole)
+        with torch.no_grad():
+            engine(batch(0))  # nothing is trained
+        with pytest.raises(UsageError) as raised:
+            engine(batch(0))
+        errors[name] = str(raised.value)
+        added = [parameter for parameter in whole.parameters() if parameter.requires_grad and parameter not in known]
+        for parameter in added:
+            parameter.requires_grad_(False)
+        engine(batch(0))
+        for parameter in added:
+            parameter.requires_grad_(True)
+        with pytest.raises(UsageError, match="was added to the model after initialize"):
+            engine(batch(0))
+        engine.destroy()
+        trained = shoal.initialize(model=whole, optimizer=sgd(whole), config=config)[0]
+        trained.backward(trained(batch(0)).square().mean())
+        trained.step()
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_added_after_initialize_are_refused_by_name(stage: int) -> None:
+    for name, error in run_ranks(1, gained, stage)[0].items():
+        assert error.startswith(f"forward: parameter '{name}' was added to the model after initialize"), error
+        assert "then call initialize; or freeze the parameter by requires_grad_(False)" in error

@@ -3,7 +3,7 @@
 What is gathered, reduced and stepped is the buffer of a unit, whose views the parameters are. Forward and backward use what
 the script has put there, as always. Before a step its values are copied into the buffer, and the parameter is a view of it
 again; until then the buffer is left alone, so that averaged weights can be swapped in for an evaluation, and out again. What
-the buffer cannot hold raises at the next forward.
+the buffer cannot hold raises at the next forward, and so do parameters that the model gained after `initialize`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ReplacedParameters", "adopt", "replaced_slots"]
 
 
 class ReplacedParameters:
-    """Finds the parameters of one root that a script has given other memory, or replaced by other objects."""
+    """Finds the parameters of one root that a script has given other memory, replaced by other objects, or added."""
 
     def __init__(self, root: nn.Module, units: Iterable[Unit]):
         units = list(units)
@@ -33,12 +33,14 @@ class ReplacedParameters:
             unit.layout.slots, unit.members, strict=True) if member.parameter.numel()]) for unit in self._units]
         self._places = [(place, key, parameter, names[parameter]) for place in map(_parameters_of, root.modules())
                         for key, parameter in place.items() if isinstance(parameter, nn.Parameter) and parameter in names]
+        self._known = set(root.parameters())
+        self._structure = _Structure(root)
 
     def check(self, *, training: bool) -> None:
         """Look for such parameters before a forward; take over the values of those that are released after their use.
 
         Raises `UsageError`, naming the parameter, for values that the buffer cannot hold; with `training` also for another
-        `nn.Parameter` in the place of one that the engine trains.
+        `nn.Parameter` in the place of one that the engine trains, and for one that the model gained.
         """
         for unit in self._released:
             adopt(unit)
@@ -47,6 +49,8 @@ class ReplacedParameters:
                 check_fit(unit, self._units)
             if any(place.get(key) is not parameter for place, key, parameter, _ in self._places):
                 self._refuse_other_objects()
+            if self._structure.has_changed():
+                self._refuse_new_parameters()
 
     def adopt(self) -> None:
         """Take over the values of all such parameters. Raises `UsageError` as `check` does."""
@@ -84,6 +88,39 @@ class ReplacedParameters:
                     f"forward: parameter '{name}' is {'no part of the model' if other is None else 'another object'} since "
                     f"initialize, and the engine would go on to train the old one. Write into the parameter instead "
                     f"(p.data = value, load_state_dict without assign=True), or change the model before initialize")
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise for trainable parameters that the model has gained: no optimizer steps them, no rank averages them."""
+        gained = {name: parameter for name, parameter in self._root.named_parameters()
+                  if isinstance(parameter, nn.Parameter)  # pyright: ignore[reportUnnecessaryIsInstance]  functional_call
+                  and parameter not in self._known}
+        for name in (name for name, parameter in gained.items() if parameter.requires_grad):
+            raise UsageError(
+                f"forward: parameter '{name}' was added to the model after initialize, and the engine would not train it. "
+                f"Change the model first (a new head, get_peft_model), then call initialize; or freeze the parameter by "
+                f"requires_grad_(False)")
+        if not gained:  # a frozen one may be thawed
+            self._structure = _Structure(self._root)
+
+
+class _Structure:
+    """Which children each module of a root has, and how many parameters: asked before every forward, hence bare dicts."""
+
+    def __init__(self, root: nn.Module):
+        self._children = [(children, key, child) for module in root.modules() for children in (_children_of(module),)
+                          for key, child in children.items()]
+        self._counts = [(place, len(place)) for module in root.modules()
+                        for place in (_children_of(module), _parameters_of(module))]
+
+    def has_changed(self) -> bool:
+        """Whether a module or a parameter has come, or a module has gone or was exchanged."""
+        return (any(len(place) != count for place, count in self._counts)
+                or any(children.get(key) is not child for children, key, child in self._children))
+
+
+def _children_of(module: nn.Module) -> dict[str, object]:
+    """Return the dict that `module` keeps its own children in."""
+    return vars(module)["_modules"]
 
 
 def _parameters_of(module: nn.Module) -> dict[str, object]:
