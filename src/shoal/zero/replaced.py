@@ -34,7 +34,7 @@ class ReplacedParameters:
         self._places = [(place, key, parameter, names[parameter]) for place in map(_parameters_of, root.modules())
                         for key, parameter in place.items() if isinstance(parameter, nn.Parameter) and parameter in names]
         self._known = set(root.parameters())
-        self._structure = _Structure(root)
+        self._members = _ModuleMembers(root)
 
     def check(self, *, training: bool) -> None:
         """Look for such parameters before a forward; take over the values of those that are released after their use.
@@ -49,7 +49,7 @@ class ReplacedParameters:
                 check_fit(unit, self._units)
             if any(place.get(key) is not parameter for place, key, parameter, _ in self._places):
                 self._refuse_other_objects()
-            if self._structure.has_changed():
+            if self._members.has_changed():
                 self._refuse_new_parameters()
 
     def adopt(self) -> None:
@@ -100,10 +100,10 @@ class ReplacedParameters:
                 f"Change the model first (a new head, get_peft_model), then call initialize; or freeze the parameter by "
                 f"requires_grad_(False)")
         if not gained:  # a frozen one may be thawed
-            self._structure = _Structure(self._root)
+            self._members = _ModuleMembers(self._root)
 
 
-class _Structure:
+class _ModuleMembers:
     """Which children each module of a root has, and how many parameters: asked before every forward, hence bare dicts."""
 
     def __init__(self, root: nn.Module):
