@@ -24,7 +24,7 @@ ASKED = ("Norway", "Japan", "Iceland")
 
 
 def build(name: str | None) -> tuple[Any, Any]:
-    """Return the model and its tokenizer; loaded sharded where the configuration says stage 3."""
+    """Return the model and its tokenizer."""
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     torch.manual_seed(0)
@@ -86,6 +86,8 @@ def main() -> None:
     if state is not None:
         plain = merged(state, args.adapters) if args.adapters else state
         model.save_pretrained(args.out, state_dict=plain)
+        if args.model:
+            tokenizer.save_pretrained(args.out)
         say(f"saved in {args.out}: from_pretrained loads it")
 
 
