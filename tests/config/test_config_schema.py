@@ -172,9 +172,8 @@ LATER = {
         'flops_profiler: not supported yet (the FLOPs profiler); remove the block or give "enabled": false',
     ),
     "a key of a block": (
-        {"activation_checkpointing": {"partition_activations": True, "profile": False}},
-        "activation_checkpointing.partition_activations: got true; "
-        "not supported yet (recompute and partition activations); remove it or give false",
+        {"aio": {"use_gds": True}},
+        "aio.use_gds: got true; not supported yet (copy between disk and GPU directly); remove it or give false",
     ),
     "a block of any keys": (
         {"compression_training": {"layer_reduction": {}}},

@@ -38,17 +38,6 @@ BLOCKS: Mapping[str, Published] = {
         {"enabled": False, "dtype": "bfloat16", "lower_precision_safe_modules": None},
         switch="enabled",
     ),
-    "activation_checkpointing": later_block(
-        "recompute and partition activations",
-        {
-            "partition_activations": False,
-            "cpu_checkpointing": False,
-            "contiguous_memory_optimization": False,
-            "number_checkpoints": None,
-            "synchronize_checkpoint_boundary": False,
-            "profile": False,
-        },
-    ),
     "progressive_layer_drop": later_block(
         "drop layers during training", {"enabled": False, "theta": 1.0, "gamma": 0.001}, switch="enabled"
     ),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal import comm
+from shoal.activation import RecomputeMode, SavedActivations, recompute_blocks
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
 from shoal.device import can_pin, empty_cache
@@ -96,6 +97,10 @@ class BaseEngine(Accessors, nn.Module):
         """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
         self.compilation = compilation
         """The modules that torch.compile compiles, or is to compile."""
+        self.activations: SavedActivations | None = None
+        """Where saved tensors rest until backward; None: on the device."""
+        self.recomputed: list[nn.Module] = []
+        """The blocks that recompute their activations in backward."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module that the engine lacks."""
@@ -147,6 +152,7 @@ class BaseEngine(Accessors, nn.Module):
         self.policy = policy
         sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases,
                                               tied_buffers=self.tied_buffers)
+        self.activations = plan.activations
         sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces, begin_pass=self.begin_pass)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
@@ -157,6 +163,11 @@ class BaseEngine(Accessors, nn.Module):
             self.buffer_sync = BufferSync(self.module, self.communicator) or None
         BaseEngine.engines[self.module] = ref(self)
         return sharded
+
+    def recompute(self, modules: list[nn.Module], mode: RecomputeMode) -> None:
+        """Have blocks recompute their activations in backward, until the engine is destroyed."""
+        self.recomputed = modules
+        recompute_blocks(modules, mode)
 
     @classmethod
     def of(cls, model: nn.Module) -> BaseEngine | None:
@@ -579,6 +590,9 @@ class BaseEngine(Accessors, nn.Module):
     def _detach(self) -> None:
         """Remove the hooks, and give the model its parameters back, except for lost ones."""
         self.compilation.undo()
+        recompute_blocks(self.recomputed, RecomputeMode.NONE)
+        if self.activations is not None:
+            self.activations.close()
         if self.replicated_grads is not None:
             self.replicated_grads.remove()
         if self.sharded is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import comm
+from shoal.activation import Budget, RecomputeMode, SavedActivations, Slices, recompute_blocks
 from shoal.attention.hugging_face import sparse_attention_in
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
@@ -35,6 +36,7 @@ from shoal.engine.storage_plan import plan_storage
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
+from shoal.mesh.parameter_groups import COPIES
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, arithmetic_class, check_elementwise, count_moments
 from shoal.optim.handed_over import hand_back, hand_over
@@ -48,9 +50,12 @@ from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Averaging, Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
+from shoal.tier import Disk
+from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.transport.failure_board import FailureBoard
+from shoal.zero.partition import blocks
 from shoal.zero.sharded import ShardingPlan
 
 if TYPE_CHECKING:  # slow to import with older torch
@@ -265,7 +270,9 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
                          f"gradients: all are frozen. Call requires_grad_(True) on those to train, or leave the optimizer "
                          f"out of the configuration and of initialize to evaluate alone")
     storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
-    sharded = engine.shard(trained, _sharding_plan(settings, traits), dtypes, storage)
+    _recompute(settings, engine)
+    activations = _saved_activations(settings, engine)
+    sharded = engine.shard(trained, replace(_sharding_plan(settings, traits), activations=activations), dtypes, storage)
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return None  # but a stage without trained parameters steps with the others all the same
     if traits.compressing:
@@ -316,6 +323,7 @@ def _restored_on_failure(engine: BaseEngine) -> Generator[None]:
     try:
         yield
     except Exception:
+        recompute_blocks(engine.recomputed, RecomputeMode.NONE)
         if engine.sharded is not None:
             engine.parameter_groups.shorten_timeouts()
             try:
@@ -432,6 +440,48 @@ def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
         persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
         reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
         in_backward=bool(zero.offload_optimizer.step_in_backward), by_rows=settings.sparse_gradients)
+
+
+def _saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations | None:
+    """Return where saved tensors rest until backward, None where all stay. Raises `TierError` for an unusable folder."""
+    section, device, groups = settings.activation_checkpointing, engine.device, engine.parameter_groups
+    store = open_store(section.offload, settings.aio, device, rank=groups.world.rank)
+    if section.offload.device == "cpu" and store.device == device:
+        warn_once("activation_checkpointing: saved tensors are to rest in host memory, where the model computes: no effect")
+    slices = budget = None
+    if section.partition_activations and groups.tensor is None:
+        warn_once("activation_checkpointing.partition_activations: has no effect without several tensor ranks")
+    elif section.partition_activations and not engine.recomputed:
+        warn_once("activation_checkpointing.partition_activations: has no effect without recompute: of saved tensors only "
+                  "the inputs of recomputed blocks are alike on all tensor ranks. Set recompute to selective or full")
+    elif section.partition_activations and groups.tensor is not None:
+        slices = Slices(groups.tensor, engine.recomputed)
+    if section.budget is not None:
+        budget = Budget(section.budget, engine.recomputed, partial(_most, groups.communicator(*COPIES)))
+    moves = store.device != device or isinstance(store, Disk)
+    return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
+
+
+def _most(communicator: Communicator, numbers: list[int]) -> list[int]:
+    """Return the largest of each number over the ranks."""
+    return [max(each) for each in zip(*communicator.gather_objects(numbers), strict=True)]
+
+
+def _recompute(settings: Config, engine: BaseEngine) -> None:
+    """Have the repeated blocks of the engine's model recompute their activations as configured."""
+    section = settings.activation_checkpointing
+    recompute = RecomputeMode(section.recompute)
+    if recompute is RecomputeMode.NONE and section.budget is None:
+        return
+    if section.budget is not None and isinstance(engine.module, PipelineModule):
+        raise NotSupportedYet("activation_checkpointing.budget: the model is a PipelineModule, which has several "
+                              "microbatches in flight; give recompute instead")
+    key, got = ("budget", section.budget) if section.budget is not None else ("recompute", f"'{recompute.value}'")
+    engine.recompute([module for module in blocks(engine.module) if any(True for _ in module.children())], recompute)
+    if not any(engine.parameter_groups.world.gather_objects(len(engine.recomputed))):
+        raise ConfigError(f"activation_checkpointing.{key}: got {got}; the {type(engine.module).__name__} "
+                          f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers in "
+                          f"them). Call torch.utils.checkpoint.checkpoint in its forward, or remove the key")
 
 
 def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from shoal.activation.settings import ActivationSettings
 from shoal.attention.settings import SparseAttentionSettings
 from shoal.checkpoint.settings import CheckpointSettings
 from shoal.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, DataRanks, solve
@@ -100,6 +101,9 @@ class Config(Section):
 
     sparse_attention: SparseAttentionSettings = SparseAttentionSettings()
     """Block-sparse attention."""
+
+    activation_checkpointing: ActivationSettings = ActivationSettings()
+    """Memory of activations."""
 
     fp16: Fp16Settings = Fp16Settings()
     """fp16 training."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.utils.hooks import RemovableHandle
 
+from shoal.activation import SavedActivations
 from shoal.autograd import in_backward, in_gradient_transform
 from shoal.errors import UsageError
 from shoal.interrupts import unbroken
@@ -41,8 +42,12 @@ class Hooks:
     """The life of the units of one model, driven by its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, watched: bool = False, announced: bool = False):
-        """With `watched` saved tensors of all weights are tracked, not only of weights that are released between uses."""
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, watched: bool = False, announced: bool = False,
+                 activations: SavedActivations | None = None):
+        """With `watched` saved tensors of all weights are tracked, not only of weights that are released between uses.
+
+        Saved tensors that are not weights rest as `activations` says; None: on the device.
+        """
         self._model = model
         self._units = units
         self._window = window
@@ -52,8 +57,7 @@ class Hooks:
         self._names = {module: name for name, module in model.named_modules()}
         self._in_graphs: dict[nn.Module, None] = {}  # an ordered set: modules whose own hooks a compiled graph leaves out
         self._handles: list[RemovableHandle] = []
-        self._saved = SavedTensorTracker({module: [unit for unit in found if unit.reshards or watched]
-                                          for module, found in units.items()}, self._gather_saved)
+        self._saved = SavedTensorTracker(units, self._gather_saved, watched=watched, activations=activations)
         self.replaced = ReplacedParameters(model, [unit for found in units.values() for unit in found])
         self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, announced=announced)
 

@@ -1,5 +1,7 @@
 """Saved-tensor hooks: autograd saves a weight as a view of its unit's buffer, and the unit is gathered when it is unpacked.
 
+Other tensors may rest outside the compute device in between (`SavedActivations`).
+
 The hooks are on in the forward of a model and within `gathered`: wherever weights that come and go may be read. Autograd
 checks the version of tensors that it keeps itself, but not of tensors that a hook hands back, so this file checks them. A
 step, a load or an edit counts as a write to weights, as in plain training (`VersionCounters.mark`).
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.activation import RestingView, SavedActivations
+from shoal.activation.saved import version_witness
 from shoal.autograd import in_backward
 from shoal.errors import UsageError
 from shoal.zero.compiled import opaque
@@ -77,27 +81,56 @@ class SavedWeight(SavedTensor):
         return copy
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedActivation(SavedTensor):
+    """A tensor whose storage rests outside the compute device; `tensor` is the witness of writes to it."""
+
+    resting: RestingView
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        what = f"a tensor of shape {tuple(self.resting.size)} and {self.tensor.dtype}, saved in the forward around unit"
+        return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
+
+    def unchanged(self) -> Tensor:
+        super(SavedActivation, self).unchanged()
+        return self.resting.restore()
+
+
 class SavedTensorTracker:
     """Packs the tensors that autograd saves in the forward of the modules around `units`; `bring` gathers their weights."""
 
-    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None]):
+    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None], *,
+                 watched: bool = False, activations: SavedActivations | None = None):
+        """Weights that are released between their uses are tracked; all of them with `watched`.
+
+        Tensors that are not weights rest as `activations` says; None: on the device.
+        """
+        self._activations = activations
+        self._resting_weights = {_storage(unit.full) for found in units.values() for unit in found}
+        if activations is not None:
+            self._unit_of = {module: found[0] for module, found in units.items() if found}
+        units = {module: [unit for unit in found if unit.reshards or watched] for module, found in units.items()}
         self._weights = {_storage(unit.full): unit for found in units.values() for unit in found}
         _units.update(self._weights)
         for module, found in units.items():
             for unit in found:
                 unit.serve_backward(partial(bring, module, unit))
-        self._unit_of = {module: found[0] for module, found in units.items() if found}
+        if activations is None:
+            self._unit_of = {module: found[0] for module, found in units.items() if found}
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first
         self._hooks: saved_tensors_hooks | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._weights)
+        return bool(self._weights) or self._activations is not None
 
     def begin(self) -> None:
         """Begin with a forward, if it uses weights that come and go."""
         self.end()  # of a forward that was interrupted: torch may not have said so
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
-        if self._weights:
+        if self._activations is not None:
+            self._activations.begin()
+        if self._weights or self._activations is not None:
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
 
@@ -122,7 +155,13 @@ class SavedTensorTracker:
 
     @opaque
     def _pack(self, tensor: Tensor) -> SavedTensor:
-        return _pack(self._unit_of[self._running[-1]], tensor)
+        module = self._running[-1]
+        if self._activations is not None and _storage(tensor) not in self._resting_weights:
+            resting = self._activations.pack(tensor, module)
+            if resting is not None:
+                return SavedActivation(tensor=version_witness(tensor), version=tensor._version, unit=self._unit_of[module],
+                                       resting=resting)
+        return _pack(self._unit_of[module], tensor)
 
 
 @contextmanager

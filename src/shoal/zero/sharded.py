@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.activation import SavedActivations
 from shoal.errors import RanksDisagree, UsageError
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.precision.policy import Policy
@@ -56,6 +57,8 @@ class ShardingPlan:
     """Gradients and weights may be compressed: state rests as at stage 1, whichever of 0 to 2 is asked for."""
     by_rows: bool = False
     """Embeddings whose gradient is rows exchange rows alone."""
+    activations: SavedActivations | None = None
+    """Where saved tensors that are not weights rest until backward; None: on the device."""
     in_backward: bool = False
     """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
 
@@ -256,7 +259,8 @@ class ShardedModel:
         reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,
                           ranks=max((unit.communicator.ranks for unit in reduced), default=1),
                           spanning_stages=[unit.gradient for unit in self.spanning_stages])
-        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, watched=plan.in_backward, announced=announced)
+        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, watched=plan.in_backward, announced=announced,
+                      activations=plan.activations)
         hooks.install()
         return hooks
 

@@ -1,0 +1,302 @@
+"""Saved tensors rest in a store until backward: one copy of each storage, fetched one module ahead.
+
+    pack      autograd saves a tensor: its storage is copied into a span of the store, unless an earlier save did so
+    fetch     the first tensor of a module that backward unpacks starts the fetch of the module's storages, and of those of
+              the module before it
+    restore   the view is made again over the fetched copy, with the strides that it had
+
+Of the inputs of recomputed blocks, which all tensor ranks hold alike, each rank can keep one slice (`Slices`).
+The original is freed with its last user in forward. A copy counts as the tensor that was saved: autograd's rule for tensors
+that are written to after they are saved holds (`version_witness`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shoal.activation.budget import Budget
+from shoal.errors import UsageError
+from shoal.recording.call import Handle
+from shoal.tier import Disk, Store, Transfer, mirrored
+from shoal.tier.span import DONE, PlacedSpan
+from shoal.transport.collectives import Communicator, Label
+
+__all__ = ["SMALL", "RestingView", "SavedActivations", "Slices", "version_witness"]
+
+SMALL = 1 << 16
+"""Bytes below which a storage stays: to move it costs more than its memory."""
+
+
+class _ModuleGroup:
+    """The storages that were saved in a row within one module, in one pass."""
+
+    def __init__(self, module: object, before: _ModuleGroup | None):
+        self.module = module
+        self._before = before
+        self._members: list[ref[_RestingStorage]] = []
+
+    def add(self, resting: _RestingStorage) -> None:
+        self._members.append(ref(resting))
+
+    def fetch_ahead(self) -> None:
+        """Start the fetches of this group and of the one before it, which backward needs next."""
+        self._fetch()
+        before, self._before = self._before, None  # once, and no chain of groups stays alive
+        if before is not None:
+            before._fetch()
+
+    def _fetch(self) -> None:
+        members, self._members = self._members, []
+        for member in reversed(members):
+            resting = member()
+            if resting is not None:
+                resting.fetch()
+
+
+class _Spans:
+    """Spans of a store as the compute device uses them, kept for the next storage of their size."""
+
+    def __init__(self, store: Store, device: torch.device):
+        self._store = store
+        self._device = device
+        self._free: dict[int, list[PlacedSpan]] = {}
+        self._closed = False
+
+    def take(self, size: int) -> PlacedSpan:
+        """Return a span of `size` bytes that no one uses."""
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        return mirrored(self._device, self._store, size, torch.uint8, f"saved activations of {size:,} bytes")[0]
+
+    def give(self, span: PlacedSpan) -> None:
+        """Keep a span for the next use."""
+        if self._closed:
+            self._close(span)
+        else:
+            self._free.setdefault(span.tensor.numel(), []).append(span)
+
+    def close(self) -> None:
+        """Return all memory and the bytes on disk, those of spans in use once they are given back."""
+        self._closed = True
+        for span in [span for free in self._free.values() for span in free]:
+            self._close(span)
+        self._free.clear()
+
+    def _close(self, span: PlacedSpan) -> None:
+        span.close()
+        if isinstance(self._store, Disk) and self._store.swap.disk_bytes == 0:
+            self._store.swap.close()
+
+
+class _SliceGather:
+    """An all-gather of slices; `wait` may be called again."""
+
+    def __init__(self, full: Tensor, handle: Handle):
+        self.full = full
+        self._handle = handle
+        self.done = False
+
+    def wait(self) -> Tensor:
+        """Return the bytes of all ranks."""
+        if not self.done:
+            self.done = True
+            self._handle.wait()
+        return self.full
+
+
+class Slices:
+    """Bytes that all ranks of a communicator hold alike rest as one equal slice on each; the last is padded."""
+
+    def __init__(self, communicator: Communicator, modules: Iterable[nn.Module]):
+        """The inputs of `modules` are sliced. Ranks make their slices in the same order."""
+        self._communicator = communicator
+        self._label = Label(kind="gather", unit="saved activations", index=communicator.register())
+        self._modules: WeakSet[Any] = WeakSet(modules)
+        self._compared: WeakSet[Any] = WeakSet()
+        self._last: _SliceGather | None = None
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._modules
+
+    def own(self, source: Tensor, module: Any) -> Tensor:
+        """Return this rank's slice. Raises `UsageError` where the ranks' first inputs of a module differ."""
+        if module not in self._compared:
+            self._compared.add(module)
+            self._compare(source, type(module).__name__)
+        size = -(-source.numel() // self._communicator.ranks)
+        part = source[self._communicator.rank * size:(self._communicator.rank + 1) * size]
+        return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
+
+    def _compare(self, source: Tensor, kind: str) -> None:
+        sums = self._communicator.gather_objects(int(source[:source.numel() // 8 * 8].view(torch.int64).sum()))
+        if len(set(sums)) > 1:
+            raise UsageError(f"activation_checkpointing.partition_activations: got true; rank {self._communicator.rank}: "
+                             f"the tensor ranks give different inputs to a {kind}, so that no rank can keep a slice for the "
+                             f"others (with sequence parallelism they are slices already). Set it to false")
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether an all-gather is in flight: one is at a time, in the order of the ranks' backward passes."""
+        return self._last is not None and not self._last.done
+
+    def gather(self, own: Tensor) -> _SliceGather:
+        """Start the all-gather of the slices, after the one that is in flight."""
+        if self._last is not None:
+            self._last.wait()
+        full = own.new_empty(own.numel() * self._communicator.ranks)
+        full[self._communicator.rank * own.numel():(self._communicator.rank + 1) * own.numel()] = own
+        self._last = _SliceGather(full, self._communicator.all_gather(full, self._label))
+        return self._last
+
+
+class _RestingStorage:
+    """The copy of a storage, from its save until the last node that saved a view of it has run or is freed."""
+
+    def __init__(self, spans: _Spans, source: Tensor, group: _ModuleGroup, slices: Slices | None):
+        """With `slices` this rank's slice of `source` is copied."""
+        self.original = StorageWeakRef(source.untyped_storage())
+        """Keeps the identity of the storage from being used again while this copy can be found by it."""
+        self._bytes = source.numel()
+        self._slices = slices
+        self._gathering: _SliceGather | None = None
+        source = source if slices is None else slices.own(source, group.module)
+        self._spans = spans
+        self._span = spans.take(source.numel())
+        self._group = group
+        self._arriving: Transfer | None = None
+        self._restored: Tensor | None = None
+        self._span.fetch(fresh=True).wait()
+        self._span.tensor.copy_(source)
+        self._span.commit()
+        group.add(self)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that rest."""
+        return self._span.tensor.numel()
+
+    def fetch(self) -> None:
+        """Start bringing the copy back."""
+        if self._arriving is None and self._restored is None:
+            self._arriving = self._span.fetch()
+            if self._slices is not None and self._arriving is DONE and not self._slices.is_gathering:
+                self._gathering = self._slices.gather(self._span.tensor)
+
+    def restored(self) -> Tensor:
+        """Return the bytes of the storage on the compute device.
+
+        They stay as long as this copy: several nodes may have saved views of it.
+        """
+        if self._restored is None:
+            self.fetch()
+            if self._slices is None:
+                self._group.fetch_ahead()
+            arriving, self._arriving = self._arriving or DONE, None
+            arriving.wait()
+            if self._slices is None:
+                self._restored = self._span.tensor.clone()
+            else:
+                gathering, self._gathering = self._gathering or self._slices.gather(self._span.tensor), None
+                self._restored = gathering.wait()[:self._bytes]
+                self._group.fetch_ahead()  # one all-gather is in flight at a time
+            self._span.commit(changed=False)
+        return self._restored
+
+    def __del__(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._span.commit(changed=False)
+        self._spans.give(self._span)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RestingView:
+    """A tensor whose storage rests."""
+
+    storage: _RestingStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> Tensor:
+        """Return the tensor, as it was when it was saved. Raises `TierError` where a disk fails."""
+        with torch.no_grad():
+            return self.storage.restored().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class SavedActivations:
+    """The saved tensors of a model's passes, which rest in `store`; bytes are counted over all passes."""
+
+    def __init__(self, store: Store, device: torch.device, *, slices: Slices | None = None, budget: Budget | None = None,
+                 smallest: int = SMALL):
+        """The inputs of the modules of `slices` rest as slices; where `store` is memory of `device`, all else stays.
+
+        Storages of fewer than `smallest` bytes stay on `device`. The `budget` is shown all saved tensors.
+        """
+        self.rested_bytes = 0
+        """Bytes of storages that rest, or of their slices, so far."""
+        self._device = device
+        self._moves_all = store.device != device or isinstance(store, Disk)
+        self._slices = slices
+        self.budget = budget
+        self._smallest = smallest
+        self._spans = _Spans(store, device)
+        self._found: WeakValueDictionary[tuple[int, int], _RestingStorage] = WeakValueDictionary()
+        self._group: _ModuleGroup | None = None
+
+    def begin(self) -> None:
+        """Begin with a forward pass."""
+        self._group = None
+        if self.budget is not None and torch.is_grad_enabled():
+            self.budget.begin_pass()
+
+    def close(self) -> None:
+        """Give the store's memory back. Graphs that are alive can still run backward."""
+        self._spans.close()
+
+    def pack(self, tensor: Tensor, module: object) -> RestingView | None:
+        """Let a tensor that autograd saves within `module` rest; None for one that stays.
+
+        What is neither dense nor floating point stays, as does a view that reads its memory another way (conjugated).
+        """
+        if self.budget is not None:
+            self.budget.see(tensor, module)
+        slices = self._slices if self._slices is not None and module in self._slices else None
+        if not self._moves(tensor) or not (self._moves_all or slices is not None):
+            return None
+        storage = tensor.untyped_storage()
+        key = (StorageWeakRef(storage).cdata, tensor._version)
+        resting = self._found.get(key)
+        if resting is None:
+            if self._group is None or self._group.module is not module:
+                self._group = _ModuleGroup(module, self._group)
+            with torch.no_grad():
+                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
+                resting = self._found[key] = _RestingStorage(self._spans, source, self._group, slices)
+            self.rested_bytes += resting.bytes
+        return RestingView(storage=resting, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride(),
+                           offset=int(tensor.storage_offset()))
+
+    def _moves(self, tensor: Tensor) -> bool:
+        kind: Any = type(tensor)
+        return (kind is Tensor and tensor.layout is torch.strided and tensor.is_floating_point()
+                and tensor.device == self._device and not tensor.is_neg()
+                and tensor.untyped_storage().nbytes() >= self._smallest)
+
+
+def version_witness(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory whose `_version` is that of `tensor` from now on: writes to that count in it."""
+    witness = tensor.detach()  # shares the counter of versions, and keeps it when it is given other memory
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness

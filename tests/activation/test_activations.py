@@ -1,0 +1,350 @@
+"""Recomputed blocks and saved tensors that rest elsewhere train bit by bit as those that stay."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shoal
+from shoal.activation import SavedActivations
+from shoal.activation.saved import version_witness
+from shoal.errors import ConfigError, TierError, UsageError
+from shoal.tensor_parallel import Column, Plan, Row, parallelize
+from shoal.testing import ranks_on, run_ranks
+from shoal.tier import Disk, Swap
+from tests.late.ranks import prepare
+
+WIDTH, ROWS, BLOCKS, STEPS = 32, 600, 3, 2
+BYTES = ROWS * WIDTH * 4
+"""Of the input of a block."""
+
+
+class Block(nn.Module):
+    """A block with dropout, a product that is saved by two nodes, and a view that is saved with its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.drop(self.down(torch.nn.functional.silu(left) * right))
+
+
+class UserRecompute(nn.Module):
+    """A block that a script recomputes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=bool(number % 2))
+        return x
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return UserRecompute() if kind == "user" else nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 8))
+
+
+def _engine(model: nn.Module, section: dict[str, Any], stage: int = 0, accumulation: int = 1, **more: Any) -> Any:
+    return shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {
+            "stage": stage, "stage3_param_persistence_threshold": 0}, "activation_checkpointing": section, **more})[0]
+
+
+def _train(kind: str, section: dict[str, Any], stage: int, accumulation: int) -> tuple[list[float], list[Tensor], int]:
+    model = _model(kind)
+    engine = _engine(model, section, stage, accumulation)
+    torch.manual_seed(5)
+    losses: list[float] = []
+    for _ in range(STEPS * accumulation):
+        x = torch.randn(ROWS, WIDTH).to(engine.device).requires_grad_()
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    rested = engine.activations.rested_bytes if engine.activations is not None else 0
+    engine.destroy()
+    return losses, [parameter.detach().cpu().clone() for parameter in model.parameters()], rested
+
+
+def _same(ranks: int, kind: str, section: dict[str, Any], stage: int, accumulation: int) -> int:
+    """Train with the section and without it; return the bytes that rested on rank 0."""
+    plain, ours = (run_ranks(ranks, _train, kind, each, stage, accumulation) for each in ({}, section))
+    for (losses, weights, _), (expected, expected_weights, _) in zip(ours, plain, strict=True):
+        assert losses == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
+    return ours[0][2]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_recompute_and_rest_on_disk_change_no_bit(stage: int, recompute: str, tmp_path: Path) -> None:
+    accumulation = 1 + (stage + len(recompute)) % 2
+    section = {"recompute": recompute, "rest": "nvme", "nvme_path": str(tmp_path)}
+    assert _same(2, "blocks", section, stage, accumulation) > 0
+    if recompute != "none":
+        assert _same(1, "blocks", {"recompute": recompute}, stage, accumulation) == 0
+
+
+def test_full_recompute_rests_the_inputs_of_blocks_alone(tmp_path: Path) -> None:
+    rested = _same(1, "blocks", {"recompute": "full", "rest": "nvme", "nvme_path": str(tmp_path)}, 0, 1)
+    assert rested == STEPS * (BLOCKS + 1) * BYTES  # of the blocks, and of the layer behind them
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_inputs_of_a_scripts_own_recompute_rest(stage: int, tmp_path: Path) -> None:
+    assert _same(1, "user", {"rest": "nvme", "nvme_path": str(tmp_path)}, stage, 1) >= STEPS * (BLOCKS // 2 + 1) * BYTES
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_host_rest_is_bitwise_on_a_device_that_is_behind(recompute: str, stage: int) -> None:
+    with ranks_on(prepare):
+        assert _same(1, "blocks", {"recompute": recompute, "cpu_checkpointing": True}, stage, 1) > 0
+
+
+def test_each_storage_rests_once_however_many_nodes_save_it(tmp_path: Path) -> None:
+    saved, found = _saved(tmp_path), []
+    x = torch.randn(400, 64)
+    views = [saved.pack(each, "module") for each in (x, x.t(), x[1:, ::2])]
+    for view, each in zip(views, (x, x.t(), x[1:, ::2]), strict=True):
+        assert view is not None
+        found.append(view.restore())
+        assert torch.equal(found[-1], each) and found[-1].stride() == each.stride()
+    assert saved.rested_bytes == x.numel() * 4
+
+
+def test_a_later_value_of_a_storage_rests_apart(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    x = torch.zeros(400, 64)
+    before = saved.pack(x, "module")
+    x.add_(1)
+    after = saved.pack(x, "module")
+    assert before is not None and after is not None
+    assert before.restore().sum() == 0 and after.restore().sum() == x.numel()
+
+
+def test_small_whole_number_and_sparse_tensors_stay(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    for tensor in (torch.zeros(10), torch.zeros(40_000, dtype=torch.int64), torch.eye(300).to_sparse(),
+                   torch.zeros(40_000, device="meta")):
+        assert saved.pack(tensor, "module") is None
+
+
+def test_a_memory_that_is_used_again_is_another_storage(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    views = []
+    for value in range(20):
+        view = saved.pack(torch.full((200, 200), float(value)), "module")  # freed at once: its memory serves the next
+        views.append(view)
+    assert [view.restore()[0, 0].item() for view in views if view is not None] == list(range(20))
+
+
+def test_spans_serve_the_next_step(tmp_path: Path) -> None:
+    swap = Swap(tmp_path)
+    saved = _saved_on(swap)
+    for _ in range(5):
+        view = saved.pack(torch.ones(200, 200), "module")
+        del view
+        gc.collect()
+    assert swap.disk_bytes == -(-200 * 200 * 4 // 4096) * 4096
+
+
+def test_a_witness_counts_the_writes_to_its_tensor() -> None:
+    x = torch.zeros(8)
+    witness = version_witness(x)
+    assert witness.untyped_storage().nbytes() == 0 and witness._version == x._version
+    x[2:].add_(1)
+    assert witness._version == x._version > 0
+
+
+@pytest.mark.parametrize("rest", ["device", "nvme"])
+def test_writes_to_saved_tensors_raise_as_in_plain_pytorch(rest: str, tmp_path: Path) -> None:
+    engine = run_ranks(1, _written, {"rest": rest, "nvme_path": str(tmp_path)})
+    assert engine[0] == ("RuntimeError" if rest == "device" else "UsageError")
+
+
+def _written(section: dict[str, Any]) -> str:
+    class Writes(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x).exp()
+            loss = hidden.square()
+            hidden.mul_(2)
+            return loss
+
+    engine = _engine(nn.Sequential(Writes()), section)
+    loss = engine(torch.randn(ROWS, WIDTH)).mean()
+    try:
+        engine.backward(loss)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_forwards_without_backward_keep_nothing(tmp_path: Path) -> None:
+    assert run_ranks(1, _evaluated, str(tmp_path)) == [(0, True)]
+
+
+def _evaluated(folder: str) -> tuple[int, bool]:
+    engine = _engine(_model("blocks"), {"recompute": "full", "rest": "nvme", "nvme_path": folder})
+    with torch.no_grad():
+        engine(torch.randn(ROWS, WIDTH))
+    in_evaluation = engine.activations.rested_bytes
+    engine(torch.randn(ROWS, WIDTH))  # its graph is dropped
+    gc.collect()
+    spans = engine.activations._spans
+    free = sum(span.tensor.numel() for each in spans._free.values() for span in each)
+    engine.destroy()
+    return in_evaluation, free == (BLOCKS + 1) * BYTES
+
+
+def test_a_destroyed_engine_leaves_a_plain_model() -> None:
+    assert run_ranks(1, _destroyed) == [True]
+
+
+def _destroyed() -> bool:
+    model = _model("blocks")
+    engine = _engine(model, {"recompute": "full"})
+    engine.destroy()
+    calls: list[int] = []
+    first = model.get_submodule("0.up")
+    first.register_forward_hook(lambda module, args, output: calls.append(1))
+    model(torch.randn(4, WIDTH)).sum().backward()
+    once = len(calls) == 1
+    _engine(model, {"recompute": "full"})(torch.randn(4, WIDTH)).sum().backward()
+    return once and len(calls) == 3  # run twice where it is recomputed again
+
+
+def test_backward_twice_restores_twice(tmp_path: Path) -> None:
+    assert run_ranks(1, _retained, str(tmp_path)) == [True]
+
+
+def _retained(folder: str) -> bool:
+    engine = _engine(_model("blocks"), {"rest": "nvme", "nvme_path": folder})
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    loss = engine(x).square().mean()
+    first, = torch.autograd.grad(loss, x, retain_graph=True)
+    second, = torch.autograd.grad(loss, x)
+    return torch.equal(first, second)
+
+
+def test_a_model_without_blocks_says_what_to_do() -> None:
+    with pytest.raises(AssertionError, match=r"activation_checkpointing.recompute: got 'full'; the Linear has no repeated"):
+        run_ranks(1, _no_blocks)
+
+
+def _no_blocks() -> None:
+    _engine(nn.Linear(4, 4), {"recompute": "full"})
+
+
+@pytest.mark.parametrize(("section", "message"), [
+    ({"rest": "nvme"}, "got 'nvme' without nvme_path"),
+    ({"rest": "nvme", "nvme_path": "x", "cpu_checkpointing": True}, "saved tensors rest in one place"),
+    ({"rest": "tape"}, "device"),
+    ({"recompute": "some"}, "selective"),
+])
+def test_bad_sections_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shoal.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "activation_checkpointing": section})
+
+
+def test_a_damaged_file_is_an_error_of_backward(tmp_path: Path) -> None:
+    swap = Swap(tmp_path)
+    view = _saved_on(swap).pack(torch.randn(400, 64), "module")
+    assert view is not None
+    with swap.write_ended:
+        swap.write_ended.wait_for(lambda: not swap.writing_bytes)
+    with open(swap.path, "r+b") as file:
+        file.write(b"damage")
+    with pytest.raises(TierError, match="checksum"):
+        view.restore()
+
+
+def _saved(folder: Path) -> SavedActivations:
+    return _saved_on(Swap(folder))
+
+
+def _saved_on(swap: Swap) -> SavedActivations:
+    return SavedActivations(Disk(swap=swap), torch.device("cpu"))
+
+
+def test_errors_name_the_tensor_and_the_unit(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"shape \(600, 128\) and torch.float32, saved in the forward around unit"):
+        run_ranks(1, _raise_written, {"rest": "nvme", "nvme_path": str(tmp_path)})
+
+
+def _raise_written(section: dict[str, Any]) -> None:
+    class Writes(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x).exp()
+            loss = hidden.square()
+            hidden.mul_(2)
+            return loss
+
+    engine = _engine(nn.Sequential(Writes()), section)
+    try:
+        engine.backward(engine(torch.randn(ROWS, WIDTH)).mean())
+    except UsageError as error:
+        raise AssertionError(str(error)) from None
+
+
+def _sliced_model() -> nn.Module:
+    assert dist.group.WORLD is not None
+    return parallelize(_model("blocks"), dist.group.WORLD, Plan({"*.up": Column(), "*.down": Row()}))
+
+
+def _tensor_parallel(section: dict[str, Any], stage: int) -> tuple[list[float], list[Tensor], int]:
+    model = _sliced_model()
+    engine = _engine(model, section, stage, mesh={"tensor": 2})
+    losses: list[float] = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = engine(torch.randn(ROWS, WIDTH)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    rested = engine.activations.rested_bytes if engine.activations is not None else 0
+    engine.destroy()
+    return losses, [parameter.detach().clone() for parameter in model.parameters()], rested
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tensor_ranks_keep_one_slice_each_of_the_inputs_of_blocks(stage: int, disk: bool, tmp_path: Path) -> None:
+    section: dict[str, Any] = {"recompute": "full", "partition_activations": True}
+    if disk:
+        section |= {"rest": "nvme", "nvme_path": str(tmp_path)}
+    plain, ours = (run_ranks(2, _tensor_parallel, each, stage) for each in ({}, section))
+    for (losses, weights, rested), (expected, expected_weights, _) in zip(ours, plain, strict=True):
+        assert losses == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
+        assert rested == STEPS * (BLOCKS * BYTES // 2 + (BYTES if disk else 0))  # the last layer's input is no block's
+
+
+def test_inputs_that_differ_between_tensor_ranks_are_not_sliced() -> None:
+    with pytest.raises(AssertionError, match=r"partition_activations: got true; rank \d: the tensor ranks give different"):
+        run_ranks(2, _different_inputs)
+
+
+def _different_inputs() -> None:
+    class AddsRank(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + dist.get_rank()
+
+    model = nn.Sequential(AddsRank(), _sliced_model())
+    engine = _engine(model, {"recompute": "full", "partition_activations": True}, mesh={"tensor": 2})
+    torch.manual_seed(0)
+    engine(torch.randn(ROWS, WIDTH))
