@@ -73,7 +73,7 @@ class Budget:
     def __init__(self, limit: int, blocks: Sequence[nn.Module], most_of: Callable[[list[int]], list[int]]):
         """`most_of` returns the largest of each number over the ranks that run the same blocks; a collective call."""
         self.choice: list[RecomputeMode] = []
-        """What the blocks recompute; empty until the first pass is over."""
+        """The mode of each block; empty until the first pass is over."""
         self.expected = 0
         """The peak of saved tensors in bytes by this choice."""
         self._limit = limit

@@ -38,7 +38,7 @@ class ActivationSettings(Section):
     section, and functions are recomputed where a script calls `checkpointing.checkpoint`."""
 
     recompute: _Recompute = "none"
-    """What the repeated blocks of the model compute again in backward: none; selective: all but products, convolutions and
+    """The activations of repeated blocks that backward computes again: none; selective: all but products, convolutions and
     attention; full: all, from their inputs. (Shoal only.)"""
 
     rest: _Rest = "device"
