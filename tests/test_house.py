@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "record": ("recording",),
     "transport": ("tier", "transport"),
     "mesh": ("activation", "comm", "mesh", "sparse"),
+    "sequences": ("sequence_parallel",),
     "precision": ("precision",),
     "sharding": ("zero",),
     "capabilities": ("checkpoint", "data", "optim", "pipeline", "schedule"),

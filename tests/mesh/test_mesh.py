@@ -96,8 +96,8 @@ class Megatron:
 
 def adapted() -> list[Any]:
     mesh = adapt(Megatron(2))
-    with pytest.raises(UsageError, match=r"mpu: its sizes \(pipeline 1, shard 2, tensor 2\) make 4 coordinates, of which "
-                                         r"the 4 ranks of the job fill 2"):
+    with pytest.raises(UsageError, match=r"mpu: its sizes \(pipeline 1, shard 2, sequence 1, tensor 2\) make 4 coordinates, "
+                                         r"of which the 4 ranks of the job fill 2"):
         adapt(Megatron(2, wrong=True))
     with pytest.raises(UsageError, match="initialize: mpu is a tuple without get_data_parallel_rank"):
         adapt((1, 1))  # pyright: ignore[reportArgumentType]

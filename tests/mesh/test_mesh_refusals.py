@@ -85,8 +85,8 @@ def test_two_tensor_ranks_get_errors_that_name_the_mismatch() -> None:
             "'weight' is marked as sliced over the tensor ranks along partition_dim -1, and its part here is (4, 8); give "
             "it the dim that is sliced, 0 to 1",
             "along partition_dim 5,", "along partition_dim 'x',",
-            "mpu: rank 0 says {'pipeline': (0, 1), 'shard': (0, 1), 'tensor': (0, 2)}, rank 1 says {'pipeline': (0, 1), "
-            "'shard': (0, 2), 'tensor': (1, 2)}; all ranks must see the same sizes",
+            "mpu: rank 0 says {'pipeline': (0, 1), 'shard': (0, 1), 'sequence': (0, 1), 'tensor': (0, 2)}, rank 1 says "
+            "{'pipeline': (0, 1), 'shard': (0, 2), 'sequence': (0, 1), 'tensor': (1, 2)}; all ranks must see the same sizes",
             "no layer of the PipelineModule is sliced over them: before initialize call shoal.tensor_parallel.parallelize("
             "model, mesh.group('tensor'), plan, stages=mesh.group('pipeline'))",
             "forward: rank 0 of the tensor axis got a batch of (2, 8) float32, and rank 1 another batch of the same shape; "

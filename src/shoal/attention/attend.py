@@ -32,7 +32,7 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.native import attention as native
 
-__all__ = ["BACKENDS", "Backend", "Mode", "attend"]
+__all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "kernels_for", "key_padding_term"]
 
 Backend = Literal["auto", "reference", "gather", "native", "flex"]
 Mode = Literal["add", "mul"]
@@ -42,7 +42,7 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex"
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float | None = None, causal: bool = False,
            key_padding: Tensor | None = None, key_padding_mode: Mode = "add", mask: Tensor | None = None,
            mask_mode: Mode = "add", bias: Tensor | None = None, dropout: float = 0.0, seed: int | None = None,
-           backend: Backend = "auto") -> Tensor:
+           first_head: int = 0, backend: Backend = "auto") -> Tensor:
     """Return softmax(scale * query key^T + masks) value over the visited `blocks`: (batches, heads, length, dim).
 
     `query` is (batches, heads, length, dim); `key` and `value` are (batches, kv_heads, kv_length, dim), where kv_heads
@@ -54,7 +54,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     or without the first or the first two of these, is added to the scores, and has a gradient.
 
     `dropout` is the probability with which a weight is dropped; `seed` says which (drawn from torch's generator of the host
-    unless given). A row that sees nothing gives zeros, and zero gradients.
+    unless given), and `first_head` the number of the first of these heads in the whole attention, where these are some of
+    its heads. A row that sees nothing gives zeros, and zero gradients.
 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
@@ -75,7 +76,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     if dropout and seed is None:
         seed = int(torch.randint(2**62, ()).item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
-                         biased=bias is not None, dropout=dropout, seed=seed or 0, hidden=_any(hidden))
+                         biased=bias is not None, dropout=dropout, seed=seed or 0, hidden=_any(hidden),
+                         first_head=first_head)
     chosen = _choose(backend, call, query, key, value)
     if chosen in _WHOLE:
         return _WHOLE[chosen](call, query, key, value, bias)
@@ -86,7 +88,7 @@ class _Forward(Protocol):
     def __call__(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class _Kernels(NamedTuple):
+class Kernels(NamedTuple):
     """A backend: output and log-sum-exp forward; fp32 gradients of query, key and value backward."""
 
     forward: _Forward
@@ -97,7 +99,7 @@ class _Attend(torch.autograd.Function):
     """The operation for autograd: saves operands, output and log-sum-exp, and lets a backend compute both passes."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: _Kernels, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor,
+    def forward(ctx: Any, kernels: Kernels, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor,
                 bias: Tensor | None) -> Tensor:
         """Run the backend's forward; `bias` is the first of the call's terms."""
         output, sums = kernels.forward(call, query, key, value)
@@ -147,7 +149,8 @@ def _spread(scores: Tensor, blocks: Blocks, bias: Tensor) -> Tensor:
 def _kernel_call(call: AttentionCall) -> native.KernelCall:
     blocks = call.blocks
     return native.KernelCall(
-        starts=blocks.starts, columns=blocks.columns, layout_heads=blocks.heads, block=blocks.block, hidden=call.hidden,
+        starts=blocks.starts, columns=blocks.columns, row_places=blocks.row_places, column_places=blocks.column_places,
+        first_head=call.first_head, layout_heads=blocks.heads, block=blocks.block, hidden=call.hidden,
         terms=[(term.tensor, term.multiplies) for term in call.terms],
         causal=call.causal, scale=call.scale, kept=call.kept, threshold=call.threshold, seed=call.seed)
 
@@ -177,8 +180,8 @@ def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
     return gradients[0][..., :dim], gradients[1][..., :dim], gradients[2][..., :dim]
 
 
-_TABLE = MappingProxyType({"gather": _Kernels(gather.forward, gather.backward),
-                           "native": _Kernels(_native_forward, _native_backward)})
+_TABLE = MappingProxyType({"gather": Kernels(gather.forward, gather.backward),
+                           "native": Kernels(_native_forward, _native_backward)})
 
 
 def _reference(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,6 +221,15 @@ def _check_flex(call: AttentionCall, *operands: Tensor) -> None:
                          f"{call.blocks.block}. Use backend='gather'")
     if operands[0].device == HOST and torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         raise UsageError("attend: the flex backend has no backward on the host; use backend='native' or 'gather'")
+
+
+def kernels_for(backend: Backend, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Kernels:
+    """Return the backend that computes `call`, one with a backward of its own. Raises UsageError for one that cannot."""
+    chosen = _choose(backend, call, query, key, value)
+    if chosen not in _TABLE:
+        raise UsageError(f"attend: the backend '{chosen}' computes whole sequences alone; choose among auto, "
+                         f"{', '.join(_TABLE)} on a sequence axis")
+    return _TABLE[chosen]
 
 
 # --- Checks ---
@@ -278,6 +290,16 @@ def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device:
         tensor = tensor.float()
     tensor = tensor.detach().contiguous()
     return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
+
+
+def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,
+                     device: torch.device) -> tuple[Term, Tensor]:
+    """Return the mask of keys (batches, kv_length) as a term, and which blocks it hides.
+
+    Raises UsageError for another shape, mode or device, and for NaN.
+    """
+    term = _term("key_padding", padding, mode, (batches, blocks.kv_length), device)
+    return term, _hidden("key_padding", term, blocks).contiguous()
 
 
 def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import cached_property
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -25,10 +26,17 @@ class Blocks:
 
     Rows of all heads follow each other; `heads` is 1 where they share one layout. `starts` (heads * row_blocks + 1,) is
     int64, `columns` (visited,) int32; both are on the host. `block` is the number of positions along an edge.
+
+    A part of a whole layout has `row_places` (heads * row_blocks,) and `column_places` (visited,), both int32: the numbers
+    that its rows and the columns of its visited blocks have in the whole. Causal masks, dropout and terms go by them.
     """
 
-    def __init__(self, layout: Tensor, block: int) -> None:
-        """Take a checked `layout` (heads, row blocks, column blocks) on the host; use `Blocks.of`."""
+    def __init__(self, layout: Tensor, block: int, *, row_places: Tensor | None = None,
+                 column_places: Tensor | None = None) -> None:
+        """Take a checked `layout` (heads, row blocks, column blocks) on the host; use `Blocks.of`.
+
+        For a part give the numbers in the whole of its rows (heads, row blocks) and of its columns (heads, column blocks).
+        """
         self.heads, self.row_blocks, self.column_blocks = layout.shape
         self.block = block
         found = layout.flatten(0, 1).nonzero()
@@ -36,6 +44,10 @@ class Blocks:
         self.starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         self.columns = found[:, 1].to(torch.int32)
         self.layout = layout
+        self.row_places = None if row_places is None else row_places.flatten().to(torch.int32)
+        self.column_places = None
+        if column_places is not None:
+            self.column_places = column_places[found[:, 0] // self.row_blocks, found[:, 1]].to(torch.int32)
 
     @staticmethod
     def of(layout: Tensor, block: int) -> Blocks:
@@ -91,6 +103,12 @@ class Blocks:
         return self.visited / self.layout.numel()
 
     @cached_property
+    def row_positions(self) -> Tensor:
+        """The position in the whole sequence of each query: (heads, length) int64."""
+        numbers = (torch.arange(self.row_blocks).repeat(self.heads) if self.row_places is None else self.row_places.long())
+        return (numbers.view(self.heads, -1, 1) * self.block + torch.arange(self.block)).flatten(1)
+
+    @cached_property
     def lower(self) -> Blocks:
         """The same layout without blocks above the diagonal, which a causal mask hides wholly."""
         return Blocks.of(self.layout.tril(), self.block)
@@ -99,6 +117,16 @@ class Blocks:
     def rows(self) -> Tensor:
         """The row of blocks of each visited block, counted over all stored heads: (visited,) int64."""
         return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks), self.starts.diff())
+
+    @cached_property
+    def digest(self) -> str:
+        """A few characters that tell layouts apart, equal on every rank that has this one."""
+        content = self.layout.contiguous().numpy().tobytes() + repr((self.layout.shape, self.block)).encode()
+        return blake2b(content, digest_size=6).hexdigest()
+
+    def of_heads(self, heads: range) -> Blocks:
+        """Return the layout of some of the heads."""
+        return self if self.heads == 1 else Blocks.of(self.layout[heads.start:heads.stop], self.block)
 
     def __repr__(self) -> str:
         return (f"Blocks({self.heads} heads, {self.length} x {self.kv_length}, block {self.block}, {self.visited} visited: "

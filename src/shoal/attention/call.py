@@ -53,6 +53,8 @@ class AttentionCall:
     seed: int
     hidden: Tensor | None
     """(batch or 1, query blocks or 1, key blocks) bool: blocks that masks hide wholly."""
+    first_head: int = 0
+    """The number of the first head where these are some of the heads of the whole attention."""
 
     @property
     def threshold(self) -> int:
@@ -66,4 +68,5 @@ class AttentionCall:
 
     def row_keys(self, batches: int, device: torch.device) -> Tensor:
         """Return the dropout's key of each query (batches, heads, length)."""
-        return row_keys(self.seed, batches, self.heads, self.blocks.length, device)
+        heads = torch.arange(self.first_head, self.first_head + self.heads, device=device)
+        return row_keys(self.seed, batches, heads, self.blocks.row_positions.to(device))

@@ -27,12 +27,15 @@ def threshold(dropout: float) -> int:
     return min(round(dropout * 2**32), _WORD)
 
 
-def row_keys(seed: int, batches: int, heads: int, length: int, device: torch.device) -> Tensor:
-    """Return the key of each query (batches, heads, length), int64 of 32 bits."""
+def row_keys(seed: int, batches: int, heads: Tensor, positions: Tensor) -> Tensor:
+    """Return the key of each query (batches, heads, length), int64 of 32 bits.
+
+    `heads` (heads,) are the numbers of the heads, `positions` (heads or 1, length) those of the queries of each.
+    """
     low, high = seed & _WORD, (seed >> 32) & _WORD
-    pair = (torch.arange(batches, device=device)[:, None] * _GOLDEN + torch.arange(heads, device=device) + 1) & _WORD
+    pair = (torch.arange(batches, device=heads.device)[:, None] * _GOLDEN + heads + 1) & _WORD
     keys = _mix(low ^ _mix(high ^ _mix(pair)))
-    rows = _mix((torch.arange(length, device=device) * _GOLDEN + 1) & _WORD)
+    rows = _mix((positions * _GOLDEN + 1) & _WORD)
     return _mix(keys[..., None] ^ rows)
 
 

@@ -33,6 +33,10 @@ class _Bucket:
     real: Tensor | None
     entries: Tensor
     """The place of each visited block among those of the layout (rows, degree)."""
+    places: Tensor
+    """The numbers of the visited blocks' columns in the whole layout (rows, degree)."""
+    positions: Tensor
+    """The position of each query in the whole sequence (rows, block)."""
 
 
 @dataclass(slots=True)
@@ -68,15 +72,18 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
                 offset = torch.arange(degree)
                 real = offset < exact[:, None]
                 entries = blocks.starts[first + some][:, None] + torch.minimum(offset, exact[:, None] - 1)
-                yield _Bucket(head, some, blocks.columns[entries].long(), None if bool(real.all()) else real, entries)
+                columns = blocks.columns[entries].long()
+                places = columns if blocks.column_places is None else blocks.column_places[entries].long()
+                yield _Bucket(head, some, columns, None if bool(real.all()) else real, entries, places,
+                              blocks.row_positions[head].view(-1, blocks.block)[some])
 
 
 def _term_values(term: Term, bucket: _Bucket, blocks: Blocks, heads: slice) -> Tensor:
     """Return what the term adds to the bucket's scores: (batches or 1, heads or 1, rows, block or 1, degree * block)."""
     tensor = term.tensor if term.tensor.shape[1] == 1 else term.tensor[:, heads]
     batches, count, length, _ = tensor.shape
-    columns, rows = bucket.columns.to(tensor.device), bucket.rows.to(tensor.device)
-    cut = tensor.unflatten(-1, (blocks.column_blocks, blocks.block))
+    columns, rows = bucket.places.to(tensor.device), bucket.rows.to(tensor.device)
+    cut = tensor.unflatten(-1, (-1, blocks.block))
     if length == 1:
         values = cut[:, :, 0][:, :, columns][:, :, :, None]
     else:
@@ -103,11 +110,11 @@ def _score(call: AttentionCall, bucket: _Bucket, heads: slice, query: Tensor, ke
     for term in call.terms:
         scores += _term_values(term, bucket, blocks, heads)
     inner = torch.arange(blocks.block, device=device)
-    positions = (columns[..., None] * blocks.block + inner).flatten(1)  # (rows, keys)
+    positions = (bucket.places.to(device)[..., None] * blocks.block + inner).flatten(1)  # (rows, keys)
     if bucket.real is not None:
         scores.masked_fill_(~bucket.real.to(device).repeat_interleave(blocks.block, 1)[:, None], -torch.inf)
     if call.causal:
-        scores.masked_fill_(positions[:, None] > (rows[:, None] * blocks.block + inner)[..., None], -torch.inf)
+        scores.masked_fill_(positions[:, None] > bucket.positions.to(device)[..., None], -torch.inf)
     kept = None
     if row_keys is not None:
         keys = row_keys[:, heads].unflatten(2, (blocks.row_blocks, blocks.block))[:, :, rows]

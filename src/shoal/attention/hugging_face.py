@@ -32,7 +32,8 @@ from shoal.attention.sparsity import SparsityConfig
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
-__all__ = ["NAME", "Sparsity", "TakesAttention", "register", "sparse_attention_in", "use_sparse_attention"]
+__all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "check_served", "models_in", "register",
+           "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 _numbers = count(1)
@@ -60,12 +61,12 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto")
     except ImportError as error:
         raise UsageError(f"{name}: the package transformers is not installed, or too old for it ({error}); install "
                          f"transformers>=4.57") from None
-    structure = _Structures(sparsity)
+    structure = Structures(sparsity)
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                   dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                   position_bias: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
-        _check(module, others)
+        check_served(module, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None and attention_mask.dim() == 4:
             causal = False  # the mask says so
@@ -104,7 +105,7 @@ def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings) -> 
 
     Settings without a mode change nothing. Warns where `model` has no such model: its script builds the attention.
     """
-    found = [] if settings.mode is None else [*_outermost(model)]
+    found = [] if settings.mode is None else [*models_in(model)]
     before = [(each, each.config._attn_implementation) for each in found]
     if settings.mode is not None and not found:
         warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
@@ -119,16 +120,16 @@ def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings) -> 
         raise
 
 
-def _outermost(module: nn.Module) -> Iterator[TakesAttention]:
+def models_in(module: nn.Module) -> Iterator[TakesAttention]:
     """Yield the Hugging Face models in `module` that lie in no other."""
     if isinstance(module, TakesAttention):
         yield module
     else:
         for child in module.children():
-            yield from _outermost(child)
+            yield from models_in(child)
 
 
-class _Structures:
+class Structures:
     """The structure of each number of heads."""
 
     def __init__(self, sparsity: Sparsity):
@@ -148,7 +149,7 @@ class _Structures:
         return self._by_heads[heads]
 
 
-def _check(module: nn.Module, others: Mapping[str, Any]) -> None:
+def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:
     """Raise NotServed for what this attention cannot compute."""
     for name in ("softcap", "s_aux", "cache"):
         if others.get(name) is not None:

@@ -12,8 +12,6 @@ SCALARS: Mapping[str, Published] = {
     "managed_gradient_accumulation": later("false: every `step()` is an accumulation boundary", True),
     "seq_parallel_communication_data_type": later("the dtype of sequence-parallel reduction", "fp32"),
     "use_data_before_expert_parallelism": later("the order of data and expert ranks", False),
-    "sequence_parallel_size": later("ranks that share one sequence", 1),
-    "data_parallel_size": later("data ranks of a mesh with sequence parallelism"),
     "graph_harvesting": later("capture CUDA graphs", False),
     "disable_python_gc": later("run garbage collection at fixed points only", False),
     "wall_clock_breakdown": later("time forward, backward and step", False),

@@ -42,6 +42,7 @@ from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.schedule.registry import AnySchedule
+from shoal.sequence_parallel import SequenceAxis, split_batch
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
 from shoal.tree import tree_map
@@ -95,6 +96,7 @@ class BaseEngine(Accessors, nn.Module):
         """Sends rank 0's buffers to the data ranks; None where there is nothing to send."""
         self.replicated_grads: ReplicatedGradCheck | None = None
         """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
+        self._sequence: SequenceAxis | None = None
         self.compilation = compilation
         """The modules that torch.compile compiles, or is to compile."""
         self.activations: SavedActivations | None = None
@@ -160,7 +162,7 @@ class BaseEngine(Accessors, nn.Module):
         resharding = {module for module, units in sharded.by_module.items() if any(unit.reshards for unit in units)}
         self.compilation.apply(self.roots, self.module, resharding)
         if self.settings.broadcast_buffers:
-            self.buffer_sync = BufferSync(self.module, self.communicator) or None
+            self.buffer_sync = BufferSync(self.module, self.parameter_groups.buffers) or None
         BaseEngine.engines[self.module] = ref(self)
         return sharded
 
@@ -199,6 +201,20 @@ class BaseEngine(Accessors, nn.Module):
                       ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
                       collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
                       pin_memory=pin_memory and can_pin(self.device))
+
+    # Sequences
+
+    @property
+    def sequence(self) -> SequenceAxis:
+        """The ranks that have the other parts of this rank's sequences, for attention and losses."""
+        if self._sequence is None:
+            self._sequence = SequenceAxis(self.parameter_groups.communicator("sequence"))
+        return self._sequence
+
+    def split_sequence(self, batch: Mapping[str, Any], *, multiple: int = 1, padding_token: int = 0,
+                       causal: bool = True) -> dict[str, Any]:
+        """Return this rank's part of a batch of whole sequences: see `shoal.sequence_parallel.split_batch`."""
+        return split_batch(batch, self.sequence, multiple=multiple, padding_token=padding_token, causal=causal)
 
     # Passes
 

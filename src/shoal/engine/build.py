@@ -7,7 +7,7 @@ units (whose layout the ranks compare), the optimizer over their masters, the sc
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -49,6 +49,7 @@ from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Averaging, Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
+from shoal.sequence_parallel.hugging_face import sequence_attention_in
 from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
 from shoal.tier import Disk
 from shoal.tier.store import open_store
@@ -158,9 +159,9 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
             engine = make_engine(model, settings, mesh, parameter_groups, board, device, compilation)
         with (_restored_on_failure(engine), _published_on_failure(board),
-              sparse_attention_in(model, settings.sparse_attention)):
+              _attention_in(engine)):
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
-            move_buffers(model, parameter_groups.data, device)
+            move_buffers(model, parameter_groups.buffers, device)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler, classes)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
             engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
@@ -175,6 +176,14 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
     if settings.dump_state and parameter_groups.world.rank == 0:
         logger.info("configuration: %s", settings.as_dict())
     return engine
+
+
+def _attention_in(engine: BaseEngine) -> AbstractContextManager[None]:
+    """Give the Hugging Face models in the module the attention that the configuration and the mesh ask for."""
+    sparsity = engine.settings.sparse_attention
+    if engine.mesh.size("sequence") == 1:
+        return sparse_attention_in(engine.module, sparsity)
+    return sequence_attention_in(engine.module, engine.sequence, sparsity, tensor_rank=engine.mesh.rank("tensor"))
 
 
 def _check_model(model: object) -> nn.Module:

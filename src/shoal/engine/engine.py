@@ -36,7 +36,8 @@ class Engine(BaseEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
-        At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches.
+        At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches, or the
+        sequence ranks parts of different shapes.
         """
         args, kwargs = self._begin_forward(args, kwargs)
         try:
@@ -49,8 +50,11 @@ class Engine(BaseEngine):
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the model's forward, checked and cast."""
         self.begin_call("forward" if torch.is_grad_enabled() else "forward without gradients")
-        if self.parameter_groups.tensor is not None and (self.settings.debug or not self._batches_compared):
-            _compare_batches(self.parameter_groups.tensor, (args, kwargs))
+        if self.settings.debug or not self._batches_compared:
+            if self.parameter_groups.tensor is not None:
+                _compare_batches(self.parameter_groups.tensor, (args, kwargs))
+            if self.parameter_groups.sequence is not None:
+                _compare_parts(self.parameter_groups.sequence, (args, kwargs))
             self._batches_compared = True
         if self._joined is not None:
             self._joined.announce(JoinedCall.FORWARD if torch.is_grad_enabled() else JoinedCall.EVALUATION, (args, kwargs))
@@ -192,3 +196,13 @@ def _compare_batches(tensor_ranks: Communicator, batch: Any) -> None:
             raise RanksDisagree(f"forward: rank 0 of the tensor axis got a batch of {first}, and rank {rank} {got}; give "
                                 f"all tensor ranks the same samples: seed the loader by the data rank, "
                                 f"engine.mesh.rank('data'), or give training_data to initialize")
+
+
+def _compare_parts(sequence_ranks: Communicator, batch: Any) -> None:
+    """Raise `RanksDisagree` unless the parts of the sequence ranks have one shape."""
+    shapes = [str(each) for each in sequence_ranks.gather_objects(fingerprint_of(batch, values=False))]
+    for rank, other in enumerate(shapes):
+        if other != shapes[0]:
+            raise RanksDisagree(f"forward: rank 0 of the sequence axis got a batch of {shapes[0]}, and rank {rank} one of "
+                                f"{other}; give every rank an equal part of the same samples: "
+                                f"engine.split_sequence(batch)")

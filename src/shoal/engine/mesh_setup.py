@@ -2,7 +2,9 @@
 
     PipelineModule   its pipeline ranks, or its whole topology
     mpu              a shoal.Mesh, or a Megatron-style object
-    configuration    mesh.*, pipeline.stages, tensor_parallel.autotp_size, zero_optimization.mics_shard_size
+    mesh_param       (data ranks, sequence ranks)
+    configuration    mesh.*, pipeline.stages, tensor_parallel.autotp_size, zero_optimization.mics_shard_size,
+                     sequence_parallel_size, data_parallel_size
 
 Sources that give the size of one axis must agree; ranks that no axis needs are data ranks. Once the mesh is known, all ranks
 compare the model, the mesh and the configuration, before anything is built. Later checks compare ranks that hold the same
@@ -53,8 +55,8 @@ def mesh_of(source: Source, model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh
                 raise UsageError(f"initialize: {key} asks for {sizes['pipeline']} pipeline ranks, and the model is a "
                                  f"{type(model).__name__}, which has no stages; give a shoal.PipelineModule")
     if mesh_param is not None:
-        shard, sequence = mesh_param
-        given |= {"mesh_param": {"shard": shard, "sequence": sequence}}
+        data, sequence = mesh_param
+        given |= {"mesh_param": {"data": data, "sequence": sequence}}
     if isinstance(model, PipelineModule):
         if mpu is None and model.topology_given:
             mpu = Mesh.of(model.topology())
@@ -62,7 +64,7 @@ def mesh_of(source: Source, model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh
     if mpu is not None:
         mesh = adapt(mpu)
         source_name = "mpu or topology" if isinstance(model, PipelineModule) else "mpu"
-        given[source_name] = {axis: mesh.size(axis) for axis in AXES}
+        given[source_name] = {axis: mesh.size(axis) for axis in (*AXES, "data")}
         _merge(given)
         _check_stages(mesh, model)
         return mesh
@@ -89,6 +91,10 @@ def _configured_sizes(config: Config) -> dict[str, dict[str, int]]:
         given["pipeline.stages"] = {"pipeline": config.pipeline.stages}
     if config.tensor_parallel.size is not None:
         given["tensor_parallel.autotp_size"] = {"tensor": config.tensor_parallel.size}
+    if config.sequence_parallel_size is not None:
+        given["sequence_parallel_size"] = {"sequence": config.sequence_parallel_size}
+    if config.data_parallel_size is not None:
+        given["data_parallel_size"] = {"data": config.data_parallel_size}
     if config.zero_optimization.mics_shard_size > 0:
         given["zero_optimization.mics_shard_size"] = {"shard": config.zero_optimization.mics_shard_size}
     return given
@@ -109,9 +115,14 @@ def _merge(given: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 def _mesh_of_sizes(sizes: dict[str, int]) -> Mesh:
     """Return the mesh with these sizes of axes; the remaining ranks are data ranks."""
+    data = sizes.pop("data", None)
     if "shard" in sizes and "replica" not in sizes:  # the remaining ranks hold copies of a shard group
         sizes["replica"] = max(1, dist.get_world_size() // prod(sizes.values()))
-    return Mesh(**sizes)  # pyright: ignore[reportArgumentType]  the names of axes
+    mesh = Mesh(**sizes)  # pyright: ignore[reportArgumentType]  the names of axes
+    if data is not None and mesh.size("data") != data:
+        raise UsageError(f"initialize: {data} data ranks are asked for (data_parallel_size or mesh_param), and {mesh} of "
+                         f"{dist.get_world_size()} ranks has {mesh.size('data')}; change a size, or leave that out")
+    return mesh
 
 
 def _check_stages(mesh: Mesh, model: nn.Module) -> None:

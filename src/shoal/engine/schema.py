@@ -114,6 +114,12 @@ class Config(Section):
     data_types: DataTypes = DataTypes()
     """Dtypes other than the compute dtype."""
 
+    sequence_parallel_size: Positive | None = None
+    """Ranks that process parts of the same sequences. The same as `mesh.sequence`."""
+
+    data_parallel_size: Positive | None = None
+    """Ranks that see different samples, `mesh.replica` x `mesh.shard`; null: the ranks that the other axes leave."""
+
     dataloader_drop_last: Switch = False
     """Drop the last batch of an epoch if it is incomplete."""
 

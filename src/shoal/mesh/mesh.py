@@ -231,6 +231,24 @@ class Mesh:
     get_pipe_parallel_rank = get_pipeline_model_parallel_rank
     get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size
 
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        return self.group("sequence")
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.rank("sequence")
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.size("sequence")
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.group(*DATA, "sequence")
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.rank(*DATA, "sequence")
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.size(*DATA, "sequence")
+
     def get_global_rank(self) -> int:
         return dist.get_rank()
 
@@ -264,7 +282,8 @@ class Mpu(Protocol):
 def adapt(mpu: Mesh | Mpu) -> Mesh:
     """Return the mesh that a Megatron-style `mpu` describes. A collective call.
 
-    Its tensor axis is the object's tensor (or slice) parallel axis if it has these methods, else its model parallel axis.
+    Its tensor axis is the object's tensor (or slice) parallel axis if it has these methods, else its model parallel axis;
+    its sequence axis is there if it has the methods of one, and its data ranks then see different samples.
     Raises `UsageError` if the coordinates of the ranks do not fill a mesh.
     """
     if isinstance(mpu, Mesh):
@@ -272,7 +291,7 @@ def adapt(mpu: Mesh | Mpu) -> Mesh:
     process_group.init_distributed()
     by_rank = process_group.gather_objects(_coordinates(mpu), "initialize: mpu")
     sizes = {axis: size for axis, (_, size) in by_rank[0].items()}
-    ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], 1, sizes["tensor"]), -1)
+    ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], sizes["sequence"], sizes["tensor"]), -1)
     text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     for rank, theirs in enumerate(by_rank):
         if {axis: size for axis, (_, size) in theirs.items()} != sizes:
@@ -280,11 +299,12 @@ def adapt(mpu: Mesh | Mpu) -> Mesh:
                              f"sizes")
         if any(not 0 <= at < size for at, size in theirs.values()):
             raise UsageError(f"mpu: rank {rank} says {theirs}, (rank, ranks) by axis; a rank counts from 0 to ranks - 1")
-        ranks[theirs["pipeline"][0], 0, theirs["shard"][0], 0, theirs["tensor"][0]] = rank
+        place = {axis: at for axis, (at, _) in theirs.items()}
+        ranks[place["pipeline"], 0, place["shard"], place["sequence"], place["tensor"]] = rank
     if (ranks < 0).any() or ranks.numel() != len(by_rank):
         raise UsageError(f"mpu: its sizes ({text}) make {ranks.numel()} coordinates, of which the {len(by_rank)} ranks of "
                          f"the job fill {int((ranks >= 0).sum())}; every rank needs a coordinate of its own")
-    return Mesh(pipeline=sizes["pipeline"], shard=sizes["shard"], tensor=sizes["tensor"], ranks=ranks)
+    return Mesh(**sizes, ranks=ranks)
 
 
 def _coordinates(mpu: Mpu) -> dict[str, tuple[int, int]]:
@@ -297,12 +317,14 @@ def _coordinates(mpu: Mpu) -> dict[str, tuple[int, int]]:
         return None
 
     data = query("data_parallel")
-    tensor = query("tensor_model_parallel", "slice_parallel", "model_parallel")
+    sequence = query("sequence_parallel")
+    tensor = query("tensor_model_parallel", "slice_parallel", "model_parallel") or (sequence and (0, 1))
     if data is None or tensor is None:
         raise UsageError(f"initialize: mpu is a {type(mpu).__name__} without get_data_parallel_rank and "
                          f"get_data_parallel_world_size, or get_model_parallel_rank and get_model_parallel_world_size; give "
                          f"it these methods, or pass a shoal.Mesh")
-    return {"pipeline": query("pipeline_model_parallel", "pipe_parallel") or (0, 1), "shard": data, "tensor": tensor}
+    return {"pipeline": query("pipeline_model_parallel", "pipe_parallel") or (0, 1), "shard": data,
+            "sequence": sequence or (0, 1), "tensor": tensor}
 
 
 def _named(axes: Iterable[str]) -> tuple[str, ...]:

@@ -93,6 +93,10 @@ class ParameterGroups:
         """The data ranks."""
         self.tensor = self.communicator("tensor") if mesh.size("tensor") > 1 else None
         """The tensor ranks; None where there is only one."""
+        self.sequence = self.communicator("sequence") if mesh.size("sequence") > 1 else None
+        """The ranks that share sequences; None where there is only one."""
+        self.buffers = self.data if self.sequence is None else self.communicator(*SLICED_COPIES)
+        """The ranks that have the same buffers: the data ranks, with all parts of their sequences."""
         self._replicas = self.communicator("replica") if hybrid and mesh.size("replica") > 1 else None
         local_keys = {self._key(name) for name in self._stages}
         all_keys = self.world.gather_objects(local_keys) if mesh.size("pipeline") > 1 else [local_keys]

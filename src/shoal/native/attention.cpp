@@ -109,6 +109,9 @@ struct Problem {
     int64_t batches, heads, kv_heads, length, kv_length, dim, block, layout_heads;
     const int64_t* starts;   // of the rows of blocks of all layout heads, and the end
     const int32_t* columns;  // block columns, ascending in each row
+    const int32_t* row_places;     // the number of each row of blocks in the whole layout, or null: its own number
+    const int32_t* column_places;  // the number of each visited block's column in the whole layout, or null: its column
+    int64_t first_head;            // the number of the first head in the whole layout
     const uint8_t* hidden;   // (batch, row block, column block) that no row sees; or null
     int64_t hidden_batch, hidden_row;
     Term terms[3];
@@ -130,6 +133,7 @@ struct Problem {
 // One strip of one head, and where it is.
 struct Place {
     int64_t batch, head, row_block, row;
+    int64_t position;             // of the first row, in the whole sequence
     const int64_t *first, *last;  // entries of `columns`, as indices
     uint32_t key;                 // of the dropout of this (batch, head)
 };
@@ -278,10 +282,10 @@ void pack(float* lanes, const float* rows, int64_t stride, int64_t dim, float fa
         for (int64_t i = 0; i < dim * R * W; i += W) store(lanes + i, load(lanes + i) * all(factor));
 }
 
-// Add to the scores of one block what the terms say, and hide later keys from earlier rows.
+// Add to the scores of the block at column `place` what the terms say, and hide later keys from earlier rows.
 template <int R>
-void adjust(float* scores, const Problem& p, const Place& at, int64_t column, float* tile) {
-    const int64_t rows = R * W, block = p.block, first = column * block;
+void adjust(float* scores, const Problem& p, const Place& at, int64_t place, float* tile) {
+    const int64_t rows = R * W, block = p.block, first = place * block;
     for (int32_t t = 0; t < p.term_count; ++t) {
         const Term& term = p.terms[t];
         const int64_t base = at.batch * term.batch + at.head * term.head + first;
@@ -296,9 +300,9 @@ void adjust(float* scores, const Problem& p, const Place& at, int64_t column, fl
             for (int64_t j = 0; j < block; ++j) tile[j * rows + r] = added(term, base + (at.row + r) * term.row + j);
         for (int64_t i = 0; i < block * rows; i += W) store(scores + i, load(scores + i) + load(tile + i));
     }
-    if (p.causal && first + block - 1 > at.row)
+    if (p.causal && first + block - 1 > at.position)
         for (int64_t j = 0; j < block; ++j)
-            for (int64_t r = 0; r < rows && at.row + r < first + j; ++r) scores[j * rows + r] = -kInfinity;
+            for (int64_t r = 0; r < rows && at.position + r < first + j; ++r) scores[j * rows + r] = -kInfinity;
 }
 
 // The keys of dropout of the rows of a strip.
@@ -306,16 +310,16 @@ template <int R>
 void row_keys(vu* keys, const Place& at) {
     for (int r = 0; r < R; ++r)
         for (int lane = 0; lane < W; ++lane)
-            keys[r][lane] = mix(at.key ^ mix(static_cast<uint32_t>(at.row + r * W + lane) * kGolden + 1u));
+            keys[r][lane] = mix(at.key ^ mix(static_cast<uint32_t>(at.position + r * W + lane) * kGolden + 1u));
 }
 
-inline vf kept(vu key, int64_t column, uint32_t threshold, vf value) {
-    const vu hash = mix(key + static_cast<uint32_t>(column) * kGolden);
+inline vf kept(vu key, int64_t position, uint32_t threshold, vf value) {
+    const vu hash = mix(key + static_cast<uint32_t>(position) * kGolden);
     return select((vi)(hash >= threshold), value, all(0.0f));
 }
 
-inline bool is_hidden(const Problem& p, const Place& at, int64_t column) {
-    return p.hidden != nullptr && p.hidden[at.batch * p.hidden_batch + at.row_block * p.hidden_row + column];
+inline bool is_hidden(const Problem& p, const Place& at, int64_t place) {
+    return p.hidden != nullptr && p.hidden[at.batch * p.hidden_batch + at.row_block * p.hidden_row + place];
 }
 
 // Scratch memory of one thread.
@@ -343,6 +347,7 @@ struct Scratch {
 // Collect the next visible blocks of a row, about kChunkKeys keys; return how many.
 struct Chunk {
     int64_t columns[kChunkKeys / kUnit + 1];
+    int64_t places[kChunkKeys / kUnit + 1];
     int64_t entries[kChunkKeys / kUnit + 1];
     int64_t count;
 };
@@ -351,9 +356,10 @@ inline const int64_t* next_chunk(Chunk& chunk, const Problem& p, const Place& at
     const int64_t most = p.block >= kChunkKeys ? 1 : kChunkKeys / p.block;
     chunk.count = 0;
     for (; entry < end && chunk.count < most; ++entry) {
-        const int64_t column = p.columns[entry];
-        if (is_hidden(p, at, column)) continue;
+        const int64_t column = p.columns[entry], place = p.column_places ? p.column_places[entry] : column;
+        if (is_hidden(p, at, place)) continue;
         chunk.columns[chunk.count] = column;
+        chunk.places[chunk.count] = place;
         chunk.entries[chunk.count++] = entry;
     }
     return chunk.count ? chunk.columns : nullptr;
@@ -379,7 +385,7 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
         for (int64_t c = 0; c < chunk.count; ++c) {
             float* scores = s.scores + c * p.block * rows;
             score<R>(scores, keys + chunk.columns[c] * p.block * p.dim, p.block, p.dim, s.lanes);
-            adjust<R>(scores, p, at, chunk.columns[c], s.tile);
+            adjust<R>(scores, p, at, chunk.places[c], s.tile);
             for (int64_t j = 0; j < p.block; ++j)
                 for (int r = 0; r < R; ++r) {
                     const vf x = load(scores + (j * R + r) * W);
@@ -410,7 +416,7 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
                     float* x = scores + (j * R + r) * W;
                     vf probability = exponential(load(x) - base[r]);
                     total[r] += probability;
-                    if (p.threshold) probability = kept(keys_of_rows[r], chunk.columns[c] * p.block + j, p.threshold, probability);
+                    if (p.threshold) probability = kept(keys_of_rows[r], chunk.places[c] * p.block + j, p.threshold, probability);
                     store(x, probability);
                 }
             accumulate<R>(s.result, scores, values + chunk.columns[c] * p.block * p.dim, p.block, p.dim);
@@ -456,9 +462,9 @@ void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t en
     Chunk chunk;
     while (next_chunk(chunk, p, at, entry, end))
         for (int64_t c = 0; c < chunk.count; ++c) {
-            const int64_t column = chunk.columns[c], offset = column * p.block * p.dim;
+            const int64_t place = chunk.places[c], offset = chunk.columns[c] * p.block * p.dim;
             score<R>(s.scores, keys + offset, p.block, p.dim, s.lanes);
-            adjust<R>(s.scores, p, at, column, s.tile);
+            adjust<R>(s.scores, p, at, place, s.tile);
             score<R>(s.products, values + offset, p.block, p.dim, s.gradient_lanes);
             for (int64_t j = 0; j < p.block; ++j)
                 for (int r = 0; r < R; ++r) {
@@ -467,7 +473,7 @@ void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t en
                     const vf probability = exponential(load(x) - load(base_of + r * W));
                     vf weight = probability, product = load(y);
                     if (p.threshold) {
-                        const vf factor = kept(keys_of_rows[r], column * p.block + j, p.threshold, all(p.kept));
+                        const vf factor = kept(keys_of_rows[r], place * p.block + j, p.threshold, all(p.kept));
                         weight *= factor;
                         product *= factor;
                     }
@@ -494,7 +500,10 @@ Place place(const Problem& p, int64_t batch, int64_t head, int64_t row) {
     at.head = head;
     at.row = row;
     at.row_block = row / p.block;
-    at.key = mix(p.seed[0] ^ mix(p.seed[1] ^ mix(static_cast<uint32_t>(batch) * kGolden + static_cast<uint32_t>(head) + 1u)));
+    const int64_t index = (p.layout_heads == 1 ? 0 : head) * (p.length / p.block) + at.row_block;
+    at.position = (p.row_places ? p.row_places[index] : at.row_block) * p.block + row % p.block;
+    const uint32_t number = static_cast<uint32_t>(p.first_head + head) + 1u;
+    at.key = mix(p.seed[0] ^ mix(p.seed[1] ^ mix(static_cast<uint32_t>(batch) * kGolden + number)));
     return at;
 }
 
@@ -574,7 +583,7 @@ int vectors(const Problem& p) {
 
 extern "C" {
 
-int shoal_attention_version() { return 1; }
+int shoal_attention_version() { return 2; }
 
 // Both return 0, or 1 where memory ran out.
 int shoal_attention_forward(const Problem* problem) {

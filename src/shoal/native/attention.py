@@ -20,7 +20,7 @@ __all__ = ["UNIT", "KernelCall", "available", "backward", "forward"]
 
 UNIT = 16
 """Blocks and head dims are multiples of it."""
-_VERSION = 1
+_VERSION = 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 _TERMS = 3
 
@@ -34,7 +34,8 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "length", "kv_length", "dim", "block",
                                               "layout_heads")),
-        ("starts", ctypes.c_void_p), ("columns", ctypes.c_void_p), ("hidden", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p), ("columns", ctypes.c_void_p), ("row_places", ctypes.c_void_p),
+        ("column_places", ctypes.c_void_p), ("first_head", ctypes.c_int64), ("hidden", ctypes.c_void_p),
         ("hidden_batch", ctypes.c_int64), ("hidden_row", ctypes.c_int64),
         ("terms", _Term * _TERMS), ("term_count", ctypes.c_int32), ("causal", ctypes.c_int32),
         ("scale", ctypes.c_float), ("kept", ctypes.c_float), ("threshold", ctypes.c_uint32), ("seed", ctypes.c_uint32 * 2),
@@ -53,6 +54,9 @@ class KernelCall:
 
     starts: Tensor
     columns: Tensor
+    row_places: Tensor | None
+    column_places: Tensor | None
+    first_head: int
     layout_heads: int
     block: int
     hidden: Tensor | None
@@ -105,6 +109,10 @@ def _run(name: str, problem: _Problem) -> None:
         raise MemoryError(f"attention: no memory for the scratch space of {problem.threads} threads")
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _strides(tensor: Tensor) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * 3)(*tensor.stride()[:3])
 
@@ -120,8 +128,9 @@ def _problem(call: KernelCall, query: Tensor, key: Tensor, value: Tensor, output
     return _Problem(
         batches=query.shape[0], heads=query.shape[1], kv_heads=key.shape[1], length=query.shape[2], kv_length=key.shape[2],
         dim=query.shape[3], block=call.block, layout_heads=call.layout_heads,
-        starts=call.starts.data_ptr(), columns=call.columns.data_ptr(),
-        hidden=None if hidden is None else hidden.data_ptr(),
+        starts=call.starts.data_ptr(), columns=call.columns.data_ptr(), row_places=_address(call.row_places),
+        column_places=_address(call.column_places), first_head=call.first_head,
+        hidden=_address(hidden),
         hidden_batch=0 if hidden is None or hidden.shape[0] == 1 else hidden.stride(0),
         hidden_row=0 if hidden is None or hidden.shape[1] == 1 else hidden.stride(1),
         terms=terms, term_count=len(call.terms), causal=call.causal, scale=call.scale, kept=call.kept,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Self, TypeVar, cast
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed, CollectiveTimeout
 from shoal.recording import Call, over
 from shoal.tensor_parallel.shared_memory import SLOT_BYTES, SharedMemoryRing, open_ring
-from shoal.transport.collectives import CHUNK_BYTES, Communicator, native_all_gather, native_reduce_scatter, traffic
+from shoal.transport.collectives import CHUNK_BYTES, Communicator, eager, native_all_gather, native_reduce_scatter, traffic
 from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
 from shoal.transport.reduction import Reduction
 
@@ -37,14 +37,6 @@ _rings: WeakKeyDictionary[dist.ProcessGroup, SharedMemoryRing | None] = WeakKeyD
 
 _Finish = Callable[[], object]
 """Waits for a collective and finishes it."""
-
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def eager(function: F) -> F:
-    """Exclude a function that calls collectives from the graphs of torch.compile, which break there."""
-    return cast(F, torch.compiler.disable(function))
-
 
 class Axis:
     """The ranks of a process group that hold slices of the same layers, and the collectives between them."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,15 +39,21 @@ from shoal.transport.peer_memory import PeerMemory, PeerTransfer, peer_memory_of
 from shoal.transport.reduction import DONE, Reduction, chunks, sum_addends
 from shoal.transport.stalemate import Awaited
 
-__all__ = ["Communicator", "Label", "Traffic", "native_all_gather", "native_reduce_scatter", "traffic"]
+__all__ = ["Communicator", "Label", "Traffic", "eager", "native_all_gather", "native_reduce_scatter", "traffic"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 # Newer torch renames the two native collectives to `*_single` and deprecates the names that torch 2.11 has.
 native_all_gather: Callable[..., dist.Work | None] = (vars(dist).get("all_gather_single")
                                                       or vars(dist)["all_gather_into_tensor"])
 native_reduce_scatter: Callable[..., dist.Work | None] = (vars(dist).get("reduce_scatter_single")
                                                           or vars(dist)["reduce_scatter_tensor"])
+
+def eager(function: F) -> F:
+    """Exclude a function that calls collectives from the graphs of torch.compile, which break there."""
+    return cast(F, torch.compiler.disable(function))
+
 
 CHUNK_BYTES = 4 << 20
 """Bytes of one point-to-point message: larger ones ran half-duplex on a limited link."""
@@ -72,7 +78,8 @@ class Label:
     """The unit's number within its communicator."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("gather", "publish", "reduce", "replicate",
-                                        "gather rows", "publish rows", "reduce rows", "replicate rows")
+                                        "gather rows", "publish rows", "reduce rows", "replicate rows",
+                                        "sequence exchange", "sequence return")
 
     @property
     def tag(self) -> int:

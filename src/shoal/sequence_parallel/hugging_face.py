@@ -1,0 +1,133 @@
+"""Models of Hugging Face transformers on a sequence axis, by the library's own interfaces, without a change of code.
+
+    use_sequence_attention(model, axis)                       dense attention over whole sequences
+    use_sequence_attention(model, axis, BigBirdSparsityConfig(12, 64))
+
+The model is given parts of sequences, as `split_batch` makes them, with the position ids of the whole. Its mask stays a part
+(batch, n) until the first layer joins it. The loss of a language model that transformers computes by its `loss_function` is
+that of the whole sequence; other losses are of the part, with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.attention.attend import Backend
+from shoal.attention.blocks import Blocks
+from shoal.attention.hugging_face import Sparsity, Structures, TakesAttention, check_served, models_in
+from shoal.attention.settings import SparseAttentionSettings
+from shoal.errors import NotServed, UsageError
+from shoal.log import warn_once
+from shoal.sequence_parallel.attention import Exchange, attend_sequence
+from shoal.sequence_parallel.axis import SequenceAxis
+from shoal.sequence_parallel.loss import SequenceLoss
+
+__all__ = ["sequence_attention_in", "use_sequence_attention"]
+
+_NAME = "shoal_sequence"
+_numbers = count(1)
+
+
+def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity | None = None, *,
+                           exchange: Exchange = "auto", backend: Backend = "auto", tensor_rank: int = 0) -> None:
+    """Let the attention of a Hugging Face `model` be over sequences that the ranks of `axis` have parts of.
+
+    `sparsity` is the structure of the whole sequence, dense without it. `tensor_rank` counts ranks that have other heads.
+    Raises UsageError for other models, NotServed for those whose attention the interface of transformers does not take.
+    """
+    if not isinstance(model, TakesAttention):
+        raise UsageError(f"use_sequence_attention: {type(model).__name__} is no model of Hugging Face transformers; build "
+                         f"its layers with shoal.sequence_parallel.attend_sequence")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    structures = None if sparsity is None else Structures(sparsity)
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+                  **others: Any) -> tuple[Tensor, None]:
+        check_served(module, others)
+        _check_whole_sequences(module, query, key, attention_mask, others)
+        blocks = None if structures is None else _blocks(structures, query, axis)
+        output = attend_sequence(
+            query, key, value, axis, blocks, scale=scaling,
+            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            key_padding=None if attention_mask is None else axis.join(attention_mask), dropout=dropout,
+            first_head=tensor_rank * query.shape[1], exchange=exchange, backend=backend)
+        return output.transpose(1, 2).contiguous(), None
+
+    name = f"{_NAME}_{next(_numbers)}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _mask)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise NotServed(f"use_sequence_attention: {type(model).__name__} computes its attention by itself, not by the "
+                        f"attention interface of transformers; take a model whose attn_implementation can be set")
+    _set_loss(model, axis)
+
+
+@contextmanager
+def sequence_attention_in(model: nn.Module, axis: SequenceAxis, settings: SparseAttentionSettings, *,
+                          tensor_rank: int) -> Generator[None]:
+    """Let the Hugging Face models in `model` attend to whole sequences; take it back if the context raises."""
+    found = [*models_in(model)]
+    before = [(each, each.config._attn_implementation) for each in found]
+    if settings.mode is not None and not found:
+        warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
+                  f"is replaced: its script builds the attention, with shoal.sequence_parallel.attend_sequence")
+    try:
+        for each in found:
+            use_sequence_attention(each, axis, None if settings.mode is None else settings, tensor_rank=tensor_rank)
+        yield
+    except BaseException:
+        for each, name in before:
+            each.set_attn_implementation(name)
+        raise
+
+
+def _set_loss(model: Any, axis: SequenceAxis) -> None:
+    """Let a language model's loss be that of the whole sequence; warn of a loss that the model computes by itself."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is ForCausalLMLoss:
+        model.loss_function = SequenceLoss(axis)
+    elif not isinstance(model.loss_function, SequenceLoss):
+        warn_once(f"{type(model).__name__}: the loss that it computes of labels is the mean of one rank's part; where ranks "
+                  f"have different numbers of labels leave them out, and take shoal.sequence_parallel.cross_entropy")
+
+
+def _blocks(structures: Structures, query: Tensor, axis: SequenceAxis) -> Blocks | None:
+    """Return the layout of the whole sequence; None, which is dense, where the structure needs a longer one."""
+    structure, length = structures.of(query.shape[1]), query.shape[2] * axis.ranks
+    if length % structure.block:
+        raise UsageError(f"{_NAME}: {axis.ranks} ranks have {query.shape[2]} positions each, and {length} is no multiple of "
+                         f"the block {structure.block}; give the model split_batch(batch, axis, multiple={structure.block})")
+    return None if length < structure.shortest else structure.blocks(length)
+
+
+def _check_whole_sequences(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, others: Any) -> None:
+    """Raise NotServed for calls that are no attention of a sequence to itself, or need more of it than its padding."""
+    if query.shape[2] != key.shape[2]:
+        raise NotServed(f"{_NAME}: {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys: a cache or "
+                        f"cross attention, which are not split over ranks; pass use_cache=False, or generate without a "
+                        f"sequence axis")
+    if (mask is not None and mask.dim() != 2) or others.get("position_bias") is not None:
+        raise NotServed(f"{_NAME}: {type(module).__name__} gives a mask or a bias of each query and key, whose rows are on "
+                        f"other ranks; pad instead of packing, and give windows as a structure (local_sliding_window)")
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+          mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
+          **others: Any) -> Tensor | None:
+    """Return the padding of this rank's part (batch, n), or None where the model is given none."""
+    from transformers import masking_utils
+
+    if mask_function not in (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+        raise NotServed(f"{_NAME}: this model masks more than padding (packed sequences, or a sliding window of its own), "
+                        f"whose rows are on other ranks; pad instead of packing, and give windows as a structure "
+                        f"(local_sliding_window)")
+    return attention_mask

@@ -1,0 +1,67 @@
+"""A batch is read whole by all ranks of a sequence axis, and each takes its part of every tensor that has the sequence.
+
+    input_ids (batch, L)     -> positions r n to (r + 1) n
+    labels (batch, L)        -> the same; beside them shift_labels, each position's next label, shifted before the cut
+    position_ids             -> made where there are none, since a model would count from 0 on every rank
+    attention_mask           -> the same; attention puts the parts together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.errors import UsageError
+from shoal.sequence_parallel.axis import SequenceAxis
+
+__all__ = ["split_batch"]
+
+IGNORED = -100
+_TOKENS = ("input_ids", "inputs_embeds", "tokens", "text")
+"""Names of the tensor that has the sequence, the first that is there."""
+_FILL: Mapping[str, int] = {"labels": IGNORED, "attention_mask": 0, "loss_mask": 0}
+"""The value that fills up a padded tensor; others are filled by the padding token."""
+
+
+def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int = 1, padding_token: int = 0,
+                causal: bool = True) -> dict[str, Any]:
+    """Return this rank's part of a `batch` of named tensors (batch, L, ...), which all ranks of the sequence have read.
+
+    The sequence is that of `input_ids` (or `inputs_embeds`, `tokens`, `text`); tensors of another length in dim 1 stay
+    whole. It is padded on the right so that each rank has a `multiple` of positions: with `padding_token`, hidden by the
+    attention mask and labelled -100. `position_ids` are added; with `causal` so is `shift_labels`, what each position
+    predicts, where there are `labels`. Raises UsageError for a batch without a sequence.
+    """
+    name = next((each for each in _TOKENS if isinstance(batch.get(each), Tensor)), None)
+    if name is None:
+        raise UsageError(f"split: got {', '.join(map(str, batch)) or 'nothing'}; a batch has its sequence as one of "
+                         f"{', '.join(_TOKENS)}. Cut other tensors by tensor[:, axis.part(length)]")
+    length, batches = batch[name].shape[1], batch[name].shape[0]
+    unit = multiple * axis.ranks
+    missing = -length % unit
+    whole = {key: _padded(key, value, length, missing, padding_token) for key, value in batch.items()}
+    device = batch[name].device
+    if missing and "attention_mask" not in whole:
+        whole["attention_mask"] = F.pad(torch.ones(batches, length, dtype=torch.int64, device=device), (0, missing))
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(length + missing, device=device).expand(batches, -1)
+    if causal and "labels" in whole and "shift_labels" not in whole:
+        whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
+    mine = axis.part(length + missing, "split")
+    return {key: value[:, mine].contiguous() if _has_sequence(value, length + missing) else value
+            for key, value in whole.items()}
+
+
+def _has_sequence(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+
+
+def _padded(name: str, value: Any, length: int, missing: int, padding_token: int) -> Any:
+    if not missing or not _has_sequence(value, length):
+        return value
+    fill = 0 if value.is_floating_point() else _FILL.get(name, padding_token)
+    return F.pad(value, (*(0, 0) * (value.dim() - 2), 0, missing), value=fill)

@@ -1,0 +1,281 @@
+"""Attention over a split sequence is that of one rank, output and gradients, and sends the bytes of the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.attention import (
+    BigBirdSparsityConfig,
+    Blocks,
+    BSLongformerSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    attend,
+)
+from shoal.errors import RanksDisagree, UsageError
+from shoal.recording import traffic
+from shoal.sequence_parallel import SequenceAxis, attend_sequence, block_plan, exchange_heads, heads_plan
+from shoal.testing import run_ranks
+
+BLOCK, LENGTH, DIM, BATCH = 16, 192, 16, 2
+
+
+def per_head(heads: int) -> Blocks:
+    layout = torch.rand(heads, LENGTH // BLOCK, LENGTH // BLOCK, generator=torch.Generator().manual_seed(1)) < 0.15
+    layout[:, 3] = True  # a global row
+    layout[1, 7], layout[0, 10] = True, False  # of one head; a row that sees nothing
+    return Blocks.of(layout, BLOCK)
+
+
+LAYOUTS = {
+    "dense": lambda heads: None,
+    "ones": lambda heads: Blocks.dense(LENGTH, LENGTH, BLOCK),
+    "window": lambda heads: LocalSlidingWindowSparsityConfig(heads, BLOCK, num_sliding_window_blocks=3).blocks(LENGTH),
+    "bigbird": lambda heads: BigBirdSparsityConfig(heads, BLOCK).blocks(LENGTH),
+    "longformer": lambda heads: BSLongformerSparsityConfig(heads, BLOCK, global_block_indices=[0, 7]).blocks(LENGTH),
+    "fixed": lambda heads: FixedSparsityConfig(heads, BLOCK).blocks(LENGTH),
+    "each head its own": per_head,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention, given by numbers, so that every rank and one rank alone make it alike."""
+
+    layout: str
+    heads: int = 4
+    kv_heads: int = 4
+    causal: bool = False
+    padded: bool = False
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    exchange: Any = "auto"
+    backend: Any = "auto"
+
+    def blocks(self) -> Blocks | None:
+        return LAYOUTS[self.layout](self.heads)
+
+    def operands(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [torch.randn(BATCH, count, LENGTH, DIM, generator=generator).to(self.dtype) for count in counts]
+
+    def options(self) -> dict[str, Any]:
+        padding = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+        padding[0, -40:] = False
+        padding[1, :20] = False
+        return {"causal": self.causal, "key_padding": padding if self.padded else None, "dropout": self.dropout, "seed": 11,
+                "backend": self.backend}
+
+
+@cache
+def whole(case: Case) -> list[Tensor]:
+    """Return output and gradients of one rank."""
+    query, key, value, gradient = case.operands()
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    blocks = case.blocks() or Blocks.dense(LENGTH, LENGTH, 64)
+    attend(*leaves, blocks, **case.options()).backward(gradient)
+    output = attend(*leaves, blocks, **case.options()).detach()
+    return [output, *(each.grad for each in leaves if each.grad is not None)]
+
+
+def split(cases: list[Case]) -> list[list[Tensor]]:
+    """Return for each case the outputs and gradients of this rank's part, after a check of the bytes."""
+    axis = SequenceAxis(dist.group.WORLD)
+    mine = axis.part(LENGTH)
+    results: list[list[Tensor]] = []
+    for case in cases:
+        query, key, value, gradient = (each[:, :, mine] for each in case.operands())
+        leaves = [each.clone().requires_grad_() for each in (query, key, value)]
+        blocks = case.blocks()
+        before = traffic.bytes_sent
+        output = attend_sequence(*leaves, axis, blocks, exchange=case.exchange, **case.options())
+        forward = traffic.bytes_sent - before
+        output.backward(gradient)
+        both = traffic.bytes_sent - before
+        results.append([output.detach(), *(each.grad for each in leaves if each.grad is not None),
+                        torch.tensor([forward, both - forward])])
+    return results
+
+
+CASES = [
+    *(Case(layout, exchange=exchange) for layout in LAYOUTS for exchange in ("heads", "blocks")
+      if not (layout == "dense" and exchange == "blocks")),
+    *(Case(layout, 6, 2, causal=True, padded=True, dropout=0.2, exchange=exchange)
+      for layout in ("ones", "bigbird", "each head its own") for exchange in ("heads", "blocks")),
+    *(Case(layout, 6, 3, padded=True, dropout=0.1, exchange="blocks", backend="gather")
+      for layout in ("bigbird", "each head its own")),
+    Case("dense", 3, 1, causal=True, padded=True, dropout=0.3),
+    Case("dense", 1, 1),
+    Case("longformer", 5, 5, dtype=torch.bfloat16, exchange="blocks"),
+    Case("longformer", 5, 1, dtype=torch.bfloat16, exchange="heads"),
+    Case("window", causal=True), Case("bigbird", padded=True),
+]  # fmt: skip
+
+
+@cache
+def computed(ranks: int) -> list[list[list[Tensor]]]:
+    return run_ranks(ranks, split, CASES)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_split_attention_is_that_of_one_rank(ranks: int) -> None:
+    by_rank = computed(ranks)
+    for number, case in enumerate(CASES):
+        tolerance = 4e-2 if case.dtype == torch.bfloat16 else 2e-5
+        for index, expected in enumerate(whole(case)):
+            got = torch.cat([results[number][index] for results in by_rank], dim=2)
+            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * float(expected.float().abs().max()),
+                                       msg=lambda text, case=case, index=index: f"{case}, tensor {index}: {text}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_bytes_sent_are_those_of_the_formula(ranks: int) -> None:
+    by_rank = computed(ranks)
+    for number, case in enumerate(CASES):
+        for rank, results in enumerate(by_rank if case.exchange != "auto" else ()):
+            size = case.dtype.itemsize
+            blocks = case.blocks()
+            if case.exchange == "blocks":
+                assert blocks is not None
+                plan = block_plan(blocks.lower if case.causal else blocks, case.heads, case.kv_heads, rank, ranks)
+                sent = plan.sent_bytes(BATCH, DIM, DIM, size)
+            else:
+                heads = heads_plan(case.heads, case.kv_heads, rank, ranks)
+                sent = heads.sent_bytes(BATCH, LENGTH // ranks, DIM, DIM, size)
+            assert results[number][-1].tolist() == [sent.forward, sent.backward], (case, rank)
+
+
+def errors(calls: dict[str, Callable[..., object]]) -> dict[str, str]:
+    """Return what each call raises on this rank, given the rank and its axis."""
+    axis = SequenceAxis(dist.group.WORLD)
+    said: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            call(axis.rank, axis)
+        except (UsageError, RanksDisagree) as error:
+            said[name] = str(error)
+    return said
+
+
+def zeros(heads: int = 2, length: int = 64, dim: int = 16, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(1, heads, length, dim, dtype=dtype)
+
+
+def lengths_differ(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(length=64 + 16 * rank)] * 3, axis)
+
+
+def layouts_differ(rank: int, axis: SequenceAxis) -> None:
+    layout = torch.eye(8, dtype=torch.bool)[None]
+    layout[0, 0, 3] = bool(rank)
+    attend_sequence(*[zeros()] * 3, axis, Blocks.of(layout, 16), exchange="blocks")
+
+
+def heads_differ(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(heads=2 + rank)] * 3, axis)
+
+
+def key_heads(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(zeros(3), zeros(2), zeros(2), axis)
+
+
+def three_dims(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(zeros()[0], zeros(), zeros(), axis)
+
+
+def dtypes(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(zeros(), zeros(), zeros(dtype=torch.bfloat16), axis)
+
+
+def local_layout(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(64, 64, 16))
+
+
+def layout_heads(rank: int, axis: SequenceAxis) -> None:
+    layout = torch.eye(8, dtype=torch.bool).repeat(3, 1, 1)
+    layout[0, 0, 3] = True
+    attend_sequence(*[zeros()] * 3, axis, Blocks.of(layout, 16))
+
+
+def no_layout(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, exchange="blocks")
+
+
+def odd_blocks(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(length=40)] * 3, axis, Blocks.dense(80, 80, 16), exchange="blocks")
+
+
+def unknown_exchange(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, exchange="ring")  # pyright: ignore[reportArgumentType]
+
+
+def odd_length(rank: int, axis: SequenceAxis) -> None:
+    axis.part(63)
+
+
+def oracle(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", backend="reference")
+
+
+def half_a_mask(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", key_padding=torch.ones(1, 64))
+
+
+WRONG: dict[str, tuple[Callable[..., object], str]] = {
+    "lengths differ": (lengths_differ, "rank 1 has heads exchanged: query (1, 2, 80, 16)"),
+    "layouts differ": (layouts_differ, "give every rank an equal part of the sequence (split_batch), and the same layout"),
+    "heads differ": (heads_differ, "rank 1 has heads exchanged: query (1, 3, 64, 16)"),
+    "key heads": (key_heads, "the heads of keys divide those of the query"),
+    "three dims": (three_dims, "operands are (batches, heads, positions of this rank, dim)"),
+    "dtypes": (dtypes, "one dtype, and one device; got torch.float32 on cpu, torch.float32 on cpu, torch.bfloat16"),
+    "the layout of one part": (local_layout, "make the layout for length 128"),
+    "the layout of other heads": (layout_heads, "make a layout with 1 or 2 heads"),
+    "no layout": (no_layout, "exchange='blocks' needs a layout"),
+    "odd blocks": (odd_blocks, "2 ranks do not divide 5 blocks of 16; pad the sequence to a multiple of 32"),
+    "unknown exchange": (unknown_exchange, "exchange is one of auto, heads, blocks; got 'ring'"),
+    "odd length": (odd_length, "length 63 is not divided by the 2 sequence ranks; pad it to 64"),
+    "the oracle": (oracle, "choose among auto, gather, native on a sequence axis"),
+    "half a mask": (half_a_mask, "key_padding is (batches, kv_length), here (1, 128); got (1, 64)"),
+}  # fmt: skip
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    for said in run_ranks(2, errors, {name: call for name, (call, _) in WRONG.items()}):
+        for name, (_, text) in WRONG.items():
+            assert text in said.get(name, "nothing"), (name, said.get(name))
+
+
+def test_a_window_fetches_two_blocks_of_a_thousand() -> None:
+    blocks = LocalSlidingWindowSparsityConfig(1, 64, num_sliding_window_blocks=3, attention="bidirectional").blocks(65536)
+    plans = [block_plan(blocks, 8, 8, rank, 4) for rank in range(4)]
+    assert [plan.fetched for plan in plans] == [1, 2, 2, 1] and not plans[0].splits
+    assert plans[1].sent_bytes(1, 64, 64, 4).forward == 2 * 64 * 8 * 2 * 64 * 4  # two blocks, 8 heads, keys and values
+
+
+def test_a_global_row_is_split_and_its_column_fetched_once() -> None:
+    blocks = BigBirdSparsityConfig(1, 64, num_random_blocks=0).blocks(65536)
+    plans = [block_plan(blocks, 8, 8, rank, 4) for rank in range(4)]
+    assert [plan.foreign for plan in plans] == [0, 1, 1, 1]  # the first row of all
+    assert [plan.fetched for plan in plans] == [1, 3, 3, 2]  # neighbours, and the first column
+
+
+def no_heads(ranks: int) -> list[Tensor]:
+    """Return the gradient of each rank's part where there are fewer heads than ranks."""
+    axis = SequenceAxis(dist.group.WORLD)
+    leaf = torch.ones(1, 1, 4, 8, requires_grad=True)
+    exchange_heads(lambda query, key, value: query + key + value, leaf, leaf, leaf, axis).sum().backward()
+    assert leaf.grad is not None
+    return [leaf.grad]
+
+
+def test_ranks_without_heads_take_part() -> None:
+    assert [bool((gradient == 3).all()) for gradient, in run_ranks(3, no_heads, 3)] == [True] * 3

@@ -1,0 +1,106 @@
+"""Models of transformers on a sequence axis train as on one rank: dense and sparse, padded, with any number of key heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+import shoal.sequence_parallel.hugging_face
+from shoal.errors import ShoalError
+from shoal.sequence_parallel import cross_entropy
+from shoal.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                         "intermediate_size": 48, "max_position_embeddings": 128}
+BIGBIRD = {"mode": "bigbird", "block": 16, "num_random_blocks": 0}
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    match kind:
+        case "llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+        case "gpt2":
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+                vocab_size=31, n_positions=128, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+                attn_pdrop=0.0))
+        case _:
+            return transformers.BertForMaskedLM(transformers.BertConfig(
+                **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def batch(step: int, padded: bool) -> dict[str, Tensor]:
+    tokens = torch.randint(31, (2, 128), generator=torch.Generator().manual_seed(step))
+    mask, labels = torch.ones_like(tokens), tokens.clone()
+    if padded:
+        mask[0, 70:], labels[0, 70:] = 0, -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def train(kind: str, config: dict[str, Any], padded: bool) -> list[float]:
+    engine = shoal.initialize(model=model_of(kind), config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}},
+        "timeout": 60, **config})[0]
+    losses: list[float] = []
+    for step in range(2):
+        whole = batch(step, padded)
+        if kind == "bert":
+            part = engine.split_sequence(whole, multiple=16, causal=False)
+            labels = part.pop("labels")
+            loss = cross_entropy(engine(**part).logits, labels, engine.sequence)
+        else:
+            loss = engine(**(engine.split_sequence(whole, multiple=16) if "mesh" in config else whole), use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+CASES = [("llama", {}, True), ("llama", {"sparse_attention": BIGBIRD}, True), ("gpt2", {}, False),
+         ("bert", {"sparse_attention": BIGBIRD}, True)]
+
+
+def train_all(extra: dict[str, Any]) -> list[list[float]]:
+    return [train(kind, config | extra, padded) for kind, config, padded in CASES]
+
+
+def test_models_train_as_on_one_rank() -> None:
+    alone = run_ranks(1, train_all, {})[0]
+    for ranks, stage in ((2, 3), (4, 1)):
+        extra = {"mesh": {"sequence": ranks}, "zero_optimization": {"stage": stage}}
+        for losses in run_ranks(ranks, train_all, extra):
+            for case, got, expected in zip(CASES, losses, alone, strict=True):
+                assert got == pytest.approx(expected, rel=2e-5), (case, ranks)
+
+
+def refused() -> list[str]:
+    config = {"train_micro_batch_size_per_gpu": 2, "timeout": 60, "mesh": {"sequence": 2},
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "sparse_attention": BIGBIRD}
+    engine = shoal.initialize(model=model_of("llama"), config=config)[0]
+    part = engine.split_sequence(batch(0, False), multiple=16)
+    four = torch.ones(2, 1, 64, 64, dtype=torch.bool)
+    packed = torch.arange(32).repeat(2)[None].expand(2, -1)
+    calls = (lambda: engine(part["input_ids"], labels=part["labels"], position_ids=part["position_ids"]),
+             lambda: engine(part["input_ids"], attention_mask=four),
+             lambda: engine(part["input_ids"], position_ids=packed, use_cache=False),
+             lambda: engine(part["input_ids"][:, :20]),
+             lambda: shoal.sequence_parallel.hugging_face.use_sequence_attention(torch.nn.Linear(2, 2), engine.sequence))
+    said: list[str] = []
+    for call in calls:
+        with pytest.raises(ShoalError) as found:
+            call()
+        said.append(str(found.value))
+    return said
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    texts = ("got labels without shift_labels", "gives a mask or a bias of each query and key",
+             "this model masks more than padding", "40 is no multiple of the block 16", "is no model of Hugging Face")
+    for said, text in zip(run_ranks(2, refused)[0], texts, strict=True):
+        assert text in said

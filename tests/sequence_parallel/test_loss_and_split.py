@@ -1,0 +1,83 @@
+"""A batch is cut into equal parts, and the loss of the parts is that of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.errors import UsageError
+from shoal.sequence_parallel import SequenceAxis, cross_entropy, mean_loss, split_batch
+from shoal.sequence_parallel.loss import SequenceLoss
+from shoal.testing import run_ranks
+
+WORDS, LENGTH = 7, 12
+
+
+def logits_and_labels() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(WORDS, (2, LENGTH), generator=generator)
+    labels[0, :8], labels[1, 10:] = -100, -100  # the first rank has fewer, of 3 it has few
+    return torch.randn(2, LENGTH, WORDS, generator=generator), labels
+
+
+def loss_of_parts() -> tuple[float, Tensor]:
+    axis = SequenceAxis(dist.group.WORLD)
+    logits, labels = (each[:, axis.part(LENGTH)] for each in logits_and_labels())
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy(leaf, labels, axis)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.item(), leaf.grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_loss_is_the_mean_over_the_tokens_of_all_ranks(ranks: int) -> None:
+    logits, labels = logits_and_labels()
+    expected = F.cross_entropy(logits.requires_grad_().flatten(0, 1), labels.flatten())
+    expected.backward()
+    found = run_ranks(ranks, loss_of_parts)
+    assert [loss for loss, _ in found] == pytest.approx([expected.item()] * ranks, rel=1e-6)
+    assert len({loss for loss, _ in found}) == 1
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in found], 1) / ranks, logits.grad)
+
+
+def parts() -> list[dict[str, Tensor]]:
+    axis = SequenceAxis(dist.group.WORLD)
+    tokens = torch.arange(22).view(2, 11)
+    batch = {"input_ids": tokens, "labels": tokens.clone(), "weight": torch.ones(2, 3)}
+    return [split_batch(batch, axis, multiple=4, padding_token=99), split_batch({"input_ids": tokens[:, :8]}, axis)]
+
+
+def test_a_batch_is_padded_shifted_and_cut() -> None:
+    (first, plain), (second, _) = run_ranks(2, parts)
+    assert first["input_ids"].shape == (2, 8) and second["input_ids"][0].tolist() == [8, 9, 10, *[99] * 5]
+    assert second["attention_mask"][0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert first["shift_labels"][0].tolist() == [*range(1, 9)]  # the label of its last position is on the other rank
+    assert second["shift_labels"][0].tolist() == [9, 10, *[-100] * 6] and second["labels"][1, 3:].tolist() == [-100] * 5
+    assert second["position_ids"][1].tolist() == [*range(8, 16)] and first["weight"].shape == (2, 3)
+    assert sorted(plain) == ["input_ids", "position_ids"]
+
+
+def refusals() -> list[str]:
+    axis = SequenceAxis(dist.group.WORLD)
+    logits, labels = torch.zeros(1, 4, WORDS), torch.zeros(1, 4, dtype=torch.int64)
+    calls = (lambda: split_batch({"pixels": logits}, axis), lambda: mean_loss(logits, 1, axis),
+             lambda: cross_entropy(logits, labels[:, :3], axis), lambda: SequenceLoss(axis)(logits, labels, WORDS),
+             lambda: SequenceLoss(axis)(logits, shift_labels=labels, num_items_in_batch=4))
+    said: list[str] = []
+    for call in calls:
+        with pytest.raises(UsageError) as found:
+            call()
+        said.append(str(found.value))
+    return said
+
+
+def test_batches_and_losses_that_do_not_fit_are_refused() -> None:
+    texts = ("split: got pixels; a batch has its sequence as one of input_ids", "mean_loss: total has shape (1, 4, 7)",
+             "cross_entropy: logits (1, 4, 7) and labels (1, 3)", "got labels without shift_labels",
+             "num_items_in_batch is counted over the ranks here")
+    for said, text in zip(run_ranks(1, refusals)[0], texts, strict=True):
+        assert text in said
