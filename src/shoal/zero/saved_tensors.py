@@ -45,8 +45,12 @@ class SavedTensor:
     @property
     def _error_words(self) -> tuple[str, str]:
         """The name of the tensor in an error, and the way out."""
-        what = f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype}, saved in the forward around unit"
+        what = f"a tensor of shape {self._shape} and {self.tensor.dtype}, saved in the forward around unit"
         return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
 
     def unchanged(self) -> Tensor:
         """Return the tensor; raises `UsageError` if it was written to since."""
@@ -88,9 +92,8 @@ class SavedActivation(SavedTensor):
     resting: RestingView
 
     @property
-    def _what(self) -> tuple[str, str]:
-        what = f"a tensor of shape {tuple(self.resting.size)} and {self.tensor.dtype}, saved in the forward around unit"
-        return f"{what} '{self.unit.name}',", "write to a copy (clone()) instead"
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(self.resting.size)
 
     def unchanged(self) -> Tensor:
         super(SavedActivation, self).unchanged()
@@ -108,16 +111,14 @@ class SavedTensorTracker:
         """
         self._activations = activations
         self._resting_weights = {_storage(unit.full) for found in units.values() for unit in found}
-        if activations is not None:
-            self._unit_of = {module: found[0] for module, found in units.items() if found}
-        units = {module: [unit for unit in found if unit.reshards or watched] for module, found in units.items()}
-        self._weights = {_storage(unit.full): unit for found in units.values() for unit in found}
+        come_and_go = {module: [unit for unit in found if unit.reshards or watched] for module, found in units.items()}
+        self._weights = {_storage(unit.full): unit for found in come_and_go.values() for unit in found}
         _units.update(self._weights)
-        for module, found in units.items():
+        for module, found in come_and_go.items():
             for unit in found:
                 unit.serve_backward(partial(bring, module, unit))
-        if activations is None:
-            self._unit_of = {module: found[0] for module, found in units.items() if found}
+        within = come_and_go if activations is None else units
+        self._unit_of = {module: found[0] for module, found in within.items() if found}
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first
         self._hooks: saved_tensors_hooks | None = None
 
