@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
 	bench-slow-network bench-communication bench-gpu peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -54,6 +54,13 @@ rscan: .venv/.installed  ## learn which docstring belongs to which function, on 
 long-document: .venv/.installed  ## read whole files: dense attention at what fits a memory, sparse ten times longer; MEMORY=940M STEPS=n QUICK=1
 	$(BIN)/python examples/long_document/compare.py$(if $(MEMORY), --memory $(MEMORY))$(if $(STEPS), --steps $(STEPS))$(if \
 		$(QUICK), --quick)
+
+test-cluster: .venv/.installed  ## install sshd, pdsh, Open MPI, MPICH and Slurm by apt-get, and run the tests of launchers; needs root
+	@test "$$(id -u)" = 0 || { echo >&2 "make test-cluster: needs root, for packages and network namespaces"; exit 1; }
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 openssh-server openssh-client pdsh \
+		openmpi-bin mpich slurm-wlm munge procps
+	SHOAL_TEST_CLUSTER=1 $(BIN)/pytest -v tests/cluster --durations=10
 
 test: .venv/.installed  ## run every test, and print the 25 slowest; WORKERS=n files beside each other
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25

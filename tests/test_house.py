@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "device": ("device",),
     "configuration": ("config",),
     "names": ("registry",),
-    "machine": ("native",),
+    "machine": ("cluster", "native"),
     "formats": ("onebit",),
     "attention": ("attention",),
     "record": ("recording",),

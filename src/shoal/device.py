@@ -33,6 +33,7 @@ from shoal.log import warn_once
 
 __all__ = [
     "HOST",
+    "VISIBLE_DEVICES",
     "DeviceEvent",
     "DeviceMemory",
     "DeviceStream",
@@ -68,6 +69,9 @@ __all__ = [
 ]
 
 HOST = torch.device("cpu")
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that lists the devices which a process may use, as DeepSpeed's launcher sets it."""
 
 _TRITON = ("cuda", "xpu")
 """Kinds of devices for which Triton compiles the kernels of Shoal."""

@@ -19,6 +19,7 @@
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
     ├── TierError              state on disk could not be read or written
     └── LaunchError            ranks could not be started, or one of them failed
+        └── HostsError         a hostfile, filter or list of hosts is wrong (a ValueError too)
 
 A message says what, where, got, allowed, and how to fix it. `assert` is for our own mistakes.
 """
@@ -100,3 +101,7 @@ class TierError(ShoalError, RuntimeError):
 
 class LaunchError(ShoalError, RuntimeError):
     """Ranks could not be started, or one of them failed."""
+
+
+class HostsError(LaunchError, ValueError):
+    """A hostfile, a filter or a list of hosts is wrong."""

@@ -91,7 +91,7 @@ def test_world_info_is_json_in_urlsafe_base64() -> None:
     ("--num_gpus 1 --force_multi --launcher bogus train.py", NotImplementedError, "Unknown launcher bogus"),
     ("--num_gpus 1 --elastic_training train.py", NotSupportedYet, "--max-restarts"),
     ("--num_gpus 1 --autotuning tune train.py", NotSupportedYet, "autotuning"),
-    ("--num_gpus 1 --force_multi --launcher PDSH train.py", NotSupportedYet, "pdsh -S -f 1024 -w localhost"),
+    ("--num_gpus 1 --force_multi --launcher openmpi train.py", ValueError, "does not support limiting"),
     ("--num_gpus 1 --bind_cores_to_rank --bind_core_list x train.py", ValueError, "--bind_core_list: got 'x'"),
 ])  # fmt: skip
 def test_a_wrong_command_line_starts_nothing(words: str, kind: type[Exception], message: str) -> None:
@@ -140,6 +140,17 @@ def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatc
     found, options = command_of(monkeypatch, f"-H {tmp_path}/hosts --no_ssh --node_rank 1 --master_addr a train.py")
     assert found[:8] == ["--ranks", "3", "--nodes", "2", "--rendezvous", "a:29500", "--node-rank", "1"]
     assert (options["node"], options["nodes"]) == (1, 2)
+
+
+def test_several_hosts_are_those_of_shoal_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=3\n")
+    monkeypatch.setenv("NCCL_X", "a 'b\n$c")
+    found, options = command_of(monkeypatch, f"-H {tmp_path}/hosts --exclude b:0 --launcher PDSH --ssh_port 22 "
+                                             "--venv_script v --master_port 1 --launcher_args=-u train.py --x")
+    assert found[:9] == ["--hosts", "a:0,1@b:1,2", "--launcher", "pdsh", "--rendezvous", ":1", "--launcher-args=-u",
+                         "--ssh-port=22", "--setup=v"]
+    assert "--export=NCCL_X" in found and found[-2:] == ["train.py", "--x"]
+    assert options["variables"]["NCCL_X"] == "a 'b\n$c"  # pyright: ignore[reportIndexIssue]
 
 
 # Back ends

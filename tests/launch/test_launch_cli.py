@@ -19,7 +19,8 @@ def error_of(capsys, *words):
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("run", "config", "checkpoint", "disk", "pipeline", "attention"))
+    names = ("run", "check-cluster", "sbatch", "config", "checkpoint", "disk", "pipeline", "attention")
+    assert all(f"\n  {name} " in shown for name in names)
 
 
 def test_no_command_prints_the_help(capsys):
@@ -34,8 +35,8 @@ def test_the_version_is_the_packages(capsys):
 
 def test_a_mistyped_command_suggests_the_nearest_one(capsys):
     message = error_of(capsys, "rnu")
-    assert ("there is no command 'rnu'; choose run, config, checkpoint, disk, pipeline, attention; did you mean `shoal run`?"
-            in message)
+    assert ("there is no command 'rnu'; choose run, check-cluster, sbatch, config, checkpoint, disk, pipeline, attention; "
+            "did you mean `shoal run`?" in message)
 
 
 def test_a_script_without_run_gets_a_hint(capsys):

@@ -6,7 +6,7 @@ from shoal.launch.failure import Failure, describe, first, signal_name, status_c
 
 
 def failed(rank, time=1.0, status=1, **more):
-    return Failure(rank=rank, local_rank=rank, pid=100 + rank, status=status, time=time, **more)
+    return Failure(rank=rank, local_rank=rank, host="h", pid=100 + rank, status=status, time=time, **more)
 
 
 def test_the_earliest_exception_is_the_cause():
@@ -43,7 +43,7 @@ def test_the_report_shows_the_cause_and_one_line_per_other_rank():
     lines = block.splitlines()
     assert lines[0].startswith("---- rank 1 of 3 failed: ValueError: no -----")
     assert lines[2:4] == ["Traceback", "ValueError: no"]
-    assert lines[4] == "then rank 0 (pid 100): RuntimeError: Connection closed by peer"
+    assert lines[4] == "then rank 0 (host h, pid 100): RuntimeError: Connection closed by peer"
     assert len(lines) == 6
 
 

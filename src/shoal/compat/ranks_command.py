@@ -79,10 +79,10 @@ def cores(text: str | None) -> list[int] | None:
     return [core for part in ends for core in range(part[0], part[-1] + 1)]
 
 
-def command(script: str, args: Sequence[str], *, ranks: int, module: bool, program: bool, local_rank: bool, bind: bool,
-            log_dir: str | None, more: Sequence[str] = ()) -> list[str]:
-    """Return the command that starts `ranks` ranks of a script, a module or a program on this node."""
-    words = [sys.executable, "-m", "shoal", "run", "--ranks", str(ranks), *more]
+def command(script: str, args: Sequence[str], *, ranks: int | None, module: bool, program: bool, local_rank: bool,
+            bind: bool, log_dir: str | None, more: Sequence[str] = ()) -> list[str]:
+    """Return the command that starts `ranks` ranks of a script, a module or a program on this node, or those of `more`."""
+    words = [sys.executable, "-m", "shoal", "run", *([] if ranks is None else ["--ranks", str(ranks)]), *more]
     if module:
         words.append("--module")
     words.append("--no-python" if program else "--as-deepspeed")
@@ -96,10 +96,10 @@ def command(script: str, args: Sequence[str], *, ranks: int, module: bool, progr
 
 
 def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, nodes: int = 1,
-        cores: Sequence[int] | None = None, ranks: int) -> int:
+        cores: Sequence[int] | None = None, ranks: int, variables: Mapping[str, str] | None = None) -> int:
     """Run the command to its end and return its exit code, 128 + N where signal N ended it.
 
-    `devices` are those that the ranks may see, and `cores` those that they share.
+    `devices` are those that the ranks may see, `cores` those that they share, and `variables` are set beside this process's.
     """
     shown = {} if devices is None else {VISIBLE: ",".join(map(str, devices))}
     job = {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}
@@ -109,7 +109,7 @@ def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, n
         if cores is not None:
             os.sched_setaffinity(0, cores)
 
-    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job}, preexec_fn=begin)
+    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job, **(variables or {})}, preexec_fn=begin)
 
     def forward(number: int, frame: FrameType | None) -> None:
         job_process.send_signal(number)

@@ -15,9 +15,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
@@ -31,9 +30,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
+from shoal.launch.console import Console
 from shoal.launch.failure import Failure
+from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.orphans import sweep
-from shoal.launch.run import LaunchPlan, print_status
+from shoal.launch.streams import RankStreams
 
 __all__ = ["Agent", "launch"]
 
@@ -44,40 +45,52 @@ ORPHAN_GRACE = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-def launch(plan: LaunchPlan, mark: str, folder: str) -> int:
-    """Run the ranks of this node to completion and return the exit code of the launch."""
+def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
+           rendezvous: Callable[[], RendezvousHandler] | None = None) -> int:
+    """Run the ranks of this node to completion and return the exit code of the launch.
+
+    `rendezvous` opens that of a cluster; otherwise the plan says where the nodes meet.
+    """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # torch's agent would report the same failures again
-    ranks = plan.ranks or _default_ranks()
-    shares = _shares(plan, ranks)
+    ranks = plan.ranks or _default_ranks(console)
+    shares = _shares(plan, ranks, console)
     options = rank.RankOptions(parent=os.getpid(), kind=plan.kind,
                                cores=tuple(share.cores for share in shares) if all(share.cores for share in shares) else (),
                                threads=tuple(share.threads for share in shares), as_deepspeed=plan.as_deepspeed,
                                local_rank_argument=plan.local_rank_argument)
     command = ("-P", rank.__file__, str(options), plan.target, *plan.args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_exit_signals())
+    files = RankFiles(folder, console)
     try:
-        rendezvous = (SingleNodeRendezvous(plan.job, plan.port) if plan.rendezvous is None else
-                      multi_node_rendezvous(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous))
-        spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=rendezvous,
+        handler = rendezvous() if rendezvous is not None else _rendezvous(plan)
+        spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=handler,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
-        code = Agent(spec, RankFiles(folder, plan.log_dir), plan, mark).run_ranks()
-        rendezvous.shutdown()
+        code = Agent(spec, files, plan, mark, console).run_ranks()
+        handler.shutdown()
         return code
     except SignalException as stop:
         return 128 + stop.sigval
     except RendezvousError as error:
         raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {error}") from error
+    finally:
+        files.close()
+
+
+def _rendezvous(plan: LaunchPlan) -> RendezvousHandler:
+    if plan.rendezvous is None:
+        return SingleNodeRendezvous(plan.job, plan.port)
+    return multi_node_rendezvous(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous)
 
 
 class RankFiles(LogsSpecs):
-    """The error file of each rank and attempt, and, on request, the files for its output."""
+    """The error file of each rank and attempt, and the pipes for its output where the console takes it."""
 
-    def __init__(self, folder: str, log_dir: str | None) -> None:
-        super().__init__(log_dir)
+    def __init__(self, folder: str, console: Console) -> None:
+        super().__init__(None)
         self.folder = folder
-        self.log_dir = log_dir
+        self.streams = RankStreams(folder, console.output) if console.takes_output else None
         self.last = LogsDest()
 
     @property
@@ -90,29 +103,34 @@ class RankFiles(LogsSpecs):
         errors: dict[int, str] = {}
         outs, errs = dict.fromkeys(envs, ""), dict.fromkeys(envs, "")
         for local, env in envs.items():
-            attempt = env["TORCHELASTIC_RESTART_COUNT"]
-            errors[local] = env["TORCHELASTIC_ERROR_FILE"] = f"{self.folder}/rank{env['RANK']}.{attempt}.json"
-            if self.log_dir is not None:
-                Path(self.log_dir).mkdir(parents=True, exist_ok=True)
-                stem = f"{self.log_dir}/rank{env['RANK']}" + (f".attempt{attempt}" if int(attempt) else "")
-                outs[local], errs[local] = f"{stem}.out", f"{stem}.err"
-        tee = self.log_dir is not None
-        self.last = LogsDest(stdouts=outs, stderrs=errs, tee_stdouts=outs if tee else {},
-                             tee_stderrs=errs if tee else {}, error_files=errors)
+            rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
+            errors[local] = env["TORCHELASTIC_ERROR_FILE"] = f"{self.folder}/rank{rank}.{attempt}.json"
+            if self.streams is not None:
+                outs[local], errs[local] = (self.streams.open(rank, attempt, stream) for stream in ("out", "err"))
+        self.last = LogsDest(stdouts=outs, stderrs=errs, tee_stdouts={}, tee_stderrs={}, error_files=errors)
         return self.last
+
+    def close(self) -> None:
+        """Wait for the last lines of the ranks."""
+        if self.streams is not None:
+            self.streams.close()
 
 
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
-    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str) -> None:
-        super().__init__(spec, files, log_line_prefix_template="[rank ${rank}] " if plan.log_dir else None)
+    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console) -> None:
+        super().__init__(spec, files)
         self.plan = plan
         self.mark = mark
         self.files = files
+        self.console = console
         self.failures: list[Failure] = []
         self._grace = plan.grace
         """Seconds that ranks have to finish after a signal; 0 once a stop has begun."""
+        self._exits: dict[int, int] = {}
+        """Exit codes, by process id, of the ranks of this attempt that ended before the others were stopped."""
+        self._observed = 0.0
 
     def run_ranks(self) -> int:
         """Run the ranks to completion and return 0, or the exit code of the rank that failed first."""
@@ -121,25 +139,36 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> RunResult:
-        exits = {pid: status for pid in self._pids() if (status := exit_status(pid)) is not None}
-        observed = time.time()
-        if any(exits.values()):
+        self._observe()
+        if any(self._exits.values()):
             self._stop(signal.SIGTERM, self.plan.grace)
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
-        self.failures = self._failures(result, exits, observed)
-        if self.failures:
-            self._report(worker_group.workers[0].world_size)
+        self.failures = [self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
+                         for number, fact in result.failures.items()]
+        self._report()
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
+        if not self.failures:  # a signal came before a failure was reported
+            self._observe()
+            self.failures = [self._failure(worker.global_rank, worker.local_rank, worker.id, self._exits[worker.id])
+                             for worker in self._worker_group.workers
+                             if isinstance(worker.id, int) and self._exits.get(worker.id)]
+            self._report()
         if alive := len(self._alive()):
-            print_status(f"shoal run: sending {death_sig.name} to {_count(alive)}, which have {grace:g} s to finish; "
-                         "a second signal kills them at once")
+            self.console.status(f"shoal run: sending {death_sig.name} to {_count(alive)}, which have {grace:g} s to finish; "
+                                "a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         sweep(self.mark, ORPHAN_GRACE)
-        self._grace = self.plan.grace  # for the ranks of the next attempt, if there is one
+        self._grace, self._exits = self.plan.grace, {}  # for the ranks of the next attempt, if there is one
+
+    def _observe(self) -> None:
+        """Note which ranks have ended, once one of them has failed."""
+        if not any(self._exits.values()):
+            self._exits = {pid: status for pid in self._pids() if (status := exit_status(pid)) is not None}
+            self._observed = time.time()
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]
@@ -159,17 +188,17 @@ class Agent(LocalElasticAgent):
             for pid in self._alive():
                 os.killpg(pid, signal.SIGKILL)
 
-    def _failures(self, result: RunResult, exits: Mapping[int, int], observed: float) -> list[Failure]:
-        return [failure.read(self.files.last.error_files[fact.local_rank], rank=number, local_rank=fact.local_rank,
-                             pid=fact.pid, status=fact.exitcode, time=observed,
-                             stopped=fact.pid not in exits and (bool(exits) or fact.exitcode == -signal.SIGTERM))
-                for number, fact in result.failures.items()]
+    def _failure(self, rank: int, local_rank: int, pid: int, status: int) -> Failure:
+        stopped = pid not in self._exits and (bool(self._exits) or status == -signal.SIGTERM)
+        return failure.read(self.files.last.error_files[local_rank], rank=rank, local_rank=local_rank, pid=pid,
+                            status=status, time=self._observed, stopped=stopped)
 
-    def _report(self, ranks: int) -> None:
-        attempt = self.plan.max_restarts - self._remaining_restarts
-        note = (f"restarting all ranks: attempt {attempt + 2} of {self.plan.max_restarts + 1}"
-                if self._remaining_restarts > 0 else "")
-        print_status(failure.describe(self.failures, ranks, note))
+    def _report(self) -> None:
+        if self.failures:
+            attempt = self.plan.max_restarts - self._remaining_restarts
+            note = (f"restarting all ranks: attempt {attempt + 2} of {self.plan.max_restarts + 1}"
+                    if self._remaining_restarts > 0 else "")
+            self.console.report(self.failures, self._worker_group.workers[0].world_size, note)
 
 
 class SingleNodeRendezvous(RendezvousHandler):
@@ -248,14 +277,14 @@ def _exit_signals() -> list[str]:
     return [number.name for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _default_ranks() -> int:
+def _default_ranks(console: Console) -> int:
     from shoal.device import device_count
 
     gpus = device_count()
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
     basis = f"one per GPU ({gpus})" if gpus else f"half of {usable} cores"
-    print_status(f"shoal run: {_count(ranks)}, {basis}; set --ranks N to change it")
+    console.status(f"shoal run: {_count(ranks)}, {basis}; set --ranks N to change it")
     return ranks
 
 
@@ -263,11 +292,11 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _shares(plan: LaunchPlan, ranks: int) -> list[cores.CoreShare]:
-    groups = cores.physical_cores(cores.usable())
+def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreShare]:
+    groups = cores.physical_cores(plan.core_list or cores.usable())
     if ranks > len(groups):
-        print_status(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one "
-                     "thread")
+        console.status(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one "
+                       "thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
 

@@ -19,6 +19,8 @@ __all__ = ["main"]
 
 COMMANDS = {
     "run": "start a script on several ranks",
+    "check-cluster": "examine the hosts of a job: logins, versions, clocks, links, memory, disks",
+    "sbatch": "write a Slurm script whose ranks save before the time limit",
     "config": "show the resolved values of a configuration and the origin of each",
     "checkpoint": "inspect, verify or export a checkpoint",
     "disk": "benchmark a disk for offloaded training state",
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         raise UsageError(_unknown(name))
-    command = cast(_Command, importlib.import_module(f"shoal.launch.{name}"))
+    command = cast(_Command, importlib.import_module(f"shoal.launch.{name.replace('-', '_')}"))
     parser = argparse.ArgumentParser(prog=f"shoal {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
     return command.main(parser.parse_args(words))
@@ -66,6 +68,6 @@ def _unknown(name: str) -> str:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
+    commands = "\n".join(f"  {name:<16}{summary}" for name, summary in COMMANDS.items())
     return (f"usage: shoal COMMAND ...\n\ncommands:\n{commands}\n\n"
             "`shoal COMMAND --help` describes a command; `shoal --version` prints the version.")

@@ -34,6 +34,7 @@ class Failure:
 
     rank: int
     local_rank: int
+    host: str
     pid: int
     status: int
     """Exit code, or minus the signal that killed the process."""
@@ -84,10 +85,10 @@ def read(path: str, *, rank: int, local_rank: int, pid: int, status: int, time: 
     """Combine the exit that the launcher saw with the error file that the rank wrote at `path`."""
     record = _json(Path(path))
     if not record:
-        return Failure(rank=rank, local_rank=local_rank, pid=pid, status=status, time=time, stopped=stopped,
-                       text=_fault_traceback(Path(f"{path}.fault")) if status < 0 else "")
+        return Failure(rank=rank, local_rank=local_rank, host=socket.gethostname(), pid=pid, status=status,
+                       time=time, stopped=stopped, text=_fault_traceback(Path(f"{path}.fault")) if status < 0 else "")
     message, raised = record["message"], record.get("time", time)
-    return Failure(rank=rank, local_rank=local_rank, pid=pid, status=status, time=raised,
+    return Failure(rank=rank, local_rank=local_rank, host=socket.gethostname(), pid=pid, status=status, time=raised,
                    stopped=stopped and raised >= time, summary=message["message"],
                    text=message["extraInfo"]["py_callstack"], kinds=tuple(record.get("kinds", ())))
 
@@ -102,7 +103,7 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
     failures = sorted(failures, key=lambda failure: failure.rank)
     cause = first(failures)
     lines = [_truncate(f"---- rank {cause.rank} of {ranks} failed: {cause.headline} ").ljust(WIDTH, "-"),
-             f"host {socket.gethostname()}, rank {cause.rank}, local rank {cause.local_rank}, pid {cause.pid}, "
+             f"host {cause.host}, rank {cause.rank}, local rank {cause.local_rank}, pid {cause.pid}, "
              f"{cause.ending}"]
     if cause.text:
         lines.append(cause.text.rstrip())
@@ -116,7 +117,7 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
 
 
 def _secondary_line(failure: Failure) -> str:
-    return _truncate(f"then rank {failure.rank} (pid {failure.pid}): {failure.headline}")
+    return _truncate(f"then rank {failure.rank} (host {failure.host}, pid {failure.pid}): {failure.headline}")
 
 
 def _truncate(line: str) -> str:

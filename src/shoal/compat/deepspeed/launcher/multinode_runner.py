@@ -1,6 +1,7 @@
 """`deepspeed.launcher.multinode_runner`: the command line of each multi-node back end.
 
-The lines are those that are published, and may be subclassed (`MultiNodeRunner`). `runner.py` does not start them yet.
+The lines are those that are published, and may be subclassed (`MultiNodeRunner`). `runner.py` asks them
+which options they refuse; `shoal run` starts the hosts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`deepspeed.launcher.runner`: the command `deepspeed`. One machine runs through Shoal's own launcher, `shoal run`.
+"""`deepspeed.launcher.runner`: the command `deepspeed`, which is a command line of `shoal run`, on one machine or several.
 
-Hostfiles, filters and the command lines of the multi-node back ends are those that are published. Starting the other nodes
-is not supported yet: the error shows the command of each node, and `--no_ssh` runs it by hand.
+Hostfiles, filters and options are those that are published. The launchers are Shoal's own, under the published names.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import argparse
 import base64
 import json
 import os
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
@@ -18,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster import hostfile
+from shoal.cluster.hostfile import Host
 from shoal.compat import ranks_command
 from shoal.compat.deepspeed.launcher import multinode_runner
 from shoal.compat.deepspeed.launcher.constants import (
@@ -107,26 +107,13 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
     if not Path(hostfile_path).is_file():
         logger.warning("no hostfile %s: the job runs on this machine alone", hostfile_path)
         return None
-    return _parse_hostfile(Path(hostfile_path).read_text().splitlines())
+    return OrderedDict((host.name, len(host.slots)) for host in hostfile.read(Path(hostfile_path)))
 
 
-def _parse_hostfile(hostfile_lines: Sequence[str]) -> OrderedDict[str, int]:
+def _parse_hostfile(  # pyright: ignore[reportUnusedFunction]  a published name
+        hostfile_lines: Sequence[str]) -> OrderedDict[str, int]:
     """Return the slots of each host. Raises ValueError for a line of another form, a repeated host, and no host."""
-    slots: OrderedDict[str, int] = OrderedDict()
-    for line in hostfile_lines:
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
-        if found is None:
-            raise ValueError(f"Hostfile contains a bad entry: {line.strip()}, unable to proceed with launching; write "
-                             "`NAME slots=N`")
-        if found[1] in slots:
-            raise ValueError(f"Hostfile contains multiple entries for {found[1]}, unable to proceed with launching")
-        slots[found[1]] = int(found[2])
-    if not slots:
-        raise ValueError("Hostfile is empty or not formatted correctly, unable to proceed with launching.")
-    return slots
+    return OrderedDict((host.name, len(host.slots)) for host in hostfile.parse_lines(hostfile_lines))
 
 
 def _stable_remove_duplicates(  # pyright: ignore[reportUnusedFunction]  a published name
@@ -136,8 +123,8 @@ def _stable_remove_duplicates(  # pyright: ignore[reportUnusedFunction]  a publi
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
     """Return the host of `NAME[:SLOT[,SLOT...]]` and its slots; none stands for all."""
-    host, listed, slots = node_config.partition(":")
-    return host.strip(), [int(slot) for slot in slots.split(",")] if listed else []
+    ((host, slots),) = hostfile.parse_filter(node_config).items()
+    return host, list(slots)
 
 
 def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
@@ -153,20 +140,12 @@ def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: s
     """
     if include_str and exclude_str:
         raise ValueError("include_str and exclude_str are mutually exclusive.")
-    named: dict[str, set[int]] = {}
-    for each in filter(None, (include_str or exclude_str).split("@")):
-        host, slots = parse_node_config(each)
-        if host not in host_info:
-            raise ValueError(f"Hostname '{host}' not found in hostfile")
-        for slot in slots:
-            if slot not in host_info[host]:
-                raise ValueError(f"No slot '{slot}' specified on host '{host}'")
-        named.setdefault(host, set()).update(slots or host_info[host])
-    if not named:
-        return OrderedDict((host, list(slots)) for host, slots in host_info.items())
-    left = OrderedDict((host, [slot for slot in slots if (slot in named.get(host, ())) is bool(include_str)])
-                       for host, slots in host_info.items())
-    return OrderedDict((host, slots) for host, slots in left.items() if slots)
+    hosts = [Host(name=name, slots=tuple(slots)) for name, slots in host_info.items()]
+    if include_str:
+        hosts = hostfile.included(hosts, include_str)
+    elif exclude_str:
+        hosts = hostfile.excluded(hosts, exclude_str)
+    return OrderedDict((host.name, list(host.slots)) for host in hosts)
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Resources:
@@ -245,7 +224,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.no_ssh:
         _run_here(options, active, options.node_rank)
     elif several:
-        _refuse_to_start_nodes(options, active)
+        _run_on_hosts(options, active)
     else:
         _run_here(options, active, 0)
 
@@ -273,16 +252,45 @@ def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None
                 "--node-rank", str(node)]
     elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more = ["--port", str(options.master_port)]
-    log_dir = None if options.enable_each_rank_log == "None" else options.enable_each_rank_log
     slots = active[hosts[node]]
     words = ranks_command.command(
         options.user_script, options.user_args, ranks=len(slots), module=options.module, program=options.no_python,
-        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, log_dir=log_dir, more=more)
+        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, log_dir=_log_dir(options), more=more)
     cores = ranks_command.cores(options.bind_core_list) if options.bind_cores_to_rank else None
     with _pid_file(options.save_pid):
         code = ranks_command.run(words, devices=slots, node=node, nodes=len(hosts), cores=cores, ranks=len(slots))
     if code:
         raise SystemExit(code)
+
+
+def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
+    """Run the job on all hosts through `shoal run`, which starts them with the launcher that the options name."""
+    multinode_runner.make_runner(options, encode_world_info(active), active)  # raises for what a launcher cannot honour
+    exports = ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME, EXCLUDE_ENVS)
+    hosts = "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in active.items())
+    more = ["--hosts", hosts, "--launcher", options.launcher.lower()]
+    if options.master_addr or options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        more += ["--rendezvous", f"{options.master_addr}:{options.master_port}"]
+    for option, value in (("--launcher-args", options.launcher_args), ("--ssh-port", options.ssh_port),
+                          ("--setup", options.venv_script)):
+        if value:
+            more.append(f"{option}={value}")
+    if options.bind_cores_to_rank and options.bind_core_list is not None:
+        ranks_command.cores(options.bind_core_list)
+        more += ["--core-list", options.bind_core_list]
+    more += [f"--export={name}" for name in exports]
+    words = ranks_command.command(
+        options.user_script, options.user_args, ranks=None, module=options.module, program=options.no_python,
+        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, log_dir=_log_dir(options), more=more)
+    with _pid_file(options.save_pid):
+        code = ranks_command.run(words, devices=None, nodes=len(active), ranks=sum(map(len, active.values())),
+                                 variables=exports)
+    if code:
+        raise SystemExit(code)
+
+
+def _log_dir(options: argparse.Namespace) -> str | None:
+    return None if options.enable_each_rank_log == "None" else options.enable_each_rank_log
 
 
 @contextmanager
@@ -296,22 +304,6 @@ def _pid_file(wanted: bool) -> Generator[None]:
     finally:
         if wanted:
             file.unlink(missing_ok=True)
-
-
-def _refuse_to_start_nodes(options: argparse.Namespace, active: Resources) -> None:
-    """Raise `NotSupportedYet` with the command of the back end, once the options are known to be valid."""
-    options.master_addr = options.master_addr or next(iter(active))
-    runner = multinode_runner.make_runner(options, encode_world_info(active), active)
-    runner.validate_args()
-    exports = ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME, EXCLUDE_ENVS)
-    for name, value in exports.items():
-        runner.add_export(name, value)
-    made = runner.get_cmd(ranks_command.variables(), active)
-    words: Sequence[str] = made[0] if isinstance(made, tuple) else made
-    raise NotSupportedYet(
-        f"deepspeed --launcher {options.launcher}: starting other nodes arrives with a later version of Shoal. Start this "
-        f"command on each of {', '.join(active)} instead, with --no_ssh --node_rank 0 to {len(active) - 1} and "
-        f"--master_addr {options.master_addr}. The back end would run: {' '.join(words)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Addresses under which other hosts may reach this one, and the one under which a host is reached. No name must resolve."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+__all__ = ["connect", "interface_of", "own_addresses"]
+
+SIOCGIFADDR = 0x8915
+ATTEMPT = 3.0
+"""Seconds of one attempt to connect."""
+
+
+def own_addresses() -> list[str]:
+    """Return this host's addresses, the likeliest first: that of the ssh connection, each interface's, loopback last."""
+    found = [os.environ["SSH_CONNECTION"].split()[2]] if len(os.environ.get("SSH_CONNECTION", "").split()) == 4 else []
+    found += [address for _, address in _interfaces()]
+    with suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127.") or address == "::1")
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has an address."""
+    return next((name for name, own in _interfaces() if own == address), None)
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Return each interface of this host that has an IPv4 address, with the address."""
+    found: list[tuple[str, str]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
+
+
+def connect(addresses: Sequence[str], port: int, seconds: float) -> socket.socket | None:
+    """Return a connection to the first of the addresses that accepts one; None if none does within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for address in addresses:
+            with suppress(OSError):
+                return socket.create_connection((address, port), timeout=ATTEMPT)
+        time.sleep(0.05)
+    return None

@@ -1,0 +1,112 @@
+"""`shoal check-cluster` examines the hosts of a job as `shoal run` would start them, and says what is wrong with each.
+
+Shown are versions, cores, memory, free /dev/shm and disk, the clock beside this one, and the rate from each host to the
+next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.errors import LaunchError, UsageError
+from shoal.launch import facts, selection
+from shoal.launch.cluster import Cluster, Node
+from shoal.launch.protocol import AskTime, Down, Listen, Listening, Measure, Measured, Message, Signal, Time
+
+__all__ = ["add_arguments", "main"]
+
+ASKED = 5
+"""Questions for the time; the one with the fastest answer counts."""
+ANSWER = 30.0
+"""Seconds that a host has to answer."""
+
+
+T = TypeVar("T", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Examined:
+    """Measurements of a host."""
+
+    offset: float
+    """Its clock minus this one, in seconds."""
+    rate: float | None
+    """Bytes a second to the next host; None for a single host."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal check-cluster`."""
+    selection.add_arguments(parser)
+    parser.add_argument("--nodes", type=int, metavar="N", help="the first N hosts (default: all)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="slots of each host; with Slurm and no hostfile")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each link (default 0.5)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Examine the hosts; return 0 if nothing is wrong, else 1."""
+    if not selection.asks_for_hosts(args):
+        raise UsageError("name the hosts: --hostfile FILE, --hosts LIST, or --launcher slurm")
+    chosen = selection.select(args, nodes=args.nodes, ranks=args.ranks, variables={})
+    with chosen.cluster(None) as cluster, cluster:
+        examined = [_examine(cluster, number, args.seconds) for number in range(len(cluster.nodes))]
+        cluster.send(Signal(number=signal.SIGTERM))
+    _show(cluster, examined)
+    wrong = [fault for node, found in zip(cluster.nodes, examined, strict=True) if node.facts is not None
+             for fault in facts.faults(node.name, node.facts, offset=found.offset)]
+    wrong += [f"{node.name}: {_next(cluster, number).name} cannot be reached from it; let the hosts connect to each other"
+              for number, (node, found) in enumerate(zip(cluster.nodes, examined, strict=True)) if found.rate == 0]
+    for fault in wrong:
+        print(fault)
+    print(f"{len(cluster.nodes)} hosts can run a job" if not wrong else f"{len(wrong)} faults")
+    return int(bool(wrong))
+
+
+def _examine(cluster: Cluster, number: int, seconds: float) -> _Examined:
+    node = cluster.nodes[number]
+    answers: list[tuple[float, float]] = []
+    for _ in range(ASKED):
+        start = time.time()
+        answer = _ask(cluster, node, AskTime(), Time)
+        end = time.time()
+        answers.append((end - start, answer.now - (start + end) / 2))
+    rate = None
+    if len(cluster.nodes) > 1:
+        where = _ask(cluster, _next(cluster, number), Listen(), Listening)
+        rate = _ask(cluster, node, Measure(port=where.port, addresses=where.addresses, seconds=seconds), Measured).rate
+    return _Examined(offset=min(answers)[1], rate=rate)
+
+
+def _next(cluster: Cluster, number: int) -> Node:
+    return cluster.nodes[(number + 1) % len(cluster.nodes)]
+
+
+def _ask(cluster: Cluster, node: Node, question: Down, kind: type[T]) -> T:
+    """Return a host's answer of this kind. Raises `LaunchError` where none comes."""
+    cluster.send(question, [node])
+    deadline = time.monotonic() + ANSWER
+    while time.monotonic() < deadline and not node.over:
+        if (came := cluster.receive()) is not None and came[0] is node and isinstance(came[1], kind):
+            return came[1]
+    raise LaunchError(f"{node.name}: {node.lost or f'no answer within {ANSWER:g} s; is it overloaded?'}")
+
+
+def _show(cluster: Cluster, examined: list[_Examined]) -> None:
+    table = Table("host", "Python", "torch", "Shoal", "cores", "memory", "/dev/shm free", "disk free", "clock",
+                  "to the next")
+    for node, found in zip(cluster.nodes, examined, strict=True):
+        if (has := node.facts) is not None:
+            table.add_row(node.name, has.python, has.torch, has.shoal, str(has.cores), _size(has.memory),
+                          _size(has.shared_memory), _size(has.disk), f"{found.offset * 1000:+.1f} ms",
+                          "" if found.rate is None else f"{_size(found.rate)}/s")
+    Console(width=140).print(table)
+
+
+def _size(count: float) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

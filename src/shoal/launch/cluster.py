@@ -1,0 +1,327 @@
+"""A job on several hosts: this process starts Shoal's process on each, shows what ranks write, and ends all together.
+
+Failures of all hosts are collected; once all have ended, the rank that failed first, by this machine's clock, is reported. A
+host that fails or is lost ends the others. If this process dies, the connections close, and every host ends its ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+
+from shoal.cluster.hostfile import Host
+from shoal.errors import LaunchError
+from shoal.launch import facts, failure
+from shoal.launch.complaints import explain
+from shoal.launch.console import print_line, print_status
+from shoal.launch.facts import Facts
+from shoal.launch.failure import Failure
+from shoal.launch.job import ClusterJob
+from shoal.launch.protocol import (
+    Beat,
+    Begin,
+    Channel,
+    Down,
+    Exited,
+    Hello,
+    HostProblem,
+    Listening,
+    Message,
+    Output,
+    Report,
+    Signal,
+    Status,
+)
+from shoal.launch.starting import Closed, Connected, Ended, HostEvent, Said, Starter
+from shoal.launch.streams import RankLogs
+
+__all__ = ["Cluster", "Node", "run_job"]
+
+BEAT = 1.0
+"""Seconds between two beats."""
+START = 120.0
+"""Seconds that hosts have to start."""
+LAST = 20.0
+"""Seconds beyond the grace period that hosts have to end, once they were told to."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class Node:
+    """One host of the job, as this process knows it."""
+
+    host: Host
+    channel: Channel | None = None
+    facts: Facts | None = None
+    offset: float = 0.0
+    """Its clock minus this one, in seconds, as far as one message tells."""
+    heard: float = 0.0
+    code: int | None = None
+    """Exit code of its ranks, once they have ended."""
+    lost: str = ""
+    """Why it is lost."""
+    called: str = ""
+    """Its own name for itself."""
+    said: deque[str] = field(default_factory=lambda: deque[str](maxlen=30))
+    """The last lines of its error stream."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the hostfile, else the one that it has."""
+        return self.host.name or self.called or "a node"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.code is not None or bool(self.lost)
+
+
+class Cluster:
+    """The hosts of a job, from their start to their end. Enter it to start them; leaving it ends them."""
+
+    def __init__(self, starter: Starter, job: ClusterJob, launcher: str) -> None:
+        self.job = job
+        self.nodes = [Node(host) for host in job.hosts]
+        self._starter = starter
+        self._launcher = launcher
+        self._said: deque[str] = deque(maxlen=100)
+        """The last lines of the process that started all hosts."""
+        self._beat = 0.0
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._starter.start(self.job)
+            self._await()
+            self._starter.forget()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.send(Signal(number=signal.SIGTERM))
+        for node in self.nodes:
+            if node.channel is not None:
+                node.channel.close()
+        started = any(node.facts is not None for node in self.nodes)
+        self._starter.end(LAST if started else 0.0)
+
+    def send(self, message: Down, nodes: Sequence[Node] | None = None) -> None:
+        """Send a message to hosts that are not over."""
+        for node in self.nodes if nodes is None else nodes:
+            if node.channel is not None and not node.over:
+                node.channel.send(message)
+
+    def receive(self) -> tuple[Node, Message] | None:
+        """Return the next message of a host; None where none came for a while, or what came changed a host's state alone."""
+        try:
+            event = self._starter.events.get(timeout=BEAT / 2)
+        except queue.Empty:
+            event = None
+        self._tick()
+        if event is None:
+            return None
+        if event.node is None:
+            self._take_shared(event)
+            return None
+        return self._take(self.nodes[event.node], event)
+
+    def _take(self, node: Node, event: HostEvent) -> tuple[Node, Message] | None:
+        node.heard = time.monotonic()
+        match event.what:
+            case Connected(channel=channel):
+                node.channel = channel
+            case Said(text=text):
+                node.said.append(text)
+                if node.facts is not None:
+                    print_status(f"[{node.name}] {text}")
+            case Closed():
+                self._lose(node)
+            case Hello():
+                node.called = event.what.host
+                node.facts = Facts(**event.what.facts)
+                node.offset = node.facts.clock - time.time()
+            case Ended():
+                raise AssertionError("only the process that starts all hosts ends")
+            case message:
+                if isinstance(message, Exited):
+                    node.code = message.code
+                return node, message
+        return None
+
+    def _take_shared(self, event: HostEvent) -> None:
+        """Take a line, or the end, of the process that started all hosts."""
+        match event.what:
+            case Said(text=text):
+                self._said.append(text)
+                if all(node.facts is not None for node in self.nodes) and not all(node.over for node in self.nodes):
+                    print_status(f"[{self._launcher}] {text}")
+            case _:
+                for node in self.nodes:
+                    if node.facts is None:
+                        node.lost = self._reason(node) or f"{self._launcher} ended before it started"
+
+    def _lose(self, node: Node) -> None:
+        if not node.over:
+            reason = self._reason(node)
+            node.lost = ((reason or "the process there ended without a word") if node.facts is None else
+                         "the connection broke" + (f": {reason}" if reason else ""))
+
+    def _reason(self, node: Node) -> str:
+        """Return why a host is lost, by what it said, or by what the launcher said of it or at all."""
+        about = [line for line in self._said if node.name in line]
+        return explain(node.said) or explain(about or self._said)
+
+    def _tick(self) -> None:
+        """Send a beat, and lose the hosts that are silent."""
+        now = time.monotonic()
+        if now - self._beat > BEAT:
+            self._beat = now
+            self.send(Beat())
+        for node in self.nodes:
+            if node.facts is not None and not node.over and now - node.heard > self.job.quiet:
+                node.lost = f"no word from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
+
+    def _await(self) -> None:
+        """Wait until every host runs. Raises `LaunchError` with one line for each that does not."""
+        deadline = time.monotonic() + START
+        while any(node.facts is None and not node.lost for node in self.nodes):
+            self.receive()
+            if time.monotonic() > deadline:
+                for node in self.nodes:
+                    if node.facts is None:
+                        node.lost = node.lost or self._reason(node) or f"it did not start within {START:g} s"
+        problems = [f"{node.name}: {node.lost}" for node in self.nodes if node.lost]
+        here = facts.gather(self.job.folder)
+        for node in self.nodes:
+            if node.facts is not None:
+                problems.extend(facts.disagreements(node.name, node.facts, here))
+        if problems:
+            raise LaunchError("\n".join(dict.fromkeys(problems)))
+
+
+class _JobMonitor:
+    """The events of a job so far."""
+
+    def __init__(self, cluster: Cluster, logs: RankLogs | None, grace: float) -> None:
+        self.cluster = cluster
+        self.logs = logs
+        self.grace = grace
+        self.failures: list[Failure] = []
+        self.problems: list[str] = []
+        self.deadline = float("inf")
+        """When hosts that have not ended are given up."""
+        self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.caught = 0
+        """The first signal that this process got."""
+        self._first_ranks = [sum(len(host.slots) for host in cluster.job.hosts[:number])
+                             for number in range(len(cluster.nodes))]
+
+    def take(self, node: Node, message: Message) -> None:
+        """Take a message of a host."""
+        match message:
+            case Output():
+                if self.logs is not None:
+                    self.logs.write(message)
+                print_line(f"[{node.name} rank {message.rank}] ", message)
+            case Status(text=text):
+                print_status(f"[{node.name}] {text}")
+            case HostProblem(text=text):
+                self.problems.append(f"{node.name}: {text}")
+                self.end(signal.SIGTERM)
+            case Listening(port=port, addresses=addresses):
+                self.cluster.send(Begin(port=port, addresses=addresses))
+            case Report():
+                failures = [replace(each, host=node.name, time=each.time - node.offset) for each in message.read()]
+                if message.note:
+                    print_status(failure.describe(failures, message.ranks, message.note))
+                else:
+                    self.failures += failures
+                    self.end(signal.SIGTERM)
+            case _:
+                pass
+
+    def end(self, number: int) -> None:
+        """Have the ranks of all hosts end; once it was said, a repetition changes nothing."""
+        if self.deadline == float("inf"):
+            self.deadline = time.monotonic() + self.grace + LAST
+            self.cluster.send(Signal(number=number))
+
+    def heed(self) -> None:
+        """Pass on signals that this process got, and end a job of which a host is lost."""
+        while not self.signals.empty():
+            number = self.signals.get()
+            self.caught = self.caught or number
+            self.deadline = min(self.deadline, time.monotonic() + self.grace + LAST)
+            self.cluster.send(Signal(number=number))
+        if any(node.lost or node.code for node in self.cluster.nodes):
+            self.end(signal.SIGTERM)
+        if time.monotonic() > self.deadline:
+            for node in self.cluster.nodes:
+                if not node.over:
+                    node.lost = "it did not end in time, and is left to end by itself"
+
+    def finish(self) -> int:
+        """Report, and return the exit code of the job."""
+        nodes = self.cluster.nodes
+        for number, node in enumerate(nodes):
+            if node.lost:
+                ranks = range(self._first_ranks[number], self._first_ranks[number] + len(node.host.slots))
+                print_status(f"shoal run: {node.name} is lost: {node.lost}; it ran {_ranks(ranks)}")
+        for problem in dict.fromkeys(self.problems):
+            print_status(f"shoal run: {problem}")
+        if self.failures:
+            print_status(failure.describe(self.failures, self.cluster.job.ranks))
+        if self.caught:
+            return 128 + self.caught
+        if self.failures:
+            return failure.status_code(failure.first(self.failures).status)
+        if self.problems:
+            return 2
+        if any(node.lost for node in nodes):
+            return 1
+        return next((node.code for node in nodes if node.code), 0)
+
+
+def run_job(cluster: Cluster, log_dir: str | None, grace: float) -> int:
+    """Run the ranks of a job to their end; return 0, the exit code of the rank that failed first, or 128 + signal number."""
+    logs = None if log_dir is None else RankLogs(log_dir)
+    watch = _JobMonitor(cluster, logs, grace)
+    try:
+        with cluster, _signals_to(watch.signals.put):
+            while not all(node.over for node in cluster.nodes):
+                if (came := cluster.receive()) is not None:
+                    watch.take(*came)
+                watch.heed()
+            return watch.finish()
+    finally:
+        if logs is not None:
+            logs.close()
+
+
+@contextmanager
+def _signals_to(take: Callable[[int], None]) -> Generator[None]:
+    """Give the signals that end a process to `take` meanwhile; those that are ignored stay so."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        take(number)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ranks(numbers: range) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,36 @@
+"""Messages of ssh, other launchers and Python when a host cannot be started, and what helps: a table of patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["explain"]
+
+COMPLAINTS: tuple[tuple[str, str], ...] = (
+    (r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
+     "its key is not the one that ssh knows; if the host was reinstalled, run ssh-keygen -R HOST and connect once by hand"),
+    (r"Permission denied \(", "it refuses the login; put your public key there (ssh-copy-id HOST)"),
+    (r"Connection refused", "it refuses the connection; start sshd there, or give the port with --ssh-port"),
+    (r"No route to host|Connection timed out|Network is unreachable|connect to host .* timed out",
+     "it does not answer; is it up, and is the network?"),
+    (r"Could not resolve hostname|Name or service not known|Temporary failure in name resolution",
+     "no such host; correct the name, or add it to ~/.ssh/config"),
+    (r"(?:sh|bash|exec): .*(?:not found|No such file)|execve\(\)|execvp error|could not find an executable|"
+     r"unable to find the specified executable",
+     "it has no such Python; install the same environment at the same path there"),
+    (r"can't open file .*bootstrap\.py", "Shoal is not installed at the same path there; install it as here"),
+    (r"No module named '?shoal", "this Python has no Shoal there; install it as here"),
+    (r"^shoal: \S+: (?P<said>.*)", ""),
+)
+"""Patterns of error streams, and what they mean; a group `said` is the meaning itself."""
+
+
+def explain(lines: Iterable[str]) -> str:
+    """Return what the lines of an error stream mean, with the remedy; the last line if none is known; empty for no lines."""
+    said = [line for line in lines if line.strip()]
+    for pattern, meaning in COMPLAINTS:
+        for line in said:
+            if found := re.search(pattern, line):
+                return (meaning and f"{meaning} ({line.strip()})") or found["said"]
+    return said[-1].strip() if said else ""

@@ -1,0 +1,86 @@
+"""The options of one launch on a node, and the check of its program before any process starts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import LaunchError
+
+__all__ = ["LaunchPlan", "check_target"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """The options of one launch."""
+
+    kind: str
+    """`script`, `module` or `program`."""
+    target: str
+    args: tuple[str, ...]
+    ranks: int | None
+    """Ranks on this node; None: one per GPU, or half the number of cores."""
+    nodes: tuple[int, int]
+    """The minimum and maximum number of nodes."""
+    rendezvous: str | None
+    """`host:port` of the rendezvous; None: this node only."""
+    hosts_rendezvous: bool | None
+    """Whether this node hosts the rendezvous; None: decided by the address."""
+    job: str
+    """The name that identifies the job at the rendezvous."""
+    max_restarts: int
+    log_dir: str | None
+    bind_cores: bool
+    grace: float
+    """Seconds that ranks have to finish after a signal, before SIGKILL."""
+    as_deepspeed: bool = False
+    """Whether `import deepspeed` gives Shoal in the ranks."""
+    local_rank_argument: bool = False
+    """Whether the first argument of each rank is `--local_rank=N`."""
+    port: int = 0
+    """The port of the ranks' store on a single node; 0: the system chooses."""
+    core_list: tuple[int, ...] = ()
+    """The cores that the ranks of a node share; empty: all that this process may use."""
+
+
+def check_target(plan: LaunchPlan) -> None:
+    """Raise `LaunchError` if the target is missing or is not valid Python, so that the error appears once, not per rank."""
+    if plan.kind == "program":
+        if shutil.which(plan.target) is None:
+            raise LaunchError(f"no program {plan.target!r} on the path or in {os.getcwd()}")
+        return
+    if plan.kind == "module":
+        if not _is_module(plan.target):
+            raise LaunchError(f"no module {plan.target!r} in {os.getcwd()} or among the installed packages")
+        return
+    path = Path(plan.target)
+    if not path.exists():
+        raise LaunchError(f"no script {plan.target!r} in {os.getcwd()}")
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            raise LaunchError(f"{plan.target!r} is a folder without a __main__.py; name a script in it")
+        return
+    if path.suffix == ".py":
+        _check_syntax(path)
+
+
+def _is_module(name: str) -> bool:
+    """Look up the top-level package only, because a lookup of a submodule imports its parent."""
+    top = name.partition(".")[0]
+    return importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
+
+
+def _check_syntax(path: Path) -> None:
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if error.lineno is None:
+            raise LaunchError(f"{path} cannot be read as Python: {error.msg}") from None
+        line, caret = (error.text or "").rstrip("\n"), " " * max(0, (error.offset or 1) - 1) + "^"
+        raise LaunchError(f"{path}, line {error.lineno}: {error.msg}\n    {line}\n    {caret}") from None
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{path} cannot be read as Python: {error}") from None

@@ -1,0 +1,223 @@
+"""Shoal's process on one host of a job: it runs the ranks of the host, and ends them when the launcher is gone.
+
+The launcher is gone when the connection closes, or when nothing has come for `ClusterJob.quiet` seconds. Then the ranks get
+SIGTERM, as after Ctrl-C; if the agent does not end them within its grace period, this process kills itself, and the guardian
+kills what it had started. The exit code of the ranks travels in a message, and the process itself ends with 0: a launcher
+of MPI would otherwise kill the other hosts before they could tell what they know.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import asdict, replace
+from typing import BinaryIO, cast
+
+from shoal.errors import LaunchError
+from shoal.launch import facts, measuring
+from shoal.launch.addresses import connect, own_addresses
+from shoal.launch.console import Remote
+from shoal.launch.job import ClusterJob
+from shoal.launch.launch_plan import LaunchPlan, check_target
+from shoal.launch.orphans import MARK, Guardian
+from shoal.launch.protocol import (
+    AskTime,
+    Beat,
+    Begin,
+    Channel,
+    Exited,
+    Hello,
+    HostProblem,
+    Listen,
+    Listening,
+    Measure,
+    Measured,
+    Signal,
+    Time,
+    answer,
+)
+
+__all__ = ["main"]
+
+BEAT = 1.0
+"""Seconds between two beats."""
+CONNECT = 60.0
+"""Seconds to reach the launcher, and the first host's store."""
+LAST = 15.0
+"""Seconds beyond the grace period after which an agent that does not end is killed."""
+
+
+def main(argv: list[str]) -> int:
+    """Serve the job in the open file `argv[1]` as host `argv[2]`."""
+    with os.fdopen(int(argv[1]), "rb") as file:
+        job = ClusterJob.decode(file.read())
+    node = int(argv[2])
+    mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    folder = tempfile.mkdtemp(prefix="shoal-node-")
+    try:
+        with Guardian(mark, folder):
+            os.environ[MARK] = mark
+            link = Link(_channel(job), job, node)
+            link.start()
+            _serve(link, job, node, mark, folder)
+            return 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(link: Link, job: ClusterJob, node: int, mark: str, folder: str) -> None:
+    code = 1
+    try:
+        code = 0 if job.plan is None else _run_ranks(link, job, job.plan, node, mark, folder)
+        if job.plan is None:
+            link.wait_for_end()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except LaunchError as error:
+        link.channel.send(HostProblem(text=str(error)))
+    except BaseException:
+        link.channel.send(HostProblem(text=traceback.format_exc()))
+    finally:
+        link.channel.send(Exited(code=code))
+        link.finished()
+
+
+class Link:
+    """The connection to the launcher, served by a thread of its own."""
+
+    def __init__(self, channel: Channel, job: ClusterJob, node: int) -> None:
+        self.channel = channel
+        self._job = job
+        self._node = node
+        self._begun: queue.SimpleQueue[Begin] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._heard = time.monotonic()
+        self._ending = False
+
+    def start(self) -> None:
+        """Introduce this host, and begin to listen."""
+        self.channel.send(Hello(node=self._node, host=socket.gethostname(), pid=os.getpid(),
+                                facts=asdict(facts.gather(self._job.folder))))
+        for serve in (self._receive, self._beat):
+            threading.Thread(target=serve, name=serve.__name__, daemon=True).start()
+
+    def begin(self) -> Begin:
+        """Wait for the launcher to say where the first host's store is."""
+        while True:  # with a limit each time, so that signals are handled
+            try:
+                return self._begun.get(timeout=1.0)
+            except queue.Empty:
+                continue
+
+    def wait_for_end(self) -> None:
+        """Wait until the launcher ends the examination."""
+        self._over.wait()
+
+    def finished(self) -> None:
+        """The ranks have ended: what comes now is of no matter."""
+        self._over.set()
+
+    def _receive(self) -> None:
+        while (message := self.channel.receive()) is not None:
+            self._heard = time.monotonic()
+            match message:
+                case Begin():
+                    self._begun.put(message)
+                case Signal(number=number):
+                    self._end(number)
+                case AskTime():
+                    self.channel.send(Time(now=time.time()))
+                case Listen():
+                    port = measuring.receive()
+                    self.channel.send(Listening(port=port, addresses=own_addresses()))
+                case Measure():
+                    self.channel.send(Measured(rate=measuring.send(message.addresses, message.port, message.seconds)))
+                case _:
+                    pass
+        self._end(signal.SIGTERM)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            self.channel.send(Beat())
+            if time.monotonic() - self._heard > self._job.quiet:
+                self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        """Signal the agent, in the main thread; kill this process if that does not end it."""
+        if self._job.plan is None:
+            self._over.set()
+        if self._over.is_set() or (self._ending and number == signal.SIGTERM):
+            return
+        os.kill(os.getpid(), number)
+        if not self._ending:
+            self._ending = True
+            threading.Thread(target=self._kill_late, name="deadline", daemon=True).start()
+
+    def _kill_late(self) -> None:
+        plan = self._job.plan
+        if not self._over.wait((plan.grace if plan else 0.0) + LAST):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _channel(job: ClusterJob) -> Channel:
+    """Return the connection to the launcher, and keep it from the ranks."""
+    if job.addresses:
+        return _dial(job)
+    reader, writer = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # what is printed here is no message
+    return Channel(os.fdopen(reader, "rb"), os.fdopen(writer, "wb"))
+
+
+def _dial(job: ClusterJob) -> Channel:
+    connection = connect(job.addresses, job.port, CONNECT)
+    if connection is None:
+        sys.exit(f"shoal: {socket.gethostname()}: cannot reach the launcher at any of {', '.join(job.addresses)}, port "
+                 f"{job.port}; open the port between the hosts, or use --launcher ssh")
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    file = cast(BinaryIO, connection.makefile("rwb"))
+    file.write(answer(job.secret, file.readline().strip()) + b"\n")
+    file.flush()
+    return Channel(file, cast(BinaryIO, connection.makefile("wb")))
+
+
+def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, mark: str, folder: str) -> int:
+    """Run the ranks of this host to their end, and return their exit code."""
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGINT, _exit_on_signal)
+    check_target(plan)
+    slots = job.hosts[node].slots
+    os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(len(job.hosts)))
+    if plan.core_list:
+        os.sched_setaffinity(0, plan.core_list)
+    from shoal.device import VISIBLE_DEVICES  # torch may start threads, so after the guardian's fork
+    from shoal.launch.agent import launch
+    from shoal.launch.meeting import Meeting
+
+    os.environ[VISIBLE_DEVICES] = ",".join(map(str, slots))
+    meeting = Meeting(job, plan, node)
+    if node == 0:
+        addresses = [meeting.address] if meeting.address else own_addresses()
+        link.channel.send(Listening(port=meeting.serve(), addresses=addresses))
+    begun = link.begin()
+    local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
+    return launch(local, mark, folder, Remote(link.channel), lambda: meeting.join(begun))
+
+
+def _exit_on_signal(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,214 @@
+"""The messages between the command `shoal run` and its process on each host: one line of JSON each, over one connection.
+
+The connection is standard input and output with ssh, and a TCP socket with other launchers. Bytes that are not UTF-8, in the
+output of ranks and in the values of variables, travel as the surrogates of `os.fsdecode`, which JSON escapes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, BinaryIO
+
+from shoal.launch.failure import Failure
+
+__all__ = [
+    "AskTime",
+    "Beat",
+    "Begin",
+    "Channel",
+    "Down",
+    "Exited",
+    "Hello",
+    "HostProblem",
+    "Listen",
+    "Listening",
+    "Measure",
+    "Measured",
+    "Message",
+    "Output",
+    "Report",
+    "Signal",
+    "Status",
+    "Time",
+    "answer",
+]
+
+
+# From a host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The process on a host runs; its versions and what it has."""
+
+    node: int
+    host: str
+    pid: int
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """The port at which a host listens, and the addresses under which it may be reached."""
+
+    port: int
+    addresses: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A line that a rank wrote."""
+
+    rank: int
+    attempt: int
+    stream: str
+    """`out` or `err`."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Ranks of a host failed."""
+
+    failures: list[dict[str, Any]]
+    ranks: int
+    note: str
+    """The next act; empty where the failure ends the job."""
+
+    @classmethod
+    def of(cls, failures: list[Failure], ranks: int, note: str) -> Report:
+        """Return the report of these failures."""
+        return cls(failures=[asdict(each) for each in failures], ranks=ranks, note=note)
+
+    def read(self) -> list[Failure]:
+        """Return the failures."""
+        given: list[dict[str, Any]] = [{**each, "kinds": tuple(each["kinds"])} for each in self.failures]
+        return [Failure(**each) for each in given]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A message for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostProblem:
+    """The host cannot do what it is asked, and why."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """The ranks of a host have ended, with this exit code."""
+
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """The clock of a host, in seconds since the epoch."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Bytes a second that a host sent to another; 0 where it reached none of the addresses."""
+
+    rate: float
+
+
+# To a host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Start the ranks; the first host's store listens at this port."""
+
+    port: int
+    addresses: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """Give the ranks this signal, and end."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The sender lives; sent in both directions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskTime:
+    """Say what time it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Receive what a host sends, and say where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Send to this port for some seconds, and say how fast."""
+
+    port: int
+    addresses: list[str]
+    seconds: float
+
+
+Down = Begin | Signal | Beat | AskTime | Listen | Measure
+Message = Down | Hello | Listening | Output | Report | Status | HostProblem | Exited | Time | Measured
+CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (
+    Begin, Signal, Beat, AskTime, Listen, Measure, Hello, Listening, Output, Report, Status, HostProblem, Exited, Time,
+    Measured)}
+
+
+class Channel:
+    """One end of a connection. Any thread may send; one thread receives."""
+
+    def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message. The other end may be gone, which `receive` tells."""
+        values = {each.name: getattr(message, each.name) for each in fields(message)}
+        line = json.dumps([type(message).__name__, values]).encode() + b"\n"
+        with self._sending, suppress(OSError, ValueError):
+            self._writer.write(line)
+            self._writer.flush()
+
+    def receive(self) -> Message | None:
+        """Return the next message; None once the other end is gone. Skips lines that are no messages."""
+        while True:
+            try:
+                line = self._reader.readline()
+            except (OSError, ValueError):
+                return None
+            if not line:
+                return None
+            with suppress(ValueError, TypeError, KeyError):
+                name, values = json.loads(line)
+                return CLASSES[name](**values)
+
+    def close(self) -> None:
+        """Close the connection: the other end ends."""
+        with suppress(OSError, ValueError):
+            self._writer.close()
+
+
+def answer(secret: str, nonce: bytes) -> bytes:
+    """Return the proof that a process has read the job's file, which nobody else can."""
+    return hmac.new(secret.encode(), nonce, "sha256").hexdigest().encode()

@@ -1,0 +1,88 @@
+"""`shoal sbatch` writes a script for Slurm whose ranks save before the time limit of the queue.
+
+Slurm sends SIGUSR1 some seconds before the limit. The script passes SIGTERM to `shoal run`, whose ranks save and end. The
+program must save on SIGTERM within the grace period. The job ends with the exit code of `shoal run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from shoal.errors import LaunchError, UsageError
+
+__all__ = ["add_arguments", "main", "script"]
+
+MARGIN = 30
+"""Seconds beyond the grace period between the signal and the time limit."""
+
+TEMPLATE = """#!/bin/bash
+{directives}
+
+run=0
+asked=0
+ask() {{  # the time limit is near: the ranks save and end
+    asked=1
+    [ "$run" -eq 0 ] || kill -TERM "$run"
+}}
+trap ask USR1
+
+{command} &
+run=$!
+[ "$asked" -eq 0 ] || kill -TERM "$run"  # the signal came in between
+while true; do  # a trap ends `wait`, but not the run
+    wait "$run"
+    code=$?
+    kill -0 "$run" 2>/dev/null || break
+done
+exit "$code"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal sbatch`."""
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks on each node")
+    parser.add_argument("--name", default="shoal", help="name of the job (shoal)")
+    parser.add_argument("--time", metavar="LIMIT", help="time limit of one start, such as 4:00:00")
+    parser.add_argument("--grace", type=int, default=90, metavar="SECONDS",
+                        help="time that ranks have to save before the limit (90)")
+    parser.add_argument("--log", default="shoal-%j.log", metavar="FILE", help="output of all starts (shoal-%%j.log)")
+    parser.add_argument("--directive", action="append", default=[], metavar="OPTION",
+                        help="a further #SBATCH line, such as --directive=--gpus-per-node=8")
+    parser.add_argument("--run-args", default="", metavar="WORDS", help="further options of `shoal run`, as one word")
+    parser.add_argument("--output", metavar="FILE", help="where the script goes (default: standard output)")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the script."""
+    for option, value in (("--nodes", args.nodes), ("--ranks", args.ranks), ("--grace", args.grace)):
+        if value < 1:
+            raise UsageError(f"{option}: got {value}; choose 1 or more")
+    for option, value in (("--name", args.name), ("--time", args.time or ""), ("--log", args.log), *(
+            ("--directive", each) for each in args.directive)):
+        if "\n" in value:
+            raise UsageError(f"{option}: got {value!r}; a directive is one line")
+    if not Path(args.script).exists():
+        raise LaunchError(f"no script {args.script!r} in {Path.cwd()}")
+    text = script(args)
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(args.output).write_text(text)
+    return 0
+
+
+def script(args: argparse.Namespace) -> str:
+    """Return the script for parsed arguments."""
+    directives = [f"--job-name={args.name}", f"--nodes={args.nodes}", "--ntasks-per-node=1",
+                  f"--signal=B:USR1@{args.grace + MARGIN}", "--open-mode=append", f"--output={args.log}"]
+    directives += [f"--time={args.time}"] if args.time else []
+    directives += args.directive
+    command = [sys.executable, "-m", "shoal", "run", "--launcher", "slurm", "--ranks", str(args.ranks), "--grace",
+               str(args.grace), *shlex.split(args.run_args), args.script, *args.args]
+    return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command))

@@ -1,0 +1,38 @@
+"""The file that carries a job to its hosts, with this machine as the only host."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.hostfile import Host
+from shoal.cluster.launchers import Launcher, Start
+from shoal.errors import LaunchError
+from shoal.launch.selection import Selection
+
+
+def local(render_job: str | None = None) -> Selection:
+    """Return a selection of this machine; `render_job` replaces the path of the job's file."""
+
+    def render(program: str, start: Start) -> list[list[str]]:
+        python, bootstrap, job = start.command
+        return [[program, python, bootstrap, render_job or job, "0"]]
+
+    row = Launcher(name="here", programs=("env",), product="", package="", render=render, variables={})
+    return Selection(hosts=(Host(name="here", slots=(0,)),), launcher=row, args=(), ssh_port=None, setup=None,
+                     environment={"SECRET": "herring"}, anywhere=False, quiet=20.0)
+
+
+def test_the_file_is_gone_once_every_host_has_read_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with local().cluster(None) as cluster:
+        (file,) = tmp_path.glob(".shoal-job-*/*")
+        assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+        with cluster:
+            assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_gone_where_a_host_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match="cannot read"), local("no-such-file").cluster(None) as cluster, cluster:
+        pass
+    assert list(tmp_path.iterdir()) == []

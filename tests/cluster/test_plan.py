@@ -1,0 +1,185 @@
+"""Hostfiles, filters, the commands of launchers, and what is refused, without any host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster import hostfile
+from shoal.cluster.hostfile import Host
+from shoal.cluster.launchers import LAUNCHERS, Start, find, refuse_nested
+from shoal.errors import HostsError, LaunchError
+from shoal.launch import facts
+from shoal.launch.cli import main
+from shoal.launch.complaints import explain
+from shoal.launch.facts import Facts
+from shoal.launch.job import ClusterJob
+from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.streams import RankStreams
+
+HOSTS = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2))]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["run", *words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("a slots=2\n\na slots=1\n", "line 3: Hostfile contains multiple entries for a; write one line with all its slots"),
+    ("a slots=0\n", "line 1: a has slots=0; give it at least one, or remove the line"),
+    ("a\n", "line 1: Hostfile contains a bad entry: a; write `NAME slots=N`"),
+    ("a:1 slots=2\n", "line 1: a:1 is no name of a host; it may not begin with - nor contain @ , or :"),
+    ("-oProxyCommand=x slots=2\n", "line 1: -oProxyCommand=x is no name of a host"),
+    ("# none\n", "Hostfile is empty; write lines of `NAME slots=N`"),
+])  # fmt: skip
+def test_a_wrong_hostfile_is_refused_with_file_and_line(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert message in refused(capsys, "--hostfile", str(tmp_path / "hosts"), "train.py")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--hostfile none.txt x.py", "none.txt: cannot be read as a hostfile: No such file or directory; write lines of"),
+    ("--hosts a:0 --include a --exclude a x.py", "--include and --exclude are mutually exclusive; drop one"),
+    ("--hosts a:0 --include a --nodes 1 x.py", "--include or --exclude with --nodes or --ranks: both select"),
+    ("--hosts a:0 --include c x.py", "--include: Hostname 'c' not found in hostfile; choose from a"),
+    ("--hosts a:0 --exclude a:1 x.py", "--exclude: No slot '1' specified on host 'a', which has 0"),
+    ("--hosts a:0 --exclude a x.py", "--exclude: no slot is left to run on; exclude fewer"),
+    ("--hosts a x.py", "--hosts: a names no slot; write a:0,1 for two ranks"),
+    ("--hosts a:x x.py", "got 'a:x': invalid literal in a filter; write NAME[:SLOT[,SLOT...]] joined by @"),
+    ("--hosts a:0 --nodes 2 x.py", "--nodes: got 2, but there are 1 hosts: a"),
+    ("--hosts a:0 --nodes 1:2 x.py", "--nodes 1:2: with hosts that are started from here, give one number of nodes"),
+    ("--hosts a:0 --ranks 2 x.py", "--ranks: got 2, but a has 1 slots"),
+    ("--hosts a:0 --hostfile f x.py", "--hostfile and --hosts: both name the hosts; drop one"),
+    ("--hosts a:0@b:0,1 --launcher openmpi x.py", "--launcher openmpi needs equally many slots on every host, got a 1, b 2"),
+    ("--hosts a:0 --launcher mpich --ssh-port 1 x.py", "--ssh-port: --launcher mpich does not take it"),
+    ("--hosts a:0 --node-rank 0 x.py", "--node-rank: the order of the hosts gives each its number; drop it"),
+    ("--hosts a:0 --port 1 x.py", "--port: it is that of a single node"),
+    ("--hosts a:0 --lost-after 1 x.py", "--lost-after: got 1; choose 3 seconds or more"),
+    ("--hosts a:0 --export NO_SUCH x.py", "--export NO_SUCH: it is not set here; set it, or give --env NO_SUCH=VALUE"),
+    ("--launcher pdsh x.py", "--launcher pdsh: give --hostfile FILE or --hosts LIST"),
+    ("--launcher slurm x.py", "--launcher slurm without a hostfile: give --ranks N, the ranks on each node"),
+    ("--include a x.py", "--include and --exclude select hosts of a hostfile; give --hostfile FILE"),
+    ("--core-list 1-x x.py", "--core-list: got '1-x'; write numbers and ranges, such as 0-7,16"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert f"shoal run: {message}" in refused(capsys, *words.split())
+
+
+def test_lines_that_end_in_cr_lf_are_read_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"a slots=1\r\nb slots=2\r\n")
+    assert main(["run", "--hostfile", str(tmp_path / "hosts"), "--dry-run", __file__]) == 0
+    shown = capsys.readouterr()
+    assert "2 hosts, 3 ranks, started by ssh" in shown.out
+    assert "its lines end in CR LF; read as LF. Convert it with sed -i" in shown.err
+
+
+def test_a_dry_run_shows_hosts_variables_and_commands_without_values(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_X", "hidden")
+    assert main(["run", "--hosts", "a:0,1@b:3", "--launcher", "pdsh", "--dry-run", "--env", "Y=z", __file__, "a b"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 ranks, started by pdsh" in shown and "slots 3            ranks 2 to 2" in shown
+    assert "NCCL_X" in shown and "hidden" not in shown and "$ pdsh -S -f 1024 -R ssh -w a,b 'exec " in shown
+    assert f"each rank runs: python {__file__} 'a b'" in shown
+
+
+def test_filters_and_counts_keep_the_order_of_the_hosts() -> None:
+    assert hostfile.included(HOSTS, "b:2,0@a") == [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 2))]
+    assert hostfile.excluded(HOSTS, "a@b:1") == [Host(name="b", slots=(0, 2))]
+    assert hostfile.first(HOSTS, 1) == HOSTS[:1]
+    assert hostfile.limited(HOSTS, 1) == [Host(name="a", slots=(0,)), Host(name="b", slots=(0,))]
+
+
+@pytest.mark.parametrize(("name", "commands"), [
+    ("ssh", [["p", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o",
+              "ServerAliveCountMax=4", "-p", "7", "-v", "a", "exec python 'my boot' 0"], ["python", "my boot", "1"]]),
+    ("pdsh", [["p", "-S", "-f", "1024", "-R", "ssh", "-w", "a,here", "-v", "exec python 'my boot' %n"]]),
+    ("openmpi", [["p", "--allow-run-as-root", "-n", "2", "--host", "a:1,here:1", "--map-by", "ppr:1:node", "--bind-to",
+                  "none", "-v", "python", "my boot", "OMPI_COMM_WORLD_RANK"]]),
+    ("mpich", [["p", "-n", "2", "-ppn", "1", "-hosts", "a,here", "-launcher", "ssh", "-bind-to", "none", "-v", "python",
+                "my boot", "PMI_RANK"]]),
+    ("slurm", [["p", "--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1", "--nodelist", "a,here", "--input", "none",
+                "--unbuffered", "--cpu-bind", "none", "--mpi", "none", "-v", "python", "my boot", "SLURM_PROCID"]]),
+])  # fmt: skip
+def test_a_launcher_renders_the_same_start_to_its_own_command(name: str, commands: list[list[str]]) -> None:
+    start = Start(hosts=("a", "here"), command=("python", "my boot"), args=("-v",), ssh_port=7, local=frozenset({"here"}),
+                  root=True)
+    assert LAUNCHERS[name].render("p", start) == commands
+
+
+def test_a_setup_script_is_sourced_before_the_command(tmp_path: Path) -> None:
+    (tmp_path / "set up").write_text("X='from setup'\nexport X\n")
+    start = Start(hosts=("a",), command=("sh", "-c", 'echo "$X $0"'), setup=str(tmp_path / "set up"))
+    assert subprocess.run(start.words("5"), capture_output=True, text=True, check=True).stdout == "from setup 5\n"
+
+
+def test_the_program_of_another_product_is_not_taken() -> None:
+    found = {"mpirun": "/bin/mpirun"}
+    assert find(LAUNCHERS["openmpi"], found.get, lambda path: "mpirun (Open MPI) 4.1") == "/bin/mpirun"
+    with pytest.raises(LaunchError, match=r"no `mpirun` of it on this machine; /bin/mpirun is another product's; apt-get"):
+        find(LAUNCHERS["openmpi"], found.get, lambda path: "HYDRA build details")
+    with pytest.raises(LaunchError, match="--launcher pdsh: there is no `pdsh` of it on this machine; apt-get install pdsh"):
+        find(LAUNCHERS["pdsh"], found.get, lambda path: "")
+
+
+def test_variables_of_another_job_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"first host a: PMI_RANK=3 is set, so this process is itself a rank of such"):
+        refuse_nested(LAUNCHERS["mpich"], {"PMI_RANK": "3"}, ["a"])
+    with pytest.raises(LaunchError, match="first host a: PDSH_RCMD_TYPE=rsh is set, and Shoal starts hosts by ssh; unset"):
+        refuse_nested(LAUNCHERS["pdsh"], {"PDSH_RCMD_TYPE": "rsh"}, ["a"])
+    refuse_nested(LAUNCHERS["ssh"], {"PMI_RANK": "3", "PDSH_RCMD_TYPE": "rsh"}, ["a"])
+
+
+def test_a_job_is_the_same_after_its_travel() -> None:
+    plan = LaunchPlan(kind="script", target="x.py", args=("a b", "\udcff"), ranks=None, nodes=(2, 2), rendezvous=None,
+                      hosts_rendezvous=None, job="j", max_restarts=1, log_dir=None, bind_cores=True, grace=1.0,
+                      core_list=(1,))
+    job = ClusterJob(secret="s", hosts=tuple(HOSTS), environment={"A": "\udcff\n'"}, folder="/", plan=plan, quiet=3.0)
+    assert ClusterJob.decode(job.encode()) == job
+    assert job.ranks == 5
+
+
+def test_a_host_of_another_version_is_named_with_the_remedy() -> None:
+    here = Facts(python="3.11.7", torch="2.13.0", shoal="1", cores=1, memory=1, shared_memory=0, disk=0, clock=0.0)
+    there = Facts(python="3.12.1", torch="2.12.0", shoal="1", cores=1, memory=1, shared_memory=0, disk=0, clock=0.0)
+    python, torch = facts.disagreements("a", there, here)
+    assert python.startswith("a: Python is 3.12, and 3.11 here; install Python 3.11 there, in ")
+    assert torch.startswith("a: torch is 2.12.0, and 2.13.0 here; install torch 2.13.0 there, in ")
+    clock, shared, disk = facts.faults("a", there, offset=-2.5)
+    assert clock.startswith("a: the clock is -2.5 s off; set it by NTP")
+    assert shared.startswith("a: /dev/shm has 0 MiB free, and needs 64")
+    assert disk.startswith("a: the disk of the working folder")
+
+
+@pytest.mark.parametrize(("line", "meaning"), [
+    ("ssh: connect to host a port 22: Connection refused", "it refuses the connection; start sshd there"),
+    ("ssh: connect to host a port 22: No route to host", "it does not answer"),
+    ("root@a: Permission denied (publickey).", "it refuses the login; put your public key there"),
+    ("Host key verification failed.", "its key is not the one that ssh knows"),
+    ("sh: 1: exec: /x/python: not found", "it has no such Python"),
+    ("/x/python: No module named shoal", "this Python has no Shoal there"),
+    ("shoal: a: no folder /x: No such file or directory", "no folder /x: No such file or directory"),
+    ("something else", "something else"),
+])  # fmt: skip
+def test_what_ssh_says_is_explained(line: str, meaning: str) -> None:
+    assert explain(["Warning: noise", line]).startswith(meaning)
+
+
+def test_lines_of_ranks_keep_their_bytes_and_their_order(tmp_path: Path) -> None:
+    lines: list[bytes] = []
+    streams = RankStreams(str(tmp_path), lambda line: lines.append(os.fsencode(line.text)))
+    with open(streams.open(3, 0, "out"), "wb", buffering=0) as pipe:
+        for part in (b"a\xff", b"b\nprogress 1\rprogress 2\r\nla", b"st"):
+            pipe.write(part)
+    streams.close()
+    assert lines == [b"a\xffb", b"progress 1", b"progress 2", b"last"]
+
+
+def test_a_name_that_is_no_filter_is_an_error_of_hosts() -> None:
+    with pytest.raises(HostsError, match="write NAME"):
+        hostfile.parse_filter(":1")

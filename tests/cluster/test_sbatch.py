@@ -1,0 +1,106 @@
+"""`shoal sbatch` in a real Slurm: SIGUSR1 saves, and a second submission ends with the weights of an undisturbed run."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.cli import main
+
+SECONDS = 300.0
+
+TRAIN = """
+import hashlib, os, signal, sys, torch, shoal
+from pathlib import Path
+
+folder, stop_at = Path(sys.argv[1]), int(sys.argv[2])
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
+engine, *_ = shoal.initialize(model=model, config={
+    "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2}})
+if "--resume" in sys.argv:
+    engine.load_checkpoint(folder / "saved")
+    if engine.global_rank == 0:
+        (folder / "resumed").write_text(str(engine.global_steps))
+while engine.global_steps < 12:
+    draw = torch.Generator().manual_seed(100 * engine.global_rank + engine.global_steps)
+    x = torch.randn(4, 8, generator=draw)
+    engine.backward(torch.nn.functional.mse_loss(engine(x), x.sum(1, keepdim=True)))
+    engine.step()
+    if engine.global_steps == stop_at and "--resume" not in sys.argv:
+        (folder / f"waits{engine.global_rank}").touch()
+        while not asked:
+            signal.sigtimedwait([], 0.05)
+        engine.save_checkpoint(folder / "saved")
+        engine.wait_for_checkpoint()
+        sys.exit(0)
+text = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+(folder / f"end{engine.global_rank}").write_text(hashlib.sha256(text).hexdigest())
+"""
+
+
+def until(path: Path, said) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} never came: {said()}"
+        time.sleep(0.05)
+
+
+def test_a_job_that_saved_at_its_limit_goes_on_when_submitted_again(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    for name in ("plain", "stopped"):
+        (tmp_path / name).mkdir()
+    plain = subprocess.run([sys.executable, "-m", "shoal", "run", "--ranks", "2", str(tmp_path / "train.py"),
+                            str(tmp_path / "plain"), "0"], capture_output=True, text=True, timeout=SECONDS)
+    assert plain.returncode == 0, plain.stderr
+
+    log, folder = tmp_path / "log", tmp_path / "stopped"
+
+    def said() -> str:
+        queue = slurm.execute(["scontrol", "show", "job"]).stdout
+        return f"{queue}\n{log.read_text() if log.exists() else ''}\n{slurm.said()}"
+
+    def submit(*more: str) -> str:
+        assert main(["sbatch", "--nodes", "2", "--ranks", "1", "--log", str(log), "--output", str(tmp_path / "job.sh"),
+                     str(tmp_path / "train.py"), str(folder), "5", *more]) == 0
+        job = slurm.execute(["sbatch", "--parsable", str(tmp_path / "job.sh")])
+        assert job.returncode == 0, job.stderr
+        return job.stdout.strip()
+
+    number = submit()
+    for rank in range(2):
+        until(folder / f"waits{rank}", said)
+    assert slurm.execute(["scancel", "--batch", "--signal=USR1", number]).returncode == 0
+    deadline = time.monotonic() + SECONDS
+    while "ExitCode=143:0" not in slurm.execute(["scontrol", "show", "job", number]).stdout:
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.1)
+    submit("--resume")
+    for rank in range(2):
+        until(folder / f"end{rank}", said)
+    assert (folder / "resumed").read_text() == "5"
+    assert [(folder / f"end{rank}").read_text() for rank in range(2)] == [
+        (tmp_path / "plain" / f"end{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--ranks", "0", "x.py"], "--ranks: got 0; choose 1 or more"),
+    (["--ranks", "1", "--name", "a\nb", "x.py"], "--name: got 'a\\nb'; a directive is one line"),
+    (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),
+])  # fmt: skip
+def test_a_script_that_cannot_be_is_refused(capsys, words, message):
+    assert main(["sbatch", *words]) == 2
+    assert f"shoal sbatch: {message}" in capsys.readouterr().err
+
+
+def test_words_are_quoted_in_the_script(capsys, tmp_path):
+    (tmp_path / "a b.py").touch()
+    assert main(["sbatch", "--ranks", "1", str(tmp_path / "a b.py"), "$x"]) == 0
+    text = capsys.readouterr().out
+    assert f"'{tmp_path}/a b.py' '$x' &" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
