@@ -87,7 +87,7 @@ def resources(filters: tuple[str, str]) -> Any:
     try:
         found = runner.parse_inclusion_exclusion(POOL, *filters)
     except (ValueError, KeyError, IndexError) as error:
-        return type(error).__name__
+        return "ValueError" if isinstance(error, ValueError) else type(error).__name__
     return [[host, list(slots)] for host, slots in found.items()]
 
 
