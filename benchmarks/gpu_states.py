@@ -3,8 +3,7 @@
     python benchmarks/gpu_states.py [--small] [--rows host-optimizer host-all ratio fsdp2-host disk save]
 
 ms a step, tokens a second, the share of the matmul peak, GiB reserved on the GPU and held by the process, beside FSDP2's
-CPUOffloadPolicy. `ratio` doubles the model until it does not fit. `save` saves 1.1 B, and loads it. DeepSpeed is measured in
-its own environment by benchmarks/gpu_offload.py where that is.
+CPUOffloadPolicy. `ratio` tries models of fixed sizes. `save` saves 1.1 B, and loads it.
 """
 
 from __future__ import annotations

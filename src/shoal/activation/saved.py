@@ -160,21 +160,21 @@ class Slices:
 class _RestingStorage:
     """The copy of a storage, from its save until the last node that saved a view of it has run or is freed."""
 
-    def __init__(self, spans: _Spans, source: Tensor, group: _ModuleGroup, slices: Slices | None):
-        """With `slices` this rank's slice of `source` is copied."""
+    def __init__(self, spans: _Spans, span: PlacedSpan, source: Tensor, own: Tensor, group: _ModuleGroup,
+                 slices: Slices | None):
+        """Copy `own` to `span`, which is taken from `spans` and given back: `source`, or this rank's slice of it."""
         self.original = StorageWeakRef(source.untyped_storage())
         """Keeps the identity of the storage from being used again while this copy can be found by it."""
         self._bytes = source.numel()
         self._slices = slices
         self._gathering: _SliceGather | None = None
-        source = source if slices is None else slices.own(source, group.module)
         self._spans = spans
-        self._span = spans.take(source.numel())
+        self._span = span
         self._group = group
         self._arriving: Transfer | None = None
         self._restored: Tensor | None = None
         self._span.fetch(fresh=True).wait()
-        self._span.tensor.copy_(source)
+        self._span.tensor.copy_(own)
         self._span.commit()
         group.add(self)
 
@@ -283,7 +283,9 @@ class SavedActivations:
                 self._group = _ModuleGroup(module, self._group)
             with torch.no_grad():
                 source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
-                resting = self._found[key] = _RestingStorage(self._spans, source, self._group, slices)
+                own = source if slices is None else slices.own(source, module)
+                span = self._spans.take(own.numel())  # a full disk raises here
+                resting = self._found[key] = _RestingStorage(self._spans, span, source, own, self._group, slices)
             self.rested_bytes += resting.bytes
         return RestingView(storage=resting, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride(),
                            offset=int(tensor.storage_offset()))
