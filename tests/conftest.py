@@ -47,6 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"the CPU's alone: {mark.args[0]}"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ended_process_group() -> Iterator[None]:
+    """End the process group that a file's tests began in pytest's own process: the files that follow begin without one."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def test_device() -> Iterator[None]:
     """Put the ranks of `run_ranks` on the device that SHOAL_TEST_DEVICE names: `late` or `cuda`, else on the CPU."""

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import comm
-from shoal.activation import Budget, RecomputeMode, SavedActivations, Slices, recompute_blocks
+from shoal.activation import RecomputeMode, recompute_blocks
 from shoal.attention.hugging_face import sparse_attention_in
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
+from shoal.engine.activation_plan import recompute_as_configured, saved_activations
 from shoal.engine.base import BaseEngine
 from shoal.engine.buffer_sync import move_buffers
 from shoal.engine.checks import check_compression, check_warm_up
@@ -30,16 +31,15 @@ from shoal.engine.compiled import Compilation
 from shoal.engine.engine import Engine
 from shoal.engine.lost_units import missing_units, unit_names
 from shoal.engine.mesh_setup import check_ranks_agree, mesh_of, parameter_groups_of
+from shoal.engine.optimizer_traits import OptimizerSource, OptimizerTraits, check_optimizer, traits_of
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.schema import Config
 from shoal.engine.storage_plan import plan_storage
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
-from shoal.mesh.parameter_groups import COPIES
 from shoal.optim.compressed import CompressedOptimizer
-from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, arithmetic_class, check_elementwise, count_moments
-from shoal.optim.handed_over import hand_back, hand_over
+from shoal.optim.handed_over import hand_over
 from shoal.optim.masks import check_masks, warn_of_masks
 from shoal.optim.registry import make_optimizer, prefers_native
 from shoal.optim.sharded import ShardedOptimizer, StepRules
@@ -51,12 +51,9 @@ from shoal.precision.policy import Averaging, Policy, policy
 from shoal.schedule.registry import AnySchedule, make_schedule
 from shoal.sequence_parallel.hugging_face import sequence_attention_in
 from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
-from shoal.tier import Disk
-from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.transport.failure_board import FailureBoard
-from shoal.zero.partition import blocks
 from shoal.zero.sharded import ShardingPlan
 
 if TYPE_CHECKING:  # slow to import with older torch
@@ -64,7 +61,6 @@ if TYPE_CHECKING:  # slow to import with older torch
 
 __all__ = ["EngineClasses", "add_config_arguments", "build", "initialize", "loss_scale_of"]
 
-OptimizerSource = Optimizer | Callable[[Any], Optimizer]
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
 ParameterSource = Iterable[Tensor | Mapping[str, Any]]
 
@@ -152,7 +148,7 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
                 Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
                 gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
             device = process_group.device()
-            traits = _traits(settings, optimizer)
+            traits = traits_of(settings, optimizer)
             _check_device(settings, device)
             if traits.compressing:
                 check_compression(settings, mesh, model, traits.name)
@@ -279,8 +275,8 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
                          f"gradients: all are frozen. Call requires_grad_(True) on those to train, or leave the optimizer "
                          f"out of the configuration and of initialize to evaluate alone")
     storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
-    _recompute(settings, engine)
-    activations = _saved_activations(settings, engine)
+    recompute_as_configured(settings, engine)
+    activations = saved_activations(settings, engine)
     sharded = engine.shard(trained, replace(_sharding_plan(settings, traits), activations=activations), dtypes, storage)
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return None  # but a stage without trained parameters steps with the others all the same
@@ -300,7 +296,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         assert settings.optimizer.type is not None
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params,
                                [{**options, "params": views.of_group(i)} for i, options in enumerate(groups.options)])
-    _check_optimizer(settings, inner)
+    check_optimizer(settings, inner)
     if isinstance(inner, CompressedOptimizer) and not traits.compressing:
         raise UsageError(f"initialize: the optimizer function returned a {type(inner).__name__}, which must be known "
                          f"before state is placed; name it in the configuration, or pass an instance")
@@ -367,62 +363,6 @@ def _warn_of_unused(section: str, given: object, named: str | None) -> None:
         warn_once(f"{section}: initialize was given an object, which is used; '{named}' of the configuration is not")
 
 
-# Traits of the optimizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerTraits:
-    """The properties of an optimizer that placement depends on, known before it is built."""
-
-    name: str = ""
-    moments: int = ADAM_MOMENTS
-    """Tensors of a weight's shape that it keeps for each weight."""
-    compressing: bool = False
-    """Gradients and weights are communicated as one bit an element."""
-    layerwise: bool = False
-    """A step needs norms of whole parameters."""
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> OptimizerTraits:
-        kind = type(optimizer)
-        return cls(name=kind.__name__, moments=count_moments(kind, optimizer.defaults),
-                   compressing=isinstance(optimizer, CompressedOptimizer), layerwise=arithmetic_class(kind) in LAYERWISE)
-
-
-def _traits(settings: Config, optimizer: OptimizerSource | None) -> OptimizerTraits:
-    """Return the traits of the optimizer to build, which is tried on a single weight if the configuration names it.
-
-    Raises for an optimizer that cannot work, before the model and the optimizer are changed.
-    """
-    if isinstance(optimizer, Optimizer):
-        if isinstance(optimizer, ShardedOptimizer):
-            raise UsageError("initialize: optimizer is the one that another engine returned; build one over the model")
-        hand_back(optimizer)
-        _check_optimizer(settings, optimizer)
-        OptimizerGroups.check_new(optimizer)
-        return OptimizerTraits.of(optimizer)
-    if optimizer is not None and not callable(optimizer):
-        raise UsageError(f"initialize: optimizer is a {type(optimizer).__name__}; pass an instance of a torch optimizer, or "
-                         f"a function of parameter groups that returns one. A name goes into the configuration: "
-                         f'"optimizer": {{"type": "AdamW", "params": {{...}}}}')
-    if optimizer is None and settings.optimizer.type is not None:
-        weight = nn.Parameter(torch.zeros(2))
-        inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
-        _check_optimizer(settings, inner)
-        return OptimizerTraits.of(inner)
-    return OptimizerTraits()
-
-
-def _check_optimizer(settings: Config, optimizer: Optimizer) -> None:
-    """Raise unless `optimizer` can step slices of parameters, when the configuration wants them stepped."""
-    check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
-    name = type(optimizer).__name__
-    if settings.zero_optimization.offload_optimizer.step_in_backward and arithmetic_class(type(optimizer)) in LAYERWISE:
-        raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "
-                          f"norms that all ranks add up together, after backward; set it to false, or use an elementwise "
-                          f"optimizer such as AdamW")
-
-
 # Sections of the configuration, as arguments of each part
 
 
@@ -449,48 +389,6 @@ def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
         persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
         reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
         in_backward=bool(zero.offload_optimizer.step_in_backward), by_rows=settings.sparse_gradients)
-
-
-def _saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations | None:
-    """Return where saved tensors rest until backward, None where all stay. Raises `TierError` for an unusable folder."""
-    section, device, groups = settings.activation_checkpointing, engine.device, engine.parameter_groups
-    store = open_store(section.offload, settings.aio, device, rank=groups.world.rank)
-    if section.offload.device == "cpu" and store.device == device:
-        warn_once("activation_checkpointing: saved tensors are to rest in host memory, where the model computes: no effect")
-    slices = budget = None
-    if section.partition_activations and groups.tensor is None:
-        warn_once("activation_checkpointing.partition_activations: has no effect without several tensor ranks")
-    elif section.partition_activations and not engine.recomputed:
-        warn_once("activation_checkpointing.partition_activations: has no effect without recompute: of saved tensors only "
-                  "the inputs of recomputed blocks are alike on all tensor ranks. Set recompute to selective or full")
-    elif section.partition_activations and groups.tensor is not None:
-        slices = Slices(groups.tensor, engine.recomputed)
-    if section.budget is not None:
-        budget = Budget(section.budget, engine.recomputed, partial(_most, groups.communicator(*COPIES)))
-    moves = store.device != device or isinstance(store, Disk)
-    return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
-
-
-def _most(communicator: Communicator, numbers: list[int]) -> list[int]:
-    """Return the largest of each number over the ranks."""
-    return [max(each) for each in zip(*communicator.gather_objects(numbers), strict=True)]
-
-
-def _recompute(settings: Config, engine: BaseEngine) -> None:
-    """Have the repeated blocks of the engine's model recompute their activations as configured."""
-    section = settings.activation_checkpointing
-    recompute = RecomputeMode(section.recompute)
-    if recompute is RecomputeMode.NONE and section.budget is None:
-        return
-    if section.budget is not None and isinstance(engine.module, PipelineModule):
-        raise NotSupportedYet("activation_checkpointing.budget: the model is a PipelineModule, which has several "
-                              "microbatches in flight; give recompute instead")
-    key, got = ("budget", section.budget) if section.budget is not None else ("recompute", f"'{recompute.value}'")
-    engine.recompute([module for module in blocks(engine.module) if any(True for _ in module.children())], recompute)
-    if not any(engine.parameter_groups.world.gather_objects(len(engine.recomputed))):
-        raise ConfigError(f"activation_checkpointing.{key}: got {got}; the {type(engine.module).__name__} "
-                          f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers in "
-                          f"them). Call torch.utils.checkpoint.checkpoint in its forward, or remove the key")
 
 
 def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:
