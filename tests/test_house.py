@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "sharding": ("zero",),
     "capabilities": ("checkpoint", "data", "optim", "pipeline", "schedule"),
-    "layers": ("interchange", "tensor_parallel"),
+    "layers": ("interchange", "resilience", "tensor_parallel"),
     "engine": ("engine",),
     "planning": ("plan",),
     "root": ("__init__",),

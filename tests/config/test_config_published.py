@@ -139,7 +139,10 @@ KEYS: list[tuple[str, Any, Any, str]] = [
     ("checkpoint.load_universal", False, True, SILENT),
     ("checkpoint.use_node_local_storage", False, True, LATER),
     ("checkpoint.parallel_write.pipeline_stage", False, True, LATER),
-    ("elasticity.enabled", False, True, LATER),
+    ("elasticity.max_train_batch_size", 2000, 12, HONOURED),
+    ("elasticity.micro_batch_sizes", [2, 4, 6], [1, 2], HONOURED),
+    ("elasticity.prefer_larger_batch", True, False, HONOURED),
+    ("elasticity.version", 0.2, 0.1, HONOURED),
     ("autotuning.enabled", False, True, LATER),
 ]
 
@@ -150,10 +153,6 @@ BEHIND_A_SWITCH = {
     "tensorboard": ["output_path", "job_name"],
     "wandb": ["group", "team", "project"],
     "csv_monitor": ["output_path", "job_name"],
-    "elasticity": [
-        *("max_train_batch_size", "micro_batch_sizes", "min_gpus", "max_gpus", "min_time", "prefer_larger_batch"),
-        *("ignore_non_elastic_batch_info", "version", "num_gpus_per_node", "model_parallel_size"),
-    ],
     "autotuning": [
         *("fast", "results_dir", "exps_dir", "overwrite", "start_profile_step", "end_profile_step", "metric"),
         *("metric_path", "tuner_type", "tuner_early_stopping", "tuner_num_trials", "arg_mappings", "mp_size"),
@@ -214,7 +213,7 @@ def test_a_disabled_block_accepts_known_keys_and_rejects_unknown_ones(block: str
         Config.resolve(at(block, {"enabled": False, key + "x": "anything"}), data_ranks=1)
 
 
-@pytest.mark.parametrize("block", [*BEHIND_A_SWITCH, "sparse_attention", "zero_optimization.offload_param",
+@pytest.mark.parametrize("block", [*BEHIND_A_SWITCH, "elasticity", "sparse_attention", "zero_optimization.offload_param",
                                    "amp", "aio", "activation_checkpointing", "pipeline", "timers"])
 def test_a_block_of_null_or_auto_requests_nothing(block: str) -> None:
     Config.resolve(at(block, None), data_ranks=1)

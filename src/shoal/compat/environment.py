@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["accelerator", "host_memory", "local_size", "number", "on_azure", "on_dlts", "on_sagemaker",
+__all__ = ["accelerator", "elasticity_config", "host_memory", "local_size", "number", "on_azure", "on_dlts", "on_sagemaker",
            "patch_azure", "patch_sagemaker", "timeout_minutes"]
 
 
 def accelerator() -> str | None:
     """Return the device that DS_ACCELERATOR names, None where it is not set."""
     return os.environ.get("DS_ACCELERATOR") or None
+
+
+def elasticity_config() -> dict[str, Any] | None:
+    """Return the section `elasticity` that a scheduler planned with, None where it tells of none."""
+    text = os.environ.get("DEEPSPEED_ELASTICITY_CONFIG")
+    return None if text is None else json.loads(text)
 
 
 def local_size() -> int:

@@ -88,23 +88,6 @@ BLOCKS: Mapping[str, Published] = {
         },
         switch="enabled",
     ),
-    "elasticity": later_block(
-        "batch sizes for a variable number of ranks",
-        {
-            "enabled": False,
-            "max_train_batch_size": 2000,
-            "micro_batch_sizes": [2, 4, 6],
-            "min_gpus": 1,
-            "max_gpus": 10000,
-            "min_time": 0,
-            "prefer_larger_batch": True,
-            "ignore_non_elastic_batch_info": False,
-            "version": 0.2,
-            "num_gpus_per_node": 1,
-            "model_parallel_size": 1,
-        },
-        switch="enabled",
-    ),
     "autotuning": later_block(
         "automatic search for a fast configuration",
         {

@@ -32,6 +32,8 @@ from shoal.optim.settings import OptimizerSettings
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
 from shoal.recording.settings import CommsLoggerSettings
+from shoal.resilience.elastic import elastic_batch
+from shoal.resilience.settings import ElasticitySettings
 from shoal.schedule.settings import ScheduleSettings
 from shoal.tensor_parallel.settings import TensorParallelSettings
 from shoal.tier.settings import AioSettings
@@ -128,6 +130,9 @@ class Config(Section):
 
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Writing and keeping checkpoints."""
+
+    elasticity: ElasticitySettings = ElasticitySettings()
+    """Batch sizes that stay when the number of ranks changes."""
 
     comms_logger: CommsLoggerSettings = CommsLoggerSettings()
     """The log of collectives."""
@@ -280,8 +285,10 @@ class Config(Section):
                                        f"engine.step()")
 
     def _with_batch(self, ranks: DataRanks, findings: Findings) -> Config:
-        if any(findings.rejected(key) for key in (TOTAL, MICRO, ACCUMULATION)):
+        if any(findings.rejected(key) for key in (TOTAL, MICRO, ACCUMULATION, "elasticity")):
             return self
+        if self.elasticity.enabled:
+            return self._with_elastic_batch(ranks, findings)
         given = {TOTAL: self.train_batch_size, MICRO: self.train_micro_batch_size_per_gpu}
         given[ACCUMULATION] = self.gradient_accumulation_steps
         try:
@@ -296,6 +303,33 @@ class Config(Section):
                 findings.origins[key] = _derivation(key, settled, given, ranks)
         config = self.model_copy(update=settled)
         config._batch = sizes
+        return config
+
+    def _with_elastic_batch(self, ranks: DataRanks, findings: Findings) -> Config:
+        """Return this configuration with the batch sizes that `elasticity` gives for `ranks`."""
+        try:
+            batch = elastic_batch(self.elasticity, ranks.count)
+        except ConfigError as error:
+            path, _, message = str(error).partition(": ")
+            findings.problems.append(Problem(path=path, message=f"{message} (data ranks: {ranks.origin})"))
+            return self
+        if batch.micro is None:
+            message = (f"none of them divides the {batch.total // ranks.count} samples that each of {ranks} has of a "
+                       f"batch of {batch.total}; add one that does")
+            findings.problems.append(Problem(path="elasticity.micro_batch_sizes", message=message))
+            return self
+        accumulation = batch.total // (batch.micro * ranks.count)
+        settled = {TOTAL: batch.total, MICRO: batch.micro, ACCUMULATION: accumulation}
+        given = {TOTAL: self.train_batch_size, MICRO: self.train_micro_batch_size_per_gpu,
+                 ACCUMULATION: self.gradient_accumulation_steps}
+        for key, size in given.items():
+            if size not in (None, settled[key]) and not self.elasticity.ignore_non_elastic_batch_info:
+                message = (f"got {size}, and elasticity gives {settled[key]} for {ranks}; remove it, or set "
+                           f"elasticity.ignore_non_elastic_batch_info to true")
+                findings.problems.append(Problem(path=key, message=message))
+            findings.origins[key] = f"derived (elasticity, {ranks})"
+        config = self.model_copy(update=settled)
+        config._batch = BatchSizes(micro=batch.micro, accumulation=accumulation, data_ranks=ranks.count)
         return config
 
     def _warn(self) -> None:
