@@ -22,7 +22,7 @@ from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
-from shoal.zero.placement import SHARD, STAGES, StateBytes
+from shoal.zero.placement import STAGES, StateBytes
 from shoal.zero.sharded import ShardedModel
 
 
@@ -75,7 +75,7 @@ class Accessors:
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
-        return STAGES[self.settings.zero_optimization.stage].master is SHARD
+        return STAGES[self.settings.zero_optimization.stage].shards_state
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
@@ -83,11 +83,11 @@ class Accessors:
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are sharded: at stages 2 and 3."""
-        return STAGES[self.settings.zero_optimization.stage].gradient is SHARD
+        return STAGES[self.settings.zero_optimization.stage].shards_gradients
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether weights are sharded: at stage 3."""
-        return STAGES[self.settings.zero_optimization.stage].weight is SHARD
+        return STAGES[self.settings.zero_optimization.stage].shards_weights
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether `save_16bit_model` may gather the weights at stage 3."""

@@ -26,19 +26,19 @@ from shoal.data.loader import Loader
 from shoal.device import can_pin, empty_cache
 from shoal.engine import full_optimizer_state, full_state_dict
 from shoal.engine.accessors import Accessors
+from shoal.engine.backward_pass import RunningBackward, grad_refusal
 from shoal.engine.buffer_sync import BufferSync
 from shoal.engine.checkpointer import Checkpointer, TrainingObjects
 from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck
 from shoal.engine.compiled import Compilation
 from shoal.engine.lost_units import give_back
-from shoal.engine.progress import Progress, RunningBackward
+from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
-from shoal.log import logger, warn_once
+from shoal.log import logger
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
-from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.schedule.registry import AnySchedule
@@ -239,43 +239,13 @@ class BaseEngine(Accessors, nn.Module):
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
         self.optimizer.settle()  # of units that this forward did not use
-        self._check_loss_factor(self.optimizer.loss_scale)
+        if not self.progress.loss_is_scaled():
+            BaseEngine.running_backward.check_factor(self, loss_scale=self.optimizer.loss_scale,
+                                                     accumulation=self.gradient_accumulation_steps())
+        refusal = grad_refusal(self.optimizer, shards_weights=self.zero_optimization_partition_weights(),
+                               reduced_later=self.parameter_groups.tensor is not None or self.mesh.size("replica") > 1)
         return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.reduces_gradients(),
-                            on_reduced=self.optimizer.on_reduced, grad_refusal=self._grad_refusal(self.optimizer))
-
-    def _grad_refusal(self, optimizer: ShardedOptimizer) -> str:
-        """Return why a script cannot read `p.grad` after a backward pass, and what to call instead; empty where it can."""
-        instead = ("set gradient_clipping in the configuration to clip, read engine.get_global_grad_norm(), or register a "
-                   "hook on the parameter; optimizer.zero_grad() discards")
-        if self.zero_optimization_partition_weights():
-            return f"is sharded at stage 3, and cannot be read or written: {instead}; stages 0 to 2 have it"
-        if optimizer.loss_scale != 1:
-            return (f"is multiplied by the loss scale {optimizer.loss_scale:g}, and cannot be read or written: {instead}. A "
-                    f"GradScaler goes with fp32 weights and autocast, without fp16 in the configuration")
-        if self.parameter_groups.tensor is not None or self.mesh.size("replica") > 1:
-            return f"is not yet reduced over all ranks when backward ends, and cannot be read or written: {instead}"
-        if isinstance(optimizer.optimizer, CompressedOptimizer) or optimizer.rules.in_backward:
-            return f"is compressed, or stepped in backward, and cannot be read or written: {instead}"
-        return ""
-
-    def _check_loss_factor(self, loss_scale: float) -> None:
-        """Raise `UsageError` if the loss of the backward pass that begins lacks the factor that this engine needs."""
-        running = BaseEngine.running_backward
-        if running.caller is self or self.progress.loss_is_scaled():
-            return
-        wanted, factor = loss_scale / self.gradient_accumulation_steps(), running.factor
-        if factor == wanted:  # one loss may lead through several engines
-            return
-        if factor is not None:
-            raise UsageError(f"one loss leads through two engines that scale it differently: the one whose backward was "
-                             f"called by {factor:g}, this one by {wanted:g}; give both the same "
-                             f"gradient_accumulation_steps and the same static fp16.loss_scale")
-        if loss_scale != 1:
-            raise UsageError(f"loss.backward() was called on an unscaled loss while the loss scale is "
-                             f"{loss_scale:g}; call engine.backward(loss), or engine.scale(loss).backward()")
-        if self.gradient_accumulation_steps() > 1:
-            warn_once("loss.backward() does not divide by gradient_accumulation_steps; divide the loss yourself, or call "
-                      "engine.backward(loss)")
+                            on_reduced=self.optimizer.on_reduced, grad_refusal=refusal)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduce now what backward passes left unreduced; every rank calls it. `bucket_size` changes nothing here."""

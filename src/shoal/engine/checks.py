@@ -18,7 +18,7 @@ from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.sparse.embeddings import Embeddings
 from shoal.transport.collectives import Communicator
-from shoal.zero.placement import SHARD, STAGES
+from shoal.zero.placement import STAGES
 from shoal.zero.unit import Unit
 
 __all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up"]
@@ -36,7 +36,7 @@ def check_compression(settings: Config, mesh: Mesh, model: nn.Module, name: str)
     and one owner has the sum of a slice.
     """
     zero = settings.zero_optimization
-    if STAGES[zero.stage].weight is SHARD:
+    if STAGES[zero.stage].shards_weights:
         raise ConfigError(f"zero_optimization.stage: got {zero.stage} with {name}: weights that are gathered for every use "
                           f"travel whole, twice a step, and no update of them can be sent instead; choose 0, 1 or 2 (each "
                           f"keeps masters and moments sharded with {name}), or AdamW at stage 3")

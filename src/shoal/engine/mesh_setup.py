@@ -32,7 +32,7 @@ from shoal.pipeline.module import PipelineModule
 from shoal.tensor_parallel import parallelize
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
-from shoal.zero.placement import SHARD, STAGES
+from shoal.zero.placement import STAGES
 
 __all__ = ["aliases_of", "check_ranks_agree", "configured_mesh", "mesh_of", "parameter_groups_of"]
 
@@ -154,7 +154,7 @@ def parameter_groups_of(mesh: Mesh, model: nn.Module, stage: int,
         _slice_layers(mesh, model)
     aliases = aliases_of(model)
     cuts = {aliases.get(name, name): cut for name, cut in (_marked_slices(model, mesh) | cuts_of(model)).items()}
-    return ParameterGroups(mesh, communicator_of, tensor_slices=cuts, stages=stages, hybrid=STAGES[stage].master is SHARD)
+    return ParameterGroups(mesh, communicator_of, tensor_slices=cuts, stages=stages, hybrid=STAGES[stage].shards_state)
 
 
 def aliases_of(model: nn.Module) -> Mapping[str, str]:

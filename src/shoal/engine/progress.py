@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-__all__ = ["Progress", "RunningBackward"]
+__all__ = ["Progress"]
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -120,23 +120,3 @@ class Progress:
         """Take over the `counters` of a checkpoint, and begin a step of `accumulation` microbatches."""
         self.global_steps, self.global_samples, self.skipped_steps = (cast("int", saved[name]) for name in _COUNTERS)
         self.change_accumulation(accumulation)
-
-
-@dataclass(slots=True)
-class RunningBackward:
-    """The backward pass that an engine of this process has called: one loss may lead through several engines."""
-
-    factor: float | None = None
-    """The factor of its loss; None while no engine runs one."""
-    caller: object = None
-    """The engine that runs it, whose factor the loss carries."""
-
-    @contextmanager
-    def of(self, caller: object, factor: float) -> Generator[None]:
-        """Run a backward pass of `caller`, within the context, of a loss that carries `factor`."""
-        outer = self.caller, self.factor
-        self.caller, self.factor = caller, factor
-        try:
-            yield
-        finally:
-            self.caller, self.factor = outer

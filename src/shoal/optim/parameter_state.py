@@ -26,7 +26,6 @@ from shoal.optim.views import MasterView
 from shoal.tier import fetched
 from shoal.zero.layout import Slot
 from shoal.zero.ownership import owner_of
-from shoal.zero.placement import SHARD
 from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["GRADIENT", "MASTER", "ParameterState", "ReplicatedState"]
@@ -215,7 +214,7 @@ class ReplicatedState(Mapping[Tensor, dict[str, Any]]):
     @staticmethod
     def exists(optimizer: ShardedOptimizer) -> bool:
         """Whether every rank holds all of the state."""
-        return all(view.unit.stage.master is not SHARD for view in optimizer.views.views)
+        return not any(view.unit.stage.shards_state for view in optimizer.views.views)
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         state = ParameterState.of(self._optimizer, parameter) if isinstance(parameter, nn.Parameter) else None

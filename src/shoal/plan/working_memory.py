@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.zero.placement import PARTIAL, SHARD, STAGES, Stage, master_dtype, over
+from shoal.zero.placement import STAGES, Stage, master_dtype, over
 from shoal.zero.reducer import IN_FLIGHT
 
 __all__ = ["WorkingMemory", "estimate_working_memory"]
@@ -54,10 +54,10 @@ def estimate_working_memory(
     (offload_optimizer.step_in_backward), for their step.
     """
     row, largest, every = over(STAGES[stage], ranks), max(units, default=0), sum(units)
-    reshards = weights_offloaded or (row.weight is SHARD and ranks > 1)
+    reshards = weights_offloaded or (row.shards_weights and ranks > 1)
     gathered = max((sum(units[start:start + window]) for start in range(len(units))), default=0) if reshards else 0
     reducing = IN_FLIGHT if ranks > 1 else 0
-    collecting = 0 if row.gradient is PARTIAL else 1 + reducing
+    collecting = 1 + reducing if row.shards_gradients else 0
     gradients = step = 0
     if state_offloaded:
         waiting = _waiting_bytes(compute, accumulate, weights_offloaded) if in_backward else None
@@ -70,11 +70,11 @@ def estimate_working_memory(
 def _gradients(row: Stage, ranks: int, largest: int, every: int, write_ahead: int, accumulate: torch.dtype, *,
                waiting: int | None) -> int:
     """Return the bytes of gradients to be written, or where backward steps of units of `waiting` bytes an element."""
-    shards = 1 if row.gradient is PARTIAL else ranks
+    shards = ranks if row.shards_gradients else 1
     if waiting is not None:
         unit = largest // shards * waiting  # one waits for room, beside those that have it
         return min(max(write_ahead, unit) + unit, every // shards * waiting)
-    collected = largest * accumulate.itemsize if row.gradient is PARTIAL else 0  # elsewhere the pool has it
+    collected = 0 if row.shards_gradients else largest * accumulate.itemsize  # sharded ones are collected in the pool
     return min(write_ahead + collected, every // shards * accumulate.itemsize)
 
 

@@ -45,6 +45,21 @@ class Stage:
     """The fp32 copy of the weights and the optimizer's moments, which always rest together."""
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether each rank holds a slice of the weights between their uses."""
+        return self.weight is SHARD
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank holds a slice of the summed gradients, and nothing else of them, between backward passes."""
+        return self.gradient is SHARD
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether each rank holds, and steps, a slice of the masters and moments."""
+        return self.master is SHARD
+
+    @property
     def publishes(self) -> bool:
         """Whether a step ends with an all-gather of the weights: each rank has stepped a slice of
         weights that rest replicated."""
