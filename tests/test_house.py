@@ -251,6 +251,12 @@ def test_one_class_name_has_one_owner() -> None:
     assert {name: files for name, files in owners.items() if len(files) > 1} == {}
 
 
+def test_a_test_name_has_at_most_70_characters() -> None:
+    names = [node.name for path in (ROOT / "tests").rglob("test_*.py") for node in ast.walk(tree_of(path))
+             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    assert [name for name in names if len(name) > 70] == []
+
+
 def assigned(node: ast.AST) -> Iterator[ast.expr]:
     """Yield the targets of an assignment, tuples taken apart."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(

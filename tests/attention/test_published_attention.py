@@ -202,7 +202,7 @@ def test_extended_positions_repeat_those_of_the_model(kind: str, reserved: int) 
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_a_replaced_model_has_its_weights_and_with_the_dense_layout_its_logits(kind: str) -> None:
+def test_a_replaced_model_keeps_its_weights_and_dense_logits(kind: str) -> None:
     model = SparseAttentionUtils.extend_position_embedding(bert(kind), 128)
     names, expected = list(model.state_dict()), model(input_ids=tokens(100)).logits
     replace = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention
@@ -230,7 +230,7 @@ def test_replaced_layers_are_sparse_modules_that_hide_padding(implementation: st
             SimpleNamespace(is_decoder=True), layers)
 
 
-def test_the_attention_of_bert_adds_the_mask_of_padding_and_drops_in_training() -> None:
+def test_bert_attention_masks_padding_and_drops_in_training() -> None:
     config = SimpleNamespace(hidden_size=32, num_attention_heads=4, attention_probs_dropout_prob=0.5)
     torch.manual_seed(0)
     module = BertSparseSelfAttention(config, DenseSparsityConfig(4))

@@ -124,7 +124,7 @@ def test_a_wrong_section_is_refused_when_it_is_read(case: str) -> None:
 
 
 @pytest.mark.parametrize("axis", [{"mesh": {"tensor": 2}}, {"tensor_parallel": {"autotp_size": 2}}])
-def test_layouts_that_differ_by_head_are_refused_where_ranks_have_some_heads(axis: dict[str, Any]) -> None:
+def test_layouts_per_head_are_refused_where_heads_are_split(axis: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="different_layout_per_head: got true beside"):
         Config.resolve(settings(sparse_attention={"different_layout_per_head": True}, **axis), data_ranks=1)
 

@@ -138,7 +138,7 @@ def test_random_blocks_are_those_of_the_values_and_the_seed() -> None:
     assert not torch.equal(differing[0], differing[1])
 
 
-def test_random_blocks_are_drawn_once_for_a_length_and_not_from_the_generator_of_python() -> None:
+def test_random_blocks_are_cached_by_length_and_leave_random_unchanged() -> None:
     import random
 
     state = random.getstate()

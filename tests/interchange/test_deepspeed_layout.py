@@ -151,7 +151,7 @@ def test_stage_0_in_16_bits_keeps_the_masters_beside_the_weights(tmp_path: Path,
         assert torch.equal(snapshot.tensor("exp_avg/b"), B + 10)
 
 
-def test_the_steps_of_a_group_are_those_that_its_adam_counts_in_one_parameter(tmp_path: Path) -> None:
+def test_a_group_takes_the_largest_step_count_of_its_parameters(tmp_path: Path) -> None:
     """DeepSpeed's own Adam leaves 0 in the state of every parameter but the last."""
     native(tmp_path / "shoal")
     with read(tmp_path / "shoal") as snapshot:

@@ -135,7 +135,7 @@ def nothing_kept(kind: str) -> tuple[bool, list[float], bool]:
 
 
 @pytest.mark.parametrize("kind", WARM)
-def test_a_mask_waits_for_warm_up_and_masked_elements_do_not_clip_the_rest(kind: str) -> None:
+def test_a_mask_begins_after_warm_up_and_excludes_elements_from_the_norm(kind: str) -> None:
     for alike, norms, still in run_ranks(2, nothing_kept, kind):
         assert alike and norms == [0, 0, 0] and still
 

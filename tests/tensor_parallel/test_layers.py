@@ -223,7 +223,7 @@ def entered_once() -> tuple[int, int]:
     return sent[0], sent[1]
 
 
-def test_layers_may_share_one_entrance() -> None:
+def test_layers_may_share_one_input_region() -> None:
     size = 4 * torch.Size(SHAPE).numel()
     assert run_ranks(2, entered_once) == [(size, 3 * size)] * 2
 
@@ -343,7 +343,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_cannot_be_cut_is_refused_with_the_numbers() -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers() -> None:
     fix = "make it a multiple of 4"
     starts = (
         f"ColumnLinear: 10 outputs cannot be divided over 4 tensor ranks; {fix} (8 or 12), or use a number of ranks that "

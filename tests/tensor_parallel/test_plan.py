@@ -208,7 +208,7 @@ def whole_mlp() -> None:
     assert not any("mlp" in name for name in cuts_of(mine))
 
 
-def test_what_is_whole_covers_what_is_within_it() -> None:
+def test_a_whole_module_covers_the_modules_within_it() -> None:
     run_ranks(2, whole_mlp)
 
 
@@ -311,5 +311,5 @@ def sequences() -> str:
     return str(caught.value)
 
 
-def test_a_plan_of_ones_own_says_itself_where_sequences_are_split() -> None:
+def test_a_custom_plan_says_where_sequences_are_split() -> None:
     assert run_ranks(1, sequences)[0].startswith("parallelize: sequence_parallel is for plans that the library finds")

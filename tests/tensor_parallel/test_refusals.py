@@ -165,7 +165,7 @@ def odd_arguments() -> None:
         Plan([Column()])  # type: ignore[arg-type]
 
 
-def test_what_is_no_group_no_plan_or_no_kind_is_named() -> None:
+def test_a_wrong_group_plan_or_rule_is_named() -> None:
     run_ranks(1, odd_arguments)
 
 

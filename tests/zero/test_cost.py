@@ -65,7 +65,7 @@ def sent(stage: int, dtype: str, accumulation: int) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_bytes_on_the_wire_are_the_bound(dtype: str, ranks: int) -> None:
+def test_bytes_sent_equal_the_lower_bound(dtype: str, ranks: int) -> None:
     share = (ranks - 1) / ranks
     for stage in range(4):
         bound = (3 if stage == 3 else 2) * share
@@ -91,7 +91,7 @@ def resting(stage: int, dtype: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_rests_on_a_rank_is_the_formula(dtype: str, ranks: int) -> None:
+def test_resting_bytes_equal_the_formula(dtype: str, ranks: int) -> None:
     for stage in range(4):
         for measured, expected in run_ranks(ranks, resting, stage, dtype):
             if dtype != "fp16" or measured:  # an fp16 step that overflowed has made no moments yet

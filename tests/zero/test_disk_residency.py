@@ -97,7 +97,7 @@ def rest(engine: shoal.Engine) -> None:
     engine.optimizer.settle()
     on_disk(engine)
     for unit in engine.sharded.units:
-        unit._loading.wait()  # what the next forward is to begin with
+        unit._loading.wait()  # prefetched for the next forward
 
 
 def step(engine: shoal.Engine) -> None:
@@ -122,7 +122,7 @@ def step(engine: shoal.Engine) -> None:
 def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple[int, int]:
     """Return the number of units whose weights the third iteration reads, and the most that are in memory at once.
 
-    A step within backward keeps those that wait for it beside the window, so then only forward is looked at.
+    With steps within backward, units that wait for their step stay beside the window, so only forward is counted.
     """
     engine = engine_of(folder, buffers, within=within, **more)
     step(engine)
@@ -136,10 +136,10 @@ def read(folder: str, buffers: int, within: bool, more: dict[str, Any]) -> tuple
 
 
 @pytest.mark.parametrize("buffers", [1, 3, 5])
-def test_weights_that_come_again_soon_are_not_read_again(buffers: int, tmp_path: Path) -> None:
-    """Forward reads all; backward all but the last units, and a step after it, of masters that are the weights, all but
-    the first. A second microbatch begins its forward with what backward left, whatever completes a unit, and so does the
-    next step where a step changes nothing. Copies of masters are not read for it.
+def test_weights_on_disk_that_are_reused_soon_are_read_once(buffers: int, tmp_path: Path) -> None:
+    """Forward reads all units, and backward all but the last ones, which stay. A step whose masters are the weights reads
+    all but the first, which backward leaves. With separate masters a step reads no weights. A second microbatch begins
+    its forward with the units that backward leaves, and so does the next forward after a step that changes no weights.
     """
     frozen, kept = UNITS // 2, min(buffers, UNITS)
     expected = {"after": 3 * UNITS - 2 * kept, "within": 2 * UNITS - kept, "twice": 5 * UNITS - 4 * kept,
@@ -165,12 +165,12 @@ def boundary(folder: str) -> list[bool]:
     return [pinned(unit) for unit in engine.sharded.units]
 
 
-def test_copies_that_a_step_overwrites_do_not_wait_for_it(tmp_path: Path) -> None:
+def test_weights_that_the_step_overwrites_do_not_stay_resident(tmp_path: Path) -> None:
     assert not any(run_ranks(1, boundary, str(tmp_path))[0])
 
 
 def alone(folder: str, stage: int, tiers: bool) -> tuple[int, float, float]:
-    """Return how many forwards that no backward followed are still in memory, and two losses around writes to be dropped."""
+    """Return how many forwards without backward are still in memory, and the losses before and after dropped writes."""
     engine = engine_of(folder, 3) if tiers else plain(stage)
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
@@ -202,12 +202,12 @@ def plain(stage: int) -> shoal.Engine:
 
 
 @pytest.mark.parametrize(("stage", "tiers"), [(3, True), (3, False), (1, False)])
-def test_a_forward_that_no_backward_follows_leaves_nothing(stage: int, tiers: bool, tmp_path: Path) -> None:
+def test_a_forward_without_backward_frees_its_graph(stage: int, tiers: bool, tmp_path: Path) -> None:
     found = run_ranks(2, alone, str(tmp_path), stage, tiers)
     assert all(alive == 0 for alive, _, _ in found)
     assert found[0][1:] == found[1][1:]
     if stage == 3:
-        assert found[0][1] == found[0][2], "what was written without a modifier is dropped"
+        assert found[0][1] == found[0][2], "writes without a modifier rank are dropped"
 
 
 def waiting(folder: str, stage: int) -> list[bool]:
@@ -226,7 +226,7 @@ def waiting(folder: str, stage: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_what_waits_for_its_step_keeps_its_own_part_alone(stage: int, tmp_path: Path) -> None:
+def test_a_unit_waiting_for_its_step_keeps_only_its_own_span(stage: int, tmp_path: Path) -> None:
     assert run_ranks(2, waiting, str(tmp_path), stage) == [[True, True, False, False], [False, False, True, True]]
 
 
@@ -245,5 +245,5 @@ def several(folder: str) -> int:
     return max(counts)
 
 
-def test_several_stages_of_a_rank_have_one_room(tmp_path: Path) -> None:
+def test_stages_of_one_rank_share_one_limit_of_resident_units(tmp_path: Path) -> None:
     assert run_ranks(2, several, str(tmp_path)) == [3, 3]

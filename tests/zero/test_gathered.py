@@ -18,7 +18,7 @@ WIDTH = 64
 
 
 class Borrowing(nn.Module):
-    """Its forward reads the weights of another block, writes what is to be dropped, and reads them again."""
+    """Its forward gathers the weights of another block, writes into them without effect, and reads them again."""
 
     def __init__(self, lender: nn.Linear):
         super().__init__()
@@ -59,7 +59,7 @@ def step(engine: shoal.Engine) -> None:
 
 
 def inner_dropped(engine: shoal.Engine) -> None:
-    """A write that is dropped, within one that is kept."""
+    """Nest a context that drops writes in one that keeps them."""
     first, second = list(engine.module.parameters())[:2]
     with shoal.gathered(engine.module, modifier_rank=0), torch.no_grad():
         second.fill_(2)
@@ -72,7 +72,7 @@ def inner_dropped(engine: shoal.Engine) -> None:
 
 
 def inner_kept(engine: shoal.Engine) -> None:
-    """A write that is kept, within one that is dropped."""
+    """Nest a context that keeps writes in one that drops them."""
     first, second = list(engine.module.parameters())[:2]
     before = values(engine)[1]
     with shoal.gathered(engine.module), torch.no_grad():
@@ -85,7 +85,7 @@ def inner_kept(engine: shoal.Engine) -> None:
 
 
 def stepped(engine: shoal.Engine) -> None:
-    """A step within the context stays, what is written after it does not."""
+    """Step within a context that drops writes: the step stays, a write after it does not."""
     before = values(engine)[0]
     with shoal.gathered(engine.module), torch.no_grad():
         with torch.enable_grad():
@@ -102,7 +102,7 @@ def check(folder: str) -> None:
             engine = engine_of(folder, way)
             case(engine)
             found = values(engine)
-            step(engine)  # by masters, which know what was kept
+            step(engine)  # from masters, which have the kept writes
             moved = max(float((new - old).abs().max()) for new, old in zip(values(engine), found, strict=True))
             assert moved < 0.5 or case is not inner_kept, (way, case)
             said: list[Any] = [None] * dist.get_world_size()
@@ -111,7 +111,7 @@ def check(folder: str) -> None:
             engine.destroy()
 
 
-def test_contexts_nest_whatever_each_does_with_what_is_written(tmp_path: Path) -> None:
+def test_nested_contexts_each_keep_or_drop_their_own_writes(tmp_path: Path) -> None:
     run_ranks(2, check, str(tmp_path))
 
 
@@ -128,12 +128,12 @@ def borrow(folder: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_a_forward_that_holds_weights_finds_them_as_they_were(way: str, tmp_path: Path) -> None:
+def test_a_forward_that_gathers_weights_reads_unchanged_values(way: str, tmp_path: Path) -> None:
     run_ranks(2, borrow, str(tmp_path), way)
 
 
 def as_arrays(way: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Train twice, and the second time have each weight as an array after each step."""
+    """Train twice, and the second time take each weight as a numpy array after each step."""
     found = []
     for looks in (False, True):
         engine = engine_of(folder, way)
@@ -149,7 +149,7 @@ def as_arrays(way: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_a_weight_that_numpy_has_seen_trains_on(way: str, tmp_path: Path) -> None:
+def test_weights_exposed_as_numpy_arrays_train_the_same(way: str, tmp_path: Path) -> None:
     for plain, seen in run_ranks(2, as_arrays, way, str(tmp_path)):
         assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
 
@@ -160,7 +160,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def kept(engine: shoal.Engine) -> list[Tensor]:
-    """Return what shares the memory of the weights, as scripts do that collect them in a context or without one."""
+    """Return tensors that share the memory of the weights, collected within a context at stage 3 and without one below."""
     if engine.zero_optimization_stage() < 3:
         return [parameter.detach() for parameter in engine.module.parameters()]
     with shoal.gathered(engine.module):
@@ -197,12 +197,12 @@ def lend(folder: str, place: str, stage: int, width: int) -> None:
 @pytest.mark.parametrize("width", [64, 640], ids=["in a heap", "in pages"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_what_shares_the_memory_of_weights_reads_as_they_do(place: str, stage: int, width: int, tmp_path: Path) -> None:
+def test_tensors_that_share_weight_memory_read_the_new_weights(place: str, stage: int, width: int, tmp_path: Path) -> None:
     run_ranks(2, lend, str(tmp_path), place, stage, width)
 
 
 def look(folder: str, place: str) -> list[bool]:
-    """Return whether what was kept of the weights is right after each step what they are, where all rest on one rank."""
+    """Return whether tensors that share the memory of weights equal them right after each step, on one rank."""
     torch.manual_seed(0)
     tier = {key: {**block, "nvme_path": folder} for key, block in PLACES[place].items()}
     engine = shoal.initialize(model=nn.Sequential(*(nn.Linear(640, 640, bias=False) for _ in range(3))), config={
@@ -219,7 +219,7 @@ def look(folder: str, place: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_shares_the_memory_of_weights_is_stepped_when_they_are(place: str, tmp_path: Path) -> None:
+def test_tensors_that_share_weight_memory_show_each_step(place: str, tmp_path: Path) -> None:
     assert all(run_ranks(1, look, str(tmp_path), place)[0])
 
 
@@ -246,5 +246,5 @@ def enter_in_vain(folder: str, leaving: bool) -> None:
 
 
 @pytest.mark.parametrize("leaving", [False, True])
-def test_a_context_that_fails_holds_nothing(leaving: bool, tmp_path: Path) -> None:
+def test_a_context_that_fails_leaves_no_hold(leaving: bool, tmp_path: Path) -> None:
     run_ranks(1, enter_in_vain, str(tmp_path), leaving)

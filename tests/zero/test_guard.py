@@ -196,7 +196,7 @@ def test_gathering_contexts_give_full_values_and_keep_the_modifiers_writes() -> 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_is_written_into_16_bit_weights_reaches_the_masters(stage: int) -> None:
+def test_writes_into_16_bit_weights_reach_the_masters(stage: int) -> None:
     run_ranks(2, masters, stage)
 
 

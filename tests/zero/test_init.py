@@ -128,5 +128,5 @@ def test_an_existing_model_is_sharded_at_once() -> None:
     run_ranks(2, existing)
 
 
-def test_the_values_of_rank_0_count() -> None:
+def test_every_rank_gets_the_values_of_rank_0() -> None:
     run_ranks(2, seeds_differ)

@@ -175,7 +175,7 @@ def on_tiers(stage: int, folder: str, dtype: str, optimizer: Callable[[Any], Lam
 
 @pytest.mark.parametrize(("stage", "dtype", "optimizer"), [
     (0, "fp32", by_hand), (1, "fp16", None), (2, "bf16", None), (3, "bf16", by_hand), (3, "fp32", None)])
-def test_every_tier_steps_as_none_does(stage: int, dtype: str, optimizer: Any, tmp_path: Path) -> None:
+def test_every_tier_steps_as_without_tiers(stage: int, dtype: str, optimizer: Any, tmp_path: Path) -> None:
     (_, first), *others = run_ranks(2, on_tiers, stage, str(tmp_path), dtype, optimizer)[0]
     for name, result in others:
         alike(result, first, name)
@@ -279,5 +279,5 @@ def refused() -> None:
         other.optimizer.get_lamb_coeffs()
 
 
-def test_what_two_sweeps_cannot_serve_is_refused() -> None:
+def test_steps_in_backward_and_step_hooks_are_refused_for_lamb() -> None:
     run_ranks(1, refused)

@@ -170,7 +170,7 @@ def reductions_under_way() -> list[int]:
     return counts
 
 
-def test_an_unused_parameter_does_not_keep_the_others_waiting() -> None:
+def test_an_unused_parameter_does_not_delay_other_reductions() -> None:
     counts = run_ranks(2, reductions_under_way)[0]
     assert counts == sorted(counts)
     assert counts[-1] >= DEPTH - 2

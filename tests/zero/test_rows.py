@@ -1,4 +1,4 @@
-"""With sparse_gradients training is the same to the bit, and what travels is the rows that were touched."""
+"""With sparse_gradients training gives the same bits, and ranks exchange only the rows that a step touches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_all_kinds(stage: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", range(4))
-def test_rows_give_the_bits_of_the_dense_way(stage: int, ranks: int) -> None:
+def test_row_gradients_give_the_bits_of_dense_gradients(stage: int, ranks: int) -> None:
     for rank, differ in enumerate(run_ranks(ranks, of_all_kinds, stage)):
         assert all(names == [] for names in differ.values()), (rank, differ)
 
@@ -56,7 +56,7 @@ def beside_embeddings_with_dense_gradients(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_rows_give_the_bits_of_embeddings_that_were_not_made_sparse(stage: int) -> None:
+def test_sparse_embeddings_give_the_bits_of_dense_embeddings(stage: int) -> None:
     assert run_ranks(2, beside_embeddings_with_dense_gradients, stage) == [[], []]
 
 
@@ -75,7 +75,7 @@ def test_weights_that_several_modules_use_train_the_same(stage: int) -> None:
 
 
 def counted(stage: int, optimizer: str) -> tuple[int, list[int], dict[str, int], dict[str, int]]:
-    """This rank, the rows that each rank touches, and what two more steps send after one of warmth."""
+    """Return this rank, the rows that each rank touches, the bytes of steps 2 and 3, and of step 1."""
     one = train(Alone, stage, True, steps=1, optimizer=optimizer)[1]
     three = train(Alone, stage, True, steps=3, optimizer=optimizer)[1]
     touched = [some(step, 0).unique().tolist() for step in (1, 2)]
@@ -84,7 +84,7 @@ def counted(stage: int, optimizer: str) -> tuple[int, list[int], dict[str, int],
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", range(4))
-def test_bytes_are_the_rows_that_are_touched(stage: int, ranks: int) -> None:
+def test_bytes_sent_are_those_of_the_touched_rows(stage: int, ranks: int) -> None:
     found = run_ranks(ranks, counted, stage, "SGD")
     span = -(-WORDS * COLUMNS // (ranks * 48)) * 48 // COLUMNS
     touched = [each[1] for each in found]
@@ -116,7 +116,7 @@ def test_a_rank_that_touches_no_row_sends_none(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_where_most_rows_are_touched_the_whole_travels(stage: int) -> None:
+def test_a_mostly_touched_embedding_is_reduced_whole(stage: int) -> None:
     differ, sent = run_ranks(2, beside_dense, Alone, stage, words=half)[0]
     assert differ == []
     assert "reduce rows" not in sent
@@ -126,7 +126,7 @@ def test_where_most_rows_are_touched_the_whole_travels(stage: int) -> None:
 
 
 def publications(optimizer: str) -> list[int]:
-    """How many comparisons of published weights each step made, of an optimizer that changes all weights."""
+    """Return how often each step compared published weights, with an optimizer that changes all weights."""
     torch.manual_seed(0)
     engine = shoal.initialize(model=Alone(), config={
         "train_micro_batch_size_per_gpu": 3, "sparse_gradients": True, "zero_optimization": {"stage": 1},
@@ -139,5 +139,5 @@ def publications(optimizer: str) -> list[int]:
     return [after - before for before, after in pairwise(marks)]
 
 
-def test_publishing_stops_to_compare_where_every_row_changes() -> None:
+def test_publishing_compares_rows_less_often_where_all_change() -> None:
     assert run_ranks(2, publications, "AdamW")[0] == [3, 2, 3, 2, 2, 2, 3, 2, 2, 2, 2]

@@ -1,4 +1,4 @@
-"""Rows beside everything else: overflow, tiers, axes, checkpoints, hooks; and what is said where they cannot travel."""
+"""Row gradients with overflow, tiers, axes, checkpoints and hooks; and the errors where rows cannot be exchanged."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def piped(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_rows_travel_between_the_data_ranks_of_a_pipeline_stage(stage: int) -> None:
+def test_data_ranks_of_a_pipeline_stage_exchange_rows(stage: int) -> None:
     assert run_ranks(4, piped, stage) == [[]] * 4
 
 
@@ -124,7 +124,7 @@ def test_microbatches_without_communication_merge_their_rows(stage: int) -> None
 
 
 def resumed(folder: str, stage: int, other: int, sparse: bool) -> list[str]:
-    """Train three steps, save, and train on twice: here, and in an engine of another stage and the other way."""
+    """Train three steps, save, and continue in this engine and in one of another stage and the other kind of gradients."""
     def engine_of(stage: int, sparse: bool) -> Any:
         torch.manual_seed(0)
         return shoal.initialize(model=Towers(), config={
@@ -148,12 +148,12 @@ def resumed(folder: str, stage: int, other: int, sparse: bool) -> list[str]:
 
 @pytest.mark.parametrize(("stage", "other"), [(1, 3), (2, 1), (3, 0)])
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_checkpoint_does_not_know_how_embeddings_travel(tmp_path: Path, stage: int, other: int, sparse: bool) -> None:
+def test_checkpoints_are_independent_of_row_gradients(tmp_path: Path, stage: int, other: int, sparse: bool) -> None:
     assert run_ranks(2, resumed, str(tmp_path), stage, other, sparse)[0] == []
 
 
 def written(stage: int) -> bool:
-    """Whether what one rank alone wrote into a weight is undone by the next step, as the dense way does it."""
+    """Whether the next step undoes the write of one rank into a weight, as with dense gradients."""
     torch.manual_seed(0)
     model = Alone()
     engine = shoal.initialize(model=model, config={
@@ -170,15 +170,15 @@ def written(stage: int) -> bool:
     return torch.equal(mine, model.embed.weight)
 
 
-def test_what_one_rank_wrote_into_another_s_rows_does_not_stay() -> None:
+def test_writes_of_one_rank_into_rows_of_another_are_undone() -> None:
     assert run_ranks(2, written, 1) == [True, True]
 
 
-# What is said
+# Warnings and refusals
 
 
 def said(caplog: pytest.LogCaptureFixture, model: nn.Module, sparse: bool = True, steps: int = 1) -> str:
-    """Train on this one rank, and return what was warned of."""
+    """Train on this one rank, and return the warnings."""
     with caplog.at_level(logging.WARNING, logger="shoal"):
         engine = shoal.initialize(model=model, config={
             "train_micro_batch_size_per_gpu": 3, "sparse_gradients": sparse,
@@ -202,14 +202,14 @@ def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda: Tied(by_hand=True), True, "the gradient of unit 'embed' is dense, because another module than the"),
     (lambda: nn.Sequential(nn.Embedding(WORDS, 4, sparse=True), nn.Linear(4, 4)), True, ""),
 ])
-def test_one_warning_says_what_travels_whole(caplog: pytest.LogCaptureFixture, model: Callable[[], nn.Module], sparse: bool,
-                                             expected: str) -> None:
+def test_one_warning_names_embeddings_that_are_reduced_whole(
+        caplog: pytest.LogCaptureFixture, model: Callable[[], nn.Module], sparse: bool, expected: str) -> None:
     text = said(caplog, model(), sparse, steps=2)
     assert text.count(expected) == 1 if expected else text == ""
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_large_embedding_that_is_left_dense_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_large_embedding_with_dense_gradients_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Embedding(WORDS, 4, sparse=True), nn.Linear(4, 4))
     model.register_module("positions", nn.Embedding(1 << 12, 64))
     with caplog.at_level(logging.WARNING, logger="shoal"):
@@ -226,7 +226,7 @@ def test_a_large_embedding_that_is_left_dense_is_named(caplog: pytest.LogCapture
     (lambda: nn.Sequential(nn.Embedding(5, 4, sparse=True, scale_grad_by_freq=True)), "has scale_grad_by_freq=True"),
     (lambda: nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True, mode="max")), "has mode='max'"),
 ])
-def test_what_cannot_be_right_is_refused_by_name(model: Callable[[], nn.Module], expected: str) -> None:
+def test_unsupported_sparse_embeddings_are_refused_by_name(model: Callable[[], nn.Module], expected: str) -> None:
     with pytest.raises(UsageError, match=f"sparse_gradients: .*{expected}"):
         shoal.initialize(model=model(), config={"train_batch_size": 1, "sparse_gradients": True,
                                                 "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
@@ -259,6 +259,6 @@ def beyond(word: int) -> None:
 
 
 @pytest.mark.parametrize("word", [-1, WORDS])
-def test_a_number_out_of_range_is_torch_s_own_error(word: int) -> None:
+def test_an_index_out_of_range_raises_torchs_own_error(word: int) -> None:
     with pytest.raises(RankFailed, match="index out of range"):
         run_ranks(2, beyond, word)

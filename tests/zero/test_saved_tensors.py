@@ -93,7 +93,7 @@ def told(folder: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_that_changed_since_forward_are_told(case: str, tmp_path: Path) -> None:
+def test_backward_refuses_weights_changed_since_forward(case: str, tmp_path: Path) -> None:
     run_ranks(2, told, str(tmp_path), case)
 
 
@@ -153,7 +153,7 @@ def correct(folder: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_change_of_what_no_graph_needs_is_none(case: str, tmp_path: Path) -> None:
+def test_changes_that_plain_torch_allows_do_not_raise(case: str, tmp_path: Path) -> None:
     run_ranks(2, correct, str(tmp_path), case)
 
 
@@ -168,7 +168,7 @@ def written_to(folder: str) -> None:
         engine.backward(loss)
 
 
-def test_what_backward_needs_may_not_be_written_to_as_in_plain_torch(tmp_path: Path) -> None:
+def test_backward_refuses_activations_written_in_place(tmp_path: Path) -> None:
     run_ranks(1, written_to, str(tmp_path))
 
 

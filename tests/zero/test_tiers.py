@@ -87,7 +87,7 @@ def train_all(feature: str, stage: int, folder: str) -> list[tuple[Case, str, Re
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_tier_trains_as_none_does(feature: str, stage: int, tmp_path: Path) -> None:
+def test_every_tier_trains_as_without_tiers(feature: str, stage: int, tmp_path: Path) -> None:
     for case, tier, plain, found in run_ranks(RANKS, train_all, feature, stage, str(tmp_path))[0]:
         for one, other in ((found.losses, plain.losses), (found.norms, plain.norms), (found.weights, plain.weights)):
             torch.testing.assert_close(one, other, **TIERS_AGREE, msg=lambda text, at=(case, tier): f"{at}: {text}")

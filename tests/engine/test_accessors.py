@@ -1,4 +1,4 @@
-"""Every published name of the engine exists, and works or raises an error that says why not."""
+"""Every published name of the engine exists, and works or raises an error that says why it does not."""
 
 from __future__ import annotations
 
