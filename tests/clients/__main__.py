@@ -59,6 +59,9 @@ def rows() -> Iterator[Row]:
     yield Row("accelerate launch", "accelerate_loop.py", ("--stage", "2", "--launched"), 2, launched=True)
     yield Row("Trainer", "trainer.py", ("--stage", "2", "--offload", "--client"))
     yield Row("Trainer", "trainer.py", ("--stage", "3", "--offload", "--accumulation", "2"), 2)
+    for stage in ("2", "3"):
+        yield Row("Accelerate sequence", "sequence_loop.py", ("--stage", stage), 2)
+        yield Row("Trainer sequence", "sequence_loop.py", ("--stage", stage, "--trainer"), 2)
     yield Row("from_pretrained", "from_pretrained.py", ("--stage", "3"), 2)
     yield Row("ShoalStrategy", "lightning_fit.py", ("--stage", "3", "--own", "--devices", "2"), 2)
 
@@ -87,7 +90,7 @@ def run(row: Row, python: Path, folder: Path) -> dict[str, Any]:
 
 
 def line(row: Row, found: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    text = f"{row.client:18} {' '.join(row.options):52} {row.ranks:5}  "
+    text = f"{row.client:19} {' '.join(row.options):52} {row.ranks:5}  "
     if "error" in found:
         return text + f"FAILED: {found['error'][:200]}"
     text += f"{found['losses'][-1]:8.4f} {found.get('seconds', 0) * 1e3:8.1f} {found['peak_mb']:8}  ok"
@@ -108,7 +111,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="run each row so often")
     args = parser.parse_args()
     failed, options = 0, tuple(args.options.split())
-    print(f"{'client':18} {'options':52} ranks      loss  ms/step  peak MB", flush=True)
+    print(f"{'client':19} {'options':52} ranks      loss  ms/step  peak MB", flush=True)
     for row in rows():
         if args.only.lower() not in row.name.lower():
             continue

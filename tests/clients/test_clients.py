@@ -24,3 +24,11 @@ def test_a_client_trains_saves_and_resumes(row: Row, tmp_path: Path) -> None:
     found = run(row, PYTHON, tmp_path)
     assert "error" not in found, found.get("log")
     assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("by", [(), ("--trainer",)], ids=["Accelerate", "Trainer"])
+def test_ranks_with_parts_of_sequences_have_the_losses_of_one_rank(by: tuple[str, ...], tmp_path: Path) -> None:
+    alone = run(Row("sequence", "sequence_loop.py", ("--ranks-of-a-sequence", "1", *by)), PYTHON, tmp_path)
+    split = run(Row("sequence", "sequence_loop.py", by, 2), PYTHON, tmp_path)
+    assert "error" not in split, split.get("log")
+    assert split["losses"] == pytest.approx(alone["losses"], rel=1e-3)

@@ -25,6 +25,8 @@ BETTER = {
     "deepspeed.ops.sparse_attention.VariableSparsityConfig": "unidirectional layouts draw no later random blocks",
     "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "nests, works at every stage, takes None",
     "deepspeed.runtime.zero.stage3.unwrap_model_for_generation": "no hook has to be removed",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": "pads what the ranks do not divide",
+    "deepspeed.sequence.layer.DistributedAttention": "any number of heads, and of key heads",
     "deepspeed.utils.tensor_fragment.safe_get_full_fp32_param": "at stage 0 too",
     "deepspeed.utils.tensor_fragment.safe_get_full_grad": "without the loss scale",
     "deepspeed.utils.tensor_fragment.safe_get_full_optimizer_state": "zeros before the first step, in place of an error",
@@ -34,7 +36,7 @@ BETTER = {
 REFUSED = {
     "deepspeed.init_inference": "generate with the module of a training engine, or with vLLM",
     "deepspeed.moe.layer.MoE": "write the experts as modules; they train like any others",
-    "deepspeed.sequence.layer.DistributedAttention": "tensor_parallel splits sequences between its regions",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "recompute blocks by activation_checkpointing.recompute",
     "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine": "generate within zero.GatheredParameters(model)",
     "deepspeed.ops.transformer.DeepSpeedTransformerLayer": "torch.nn.TransformerEncoderLayer, or torch.compile",
     "deepspeed.module_inject.replace_transformer_layer": "tensor_parallel.autotp_size slices layers for training",

@@ -37,7 +37,7 @@ class Engine(BaseEngine):
         """Run the model.
 
         At the first call (with `debug` at each) raises `RanksDisagree` where the tensor ranks got different batches, or the
-        sequence ranks parts of different shapes.
+        sequence ranks, in training, parts of different shapes.
         """
         args, kwargs = self._begin_forward(args, kwargs)
         try:
@@ -53,9 +53,10 @@ class Engine(BaseEngine):
         if self.settings.debug or not self._batches_compared:
             if self.parameter_groups.tensor is not None:
                 _compare_batches(self.parameter_groups.tensor, (args, kwargs))
-            if self.parameter_groups.sequence is not None:
-                _compare_parts(self.parameter_groups.sequence, (args, kwargs))
-            self._batches_compared = True
+            in_parts = self.parameter_groups.sequence if self.module.training else None  # an evaluation may be of the whole
+            if in_parts is not None:
+                _compare_parts(in_parts, (args, kwargs))
+            self._batches_compared = self.parameter_groups.sequence is None or in_parts is not None
         if self._joined is not None:
             self._joined.announce(JoinedCall.FORWARD if torch.is_grad_enabled() else JoinedCall.EVALUATION, (args, kwargs))
         return self.cast_inputs((args, kwargs))

@@ -5,7 +5,8 @@
 
 The model is given parts of sequences, as `split_batch` makes them, with the position ids of the whole. Its mask stays a part
 (batch, n) until the first layer joins it. The loss of a language model that transformers computes by its `loss_function` is
-that of the whole sequence; other losses are of the part, with a warning.
+that of the whole sequence; other losses are of the part, with a warning. A model to which a script has given this attention
+already keeps what it was given.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.attention.attend import Backend
 from shoal.attention.blocks import Blocks
@@ -27,54 +30,103 @@ from shoal.sequence_parallel.attention import Exchange, attend_sequence
 from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.sequence_parallel.loss import SequenceLoss
 
-__all__ = ["sequence_attention_in", "use_sequence_attention"]
+__all__ = ["SequenceAttention", "register_sequence_attention", "sequence_attention_in", "use_sequence_attention"]
 
 _NAME = "shoal_sequence"
 _numbers = count(1)
 
 
 def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity | None = None, *,
-                           exchange: Exchange = "auto", backend: Backend = "auto", tensor_rank: int = 0) -> None:
+                           exchange: Exchange = "auto", backend: Backend = "auto", tensor_rank: int = 0,
+                           split_in_eval: bool = True, whole_loss: bool = True) -> None:
     """Let the attention of a Hugging Face `model` be over sequences that the ranks of `axis` have parts of.
 
     `sparsity` is the structure of the whole sequence, dense without it. `tensor_rank` counts ranks that have other heads.
+    `split_in_eval` False: modules in eval mode are given whole sequences, and generate over a cache. `whole_loss` False:
+    the loss that the model computes stays that of its part, for scripts that join it.
     Raises UsageError for other models, NotServed for those whose attention the interface of transformers does not take.
     """
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sequence_attention: {type(model).__name__} is no model of Hugging Face transformers; build "
                          f"its layers with shoal.sequence_parallel.attend_sequence")
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    structures = None if sparsity is None else Structures(sparsity)
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                  dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-                  **others: Any) -> tuple[Tensor, None]:
-        check_served(module, others)
-        _check_whole_sequences(module, query, key, attention_mask, others)
-        blocks = None if structures is None else _blocks(structures, query, axis)
-        output = attend_sequence(
-            query, key, value, axis, blocks, scale=scaling,
-            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            key_padding=None if attention_mask is None else axis.join(attention_mask), dropout=dropout,
-            first_head=tensor_rank * query.shape[1], exchange=exchange, backend=backend)
-        return output.transpose(1, 2).contiguous(), None
-
     name = f"{_NAME}_{next(_numbers)}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask)
+    register_sequence_attention(name, SequenceAttention(
+        axis, None if sparsity is None else Structures(sparsity), exchange=exchange, backend=backend,
+        tensor_rank=tensor_rank, split_in_eval=split_in_eval))
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise NotServed(f"use_sequence_attention: {type(model).__name__} computes its attention by itself, not by the "
                         f"attention interface of transformers; take a model whose attn_implementation can be set")
-    _set_loss(model, axis)
+    if whole_loss:
+        _set_loss(model, axis)
+
+
+def register_sequence_attention(name: str, attention: SequenceAttention) -> None:
+    """Give transformers `attention` under `name`, for every model whose `attn_implementation` that is."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _mask)
+
+
+class SequenceAttention:
+    """An attention function of transformers: over whole sequences, of which each rank of an axis has a part."""
+
+    def __init__(self, axis: SequenceAxis, structures: Structures | None = None, *, exchange: Exchange = "auto",
+                 backend: Backend = "auto", tensor_rank: int = 0, split_in_eval: bool = True):
+        self.axis = axis
+        self._structures = structures
+        self._exchange: Exchange = exchange
+        self._backend: Backend = backend
+        self._tensor_rank = tensor_rank
+        self._split_in_eval = split_in_eval
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                 dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+                 **others: Any) -> tuple[Tensor, None]:
+        """Return this rank's rows (batch, n, heads, dim), and no weights."""
+        check_served(module, others)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not self._split_in_eval and not module.training:
+            output = _of_whole(query, key, value, attention_mask, scale=scaling, causal=causal)
+        else:
+            _check_whole_sequences(module, query, key, attention_mask, others)
+            blocks = None if self._structures is None else _blocks(self._structures, query, self.axis)
+            output = attend_sequence(
+                query, key, value, self.axis, blocks, scale=scaling, causal=causal,
+                key_padding=None if attention_mask is None else self.axis.join(attention_mask), dropout=dropout,
+                first_head=self._tensor_rank * query.shape[1], exchange=self._exchange, backend=self._backend)
+        return output.transpose(1, 2).contiguous(), None
+
+
+def _of_whole(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, *, scale: float | None,
+              causal: bool) -> Tensor:
+    """Return the attention of whole sequences, whose queries are the last positions of the keys (a cache)."""
+    rows, columns = query.shape[2], key.shape[2]
+    mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
+    if causal:
+        mask = mask.tril(columns - rows)
+    if padding is not None:
+        if padding.shape != (query.shape[0], columns):
+            raise NotServed(f"{_NAME}: the mask is {tuple(padding.shape)}, and there are {columns} keys of "
+                            f"{query.shape[0]} sequences; take a dynamic cache")
+        mask = mask & padding[:, None, None].to(torch.bool)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale,
+                                          enable_gqa=query.shape[1] != key.shape[1])
+
+
+def _has_sequence_attention(model: TakesAttention) -> bool:
+    """Return whether a script has given the model this attention already, by name or by model."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return isinstance(ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation), SequenceAttention)
 
 
 @contextmanager
 def sequence_attention_in(model: nn.Module, axis: SequenceAxis, settings: SparseAttentionSettings, *,
                           tensor_rank: int) -> Generator[None]:
     """Let the Hugging Face models in `model` attend to whole sequences; take it back if the context raises."""
-    found = [*models_in(model)]
+    found = [each for each in models_in(model) if settings.mode is not None or not _has_sequence_attention(each)]
     before = [(each, each.config._attn_implementation) for each in found]
     if settings.mode is not None and not found:
         warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "

@@ -1,5 +1,5 @@
 """Attention over split sequences."""
 
-from shoal.compat.unsupported import unsupported_class
-
-DistributedAttention = unsupported_class("DistributedAttention", "tensor_parallel splits sequences between its regions")
+from shoal.compat.ulysses import DistributedAttention as DistributedAttention
+from shoal.compat.ulysses import SeqAllToAll as _SeqAllToAll  # noqa: F401  # pyright: ignore[reportUnusedImport]  published
+from shoal.compat.ulysses import single_all_to_all as single_all_to_all

@@ -12,10 +12,12 @@ from weakref import ref
 import torch.distributed as dist
 
 from shoal.compat.deepspeed.utils.exceptions import DeprecatedException
-from shoal.errors import NotSupportedYet
+from shoal.errors import NotSupportedYet, UsageError
 
 __all__ = ["get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
            "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
+           "get_sequence_data_parallel_group", "get_sequence_data_parallel_rank", "get_sequence_data_parallel_world_size",
+           "get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_world_size",
            "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
            "get_tensor_model_parallel_world_size", "initialize", "set_mesh", "set_tensor_model_parallel_rank",
            "set_tensor_model_parallel_world_size"]
@@ -106,25 +108,44 @@ _get_data_parallel_world_size, _get_model_parallel_group = get_data_parallel_wor
 _get_model_parallel_rank, _get_model_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size
 
 
-def _get_sequence_parallel_world_size() -> int:  # pyright: ignore[reportUnusedFunction]  a published name
-    """Return 1: sequences are not split over ranks of their own."""
-    return 1
+def get_sequence_parallel_group() -> Any:
+    """Return the group of the ranks that have parts of this rank's sequences. Raises `UsageError` before there is a mesh."""
+    if _mesh() is None:
+        raise UsageError("groups: there is no sequence-parallel group yet; call deepspeed.initialize first, with "
+                         "sequence_parallel_size or mesh_param, or UlyssesSPAttentionHF.register_with_transformers")
+    return _mesh().get_sequence_parallel_group()
 
 
-def _get_sequence_parallel_rank() -> int:  # pyright: ignore[reportUnusedFunction]  a published name
-    """Return 0."""
-    return 0
+def get_sequence_parallel_rank() -> int:
+    """Return this rank's number among them."""
+    return 0 if _mesh() is None else _mesh().get_sequence_parallel_rank()
 
 
-def _get_sequence_parallel_group() -> Any:  # pyright: ignore[reportUnusedFunction]  a published name
-    """Raise `NotSupportedYet`: there is no sequence-parallel group."""
-    raise NotSupportedYet("groups: sequence-parallel groups (Ulysses) are not supported yet; tensor_parallel can split "
-                          "sequences between its regions")
+def get_sequence_parallel_world_size() -> int:
+    """Return how many they are, 1 where sequences are not split."""
+    return 1 if _mesh() is None else _mesh().get_sequence_parallel_world_size()
 
 
-_get_sequence_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_rank = get_data_parallel_rank
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size
+def get_sequence_data_parallel_group() -> Any:
+    """Return the group of the data and the sequence ranks together, over which gradients are averaged."""
+    return dist.group.WORLD if _mesh() is None else _mesh().get_sequence_data_parallel_group()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """Return this rank's number among them."""
+    return dist.get_rank() if _mesh() is None else _mesh().get_sequence_data_parallel_rank()
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """Return how many they are."""
+    return dist.get_world_size() if _mesh() is None else _mesh().get_sequence_data_parallel_world_size()
+
+
+_get_sequence_parallel_group, _get_sequence_parallel_rank = get_sequence_parallel_group, get_sequence_parallel_rank
+_get_sequence_parallel_world_size = get_sequence_parallel_world_size
+_get_sequence_data_parallel_group = get_sequence_data_parallel_group
+_get_sequence_data_parallel_rank = get_sequence_data_parallel_rank
+_get_sequence_data_parallel_world_size = get_sequence_data_parallel_world_size
 
 
 def _get_expert_parallel_group(group_name: str = "") -> Any:
