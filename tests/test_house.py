@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "sharding": ("zero",),
     "capabilities": ("checkpoint", "data", "optim", "pipeline", "schedule"),
     "layers": ("interchange", "resilience", "tensor_parallel"),
+    "modules": ("nn",),
     "engine": ("engine",),
     "planning": ("plan",),
     "root": ("__init__",),

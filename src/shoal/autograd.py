@@ -12,7 +12,7 @@ from torch._C._functorch import TransformType
 from torch.autograd import Variable
 
 __all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_gradient_transform", "is_reached",
-           "run_backward"]
+           "keeps_graph", "run_backward"]
 
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
 
@@ -67,3 +67,8 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
     """
     Variable._execution_engine.run_backward(  # pyright: ignore  it has no annotation
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass under way keeps the graph, so that tensors it has saved are needed again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore  it has no annotation

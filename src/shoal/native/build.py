@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.log import warn_once
 
-__all__ = ["load"]
+__all__ = ["cache_folder", "load"]
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared")
 _THREADS = "-fopenmp"
@@ -49,7 +49,7 @@ def _load(source: Path) -> ctypes.CDLL:
                      if name and (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("no C++ compiler was found")
-    library = _cache() / f"{source.stem}-{_key(source, compiler)}.so"
+    library = cache_folder() / f"{source.stem}-{_key(source, compiler)}.so"
     if not _is_intact(library):
         _build(source, library, compiler)
     return ctypes.CDLL(str(library))
@@ -79,8 +79,8 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
 
 
-def _cache() -> Path:
-    """Return the folder of built libraries; this user can write to it."""
+def cache_folder() -> Path:
+    """Return the folder of built libraries and measurements of this machine; this user can write to it."""
     named = os.environ.get("SHOAL_CACHE")
     if named:
         return Path(named)

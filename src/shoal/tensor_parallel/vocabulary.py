@@ -142,11 +142,24 @@ class VocabularyHead(SlicedLinear):
                                device="meta")
         return layer.load_slices(module, slices)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def axis(self) -> Axis:
+        """The ranks that hold slices of the words."""
+        return self._axis
+
+    @property
+    def sequence_dim(self) -> int | None:
+        """The dim along which the input is split."""
+        return self._sequence_dim
+
+    def own_words(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the words of this rank, without padding."""
         words = self.cuts()["weight"].length
         weight, bias = self.weight, self.bias
-        if words < weight.shape[0]:  # padding gets no scores, so that none have to be masked
-            weight, bias = weight[:words], None if bias is None else bias[:words]
+        return (weight, bias) if words == len(weight) else (weight[:words], None if bias is None else bias[:words])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.own_words()  # padding gets no scores, so that none have to be masked
         scores = column(x, weight, bias, self._axis, self._sequence_dim)
         return gather(scores, self._axis, -1, self.out_features) if self._gather_output else scores
 

@@ -1,0 +1,9 @@
+"""Layers that compute the same as torch's in less time and memory; each has a plain torch path, which is its oracle."""
+
+from shoal.nn.causal_lm import use_tiled_loss
+from shoal.nn.heads import TiledHead, TiledVocabularyHead, tiled_head
+from shoal.nn.tiled_loss import TiledLoss, WordSlice, tiled_cross_entropy
+from shoal.nn.tiled_module import TiledMLP, in_tiles
+
+__all__ = ["TiledHead", "TiledLoss", "TiledMLP", "TiledVocabularyHead", "WordSlice", "in_tiles", "tiled_cross_entropy",
+           "tiled_head", "use_tiled_loss"]

@@ -1,0 +1,47 @@
+"""A module that treats positions alone, such as an MLP, runs over tiles of them and keeps the input of each alone.
+
+    y = cat(module(x_1), ..., module(x_n))        x cut along a dim
+
+Each tile is recomputed in backward: the memory of a module's intermediates is that of one tile, whatever the length. Time
+is one forward more. The values are those of the whole, but for the order of sums in the weights' gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.errors import UsageError
+
+__all__ = ["TiledMLP", "in_tiles"]
+
+
+def in_tiles(module: nn.Module, x: Tensor, *, rows: int, dim: int = -2) -> Tensor:
+    """Return `module(x)`, computed over tiles of `rows` positions along `dim`, each recomputed in backward.
+
+    `module` must map each position by itself, as linear layers, norms and activations do. Random numbers of the recompute
+    are those of the forward. Raises UsageError for rows below 1, or a module that changes the number of positions.
+    """
+    if rows < 1:
+        raise UsageError(f"in_tiles: rows: got {rows}; give 1 or more positions")
+    tiles = [checkpoint(module, tile, use_reentrant=False) for tile in x.split(rows, dim)]
+    output = torch.cat(tiles, dim)
+    if output.shape[dim] != x.shape[dim]:
+        raise UsageError(f"in_tiles: {type(module).__name__} made {output.shape[dim]} positions of {x.shape[dim]} along dim "
+                         f"{dim}; only a module that maps each position by itself can run in tiles")
+    return output
+
+
+class TiledMLP(nn.Module):
+    """`module` over tiles of `rows` positions; its parameters are under `module.`."""
+
+    def __init__(self, module: nn.Module, *, rows: int, dim: int = -2):
+        super().__init__()
+        if rows < 1:
+            raise UsageError(f"TiledMLP: rows: got {rows}; give 1 or more positions")
+        self.module, self.rows, self.dim = module, rows, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what `module` makes of `x`."""
+        return in_tiles(self.module, x, rows=self.rows, dim=self.dim)
