@@ -119,7 +119,7 @@ class BaseEngine(Accessors, nn.Module):
                                  f"'{name}'") from None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Let `to`, `half`, `cuda` and their like pass where they change nothing.
+        """Accept `to`, `half`, `cuda` and the like where they change nothing.
 
         Raises `UsageError` where they would move or cast the parameters away from the engine's buffers.
         """

@@ -1,4 +1,4 @@
-"""torch.compile and an engine: compiled modules keep their parameters' names, and are divided where weights come and go.
+"""torch.compile and an engine: compiled modules keep their parameters' names, and are divided where weights are released.
 
 `torch.compile(module)` wraps a module, and `_orig_mod.` enters the names of its parameters. An engine takes the wrappers
 off, and compiles the forward of what was wrapped in the same way; `destroy` puts them back. A module around blocks whose
@@ -80,7 +80,7 @@ class Compilation:
         return model
 
     def apply(self, roots: Iterable[nn.Module], model: nn.Module, separate: set[nn.Module]) -> None:
-        """Compile what was wrapped; `separate` modules each by itself, for their weights come and go with their calls.
+        """Compile what was wrapped; `separate` modules each by itself, for their weights are released after each call.
 
         The forward of `model` is that of its `roots`.
         """

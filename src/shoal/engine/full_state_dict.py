@@ -58,9 +58,9 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     tied = {name: first for names in copy.gather_objects(model.tied_names()) for name, first in names.items()}
     state: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for names in by_rank for name in names):
-        holders = {rank: names[name] for rank, names in enumerate(by_rank) if name in names}
-        first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(holders.items())}
-        senders = {rank: holders[rank] for rank in first.values()}  # one of the stages or tensor ranks that hold the same
+        held = {rank: names[name] for rank, names in enumerate(by_rank) if name in names}
+        first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(held.items())}
+        senders = {rank: held[rank] for rank in first.values()}  # of several ranks with the same part, the first
         parts = copy.gather_to_first(own.pop(name, None), {rank: (part.shape, part.dtype) for rank, part in senders.items()})
         if copy.rank == 0:
             cuts = [part.cut for part in senders.values() if part.cut is not None]

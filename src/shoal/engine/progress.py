@@ -78,11 +78,11 @@ class Progress:
         self.micro_steps -= self.micro_steps % accumulation
 
     def change_accumulation(self, accumulation: int) -> None:
-        """Begin a step of another length: microbatches are counted as if every step had it."""
+        """Begin a step of another length, and count microbatches as if every step had that length."""
         self.micro_steps = self.global_steps * accumulation
 
     def override_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether microbatches end a step, instead of counting; None: count them again."""
+        """Set whether the present microbatch ends a step; None: its number decides again."""
         self.boundary_override = is_boundary
 
     @contextmanager

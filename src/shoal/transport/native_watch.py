@@ -1,6 +1,6 @@
 """Collectives that a device runs are watched by the failure board, and their order is compared once a step.
 
-The host gives such a collective to a stream and goes on. It blocks later, at a read of the device, such as a script's
+The host enqueues such a collective on a stream and continues. It blocks later, at a read of the device, such as a script's
 `loss.item()`. So the board's thread looks at the oldest collective that has not ended. If that is late, this rank polls the
 store; once another rank has published a failure, the collectives of the group are aborted. The blocked read returns, and the
 rank's next collective raises the error of the other one.

@@ -249,7 +249,7 @@ def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
 
 @cache
 def _leave_at_exit() -> None:
-    """Have this process leave its process groups at exit: those that it has made here, and gloo's, whoever made them."""
+    """Have this process leave its process groups at exit: those that this file has made, and all of gloo's."""
     atexit.register(_leave)
 
 

@@ -29,7 +29,7 @@ class Awaited:
     what: object
     """Its name, as a string where it is needed."""
     begun: Counter[int]
-    """How many collectives of each tag this rank has begun in the group; it goes on counting."""
+    """How many collectives of each tag this rank has begun in the group: the live counter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

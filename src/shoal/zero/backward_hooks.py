@@ -59,7 +59,7 @@ class BackwardHooks:
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
         self._handles: list[RemovableHandle] = []
         self._ours: dict[int, tuple[dict[int, object], int]] = {}  # by the id of a parameter: its hooks, and the key of ours
-        self._left: list[tuple[TrainableUnit, int, nn.Parameter]] = []  # gradients that other hooks have still to see
+        self._left: list[tuple[TrainableUnit, int, nn.Parameter]] = []  # gradients that hooks of scripts have not seen yet
         self._within_forward = False
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
         self._shows_grads = not announced
@@ -78,7 +78,7 @@ class BackwardHooks:
                     self._ours[id(member.parameter)] = hooks_of_gradient(member.parameter), handle.id
 
     def remove(self) -> None:
-        """Detach from the parameters, and from the engine: it goes with its last reference."""
+        """Remove all hooks, and every reference to the engine, so that it can be freed."""
         self.grads.close(keep=False)
         while self._handles:
             self._handles.pop().remove()
@@ -86,7 +86,7 @@ class BackwardHooks:
         self._begin_pass = _detached
 
     def as_pass(self, run: Callable[[], None]) -> None:
-        """Call `run` as one backward pass, even if nothing runs in it: what the others reduce, this rank does too."""
+        """Call `run` as one backward pass; if nothing runs in it, reduce all the same, as the other ranks do."""
         passes = self._passes
         run()
         if self._passes == passes:
@@ -158,7 +158,7 @@ class BackwardHooks:
                 self.enter(module, unit)
 
     def _leave(self, module: nn.Module) -> None:
-        """Be done with units whose module's backward is over, now that `module`'s begins."""
+        """Conclude units whose module has ended its backward, now that the backward of `module` begins."""
         waiting, self._entered = self._entered, []
         for around, unit in waiting:
             if module in self._inner[around] or self._receives_more(unit):
@@ -193,7 +193,7 @@ class BackwardHooks:
                    for parameter in parameters if parameter.requires_grad)  # it may be frozen by now
 
     def _done(self, unit: Unit) -> None:
-        """Release a unit that this pass needs no more. Weights that the step or the next forward begins with stay."""
+        """Release a unit that this pass needs no more; weights that the step or the next forward uses soon stay resident."""
         if unit.is_released:
             return
         overwritten = self._pass is not None and self._pass.boundary and unit.has_separate_master

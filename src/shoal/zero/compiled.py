@@ -1,12 +1,12 @@
 """Forward hooks beside torch.compile: how a compiled graph sees the hooks of the modules within it.
 
-    RegionHook    leaves no trace in a graph: the module is traced as if it had no hook, and the engine is told once
+    RegionHook    leaves no trace in a graph: torch.compile traces the module as if it had no hook, and calls the engine once
     opaque        ends a graph before the hook and begins another after it; inside the hook nothing is compiled
     opaque_frame  the same of one function, within which what it calls is compiled
 
-Weights that stay in memory need a hook only where a forward begins, so the modules around them have region hooks, and a
-graph spans any number of them. Weights that come and go have opaque hooks: no graph may hold two blocks whose weights are in
-memory one after the other.
+Weights that stay in memory need a hook only where a forward begins, so their modules have region hooks, and a graph spans
+any number of them. Weights that are released between uses need opaque hooks: a graph of two such blocks would need the
+weights of both at once.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ __all__ = ["GradAccumulator", "Pool", "ResidualAccumulator", "RowsAccumulator"]
 
 
 class Pool:
-    """Lends flat tensors of any dtype, and keeps what comes back: the memory is that of the most lent at once.
+    """Lends flat tensors of any dtype and keeps returned ones, so its memory is that of the most tensors lent at once.
 
-    On an accelerator a tensor comes back while its last work is still queued. A borrower in another stream waits for that.
+    On an accelerator a tensor is returned while its last work is still queued. A borrower in another stream waits for that.
     """
 
     def __init__(self, device: torch.device):
@@ -247,7 +247,7 @@ class ResidualAccumulator(GradAccumulator):
         super().__init__(layout, dtype, pool, factor=factor, resting=resting, place=place, resident=resident)
         self._has_residual = False
         self._residual_slots = 0
-        self._collected = False  # a gradient has come since the last step
+        self._collected = False  # a gradient was collected since the last step
 
     @property
     def residual(self) -> Tensor | None:

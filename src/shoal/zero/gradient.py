@@ -1,8 +1,8 @@
 """The gradient of one unit over all ranks, resting where the stage says.
 
 A reduction closes this rank's accumulator and adds the sum over the ranks to `own`. Where the gradient rests PARTIAL the
-accumulator's own span receives the sum in place, and nothing else is held. The sum rests in a tier: it is brought before
-something is added to it, and offloaded when its pass or its sum is done. How it travels is its transport's matter.
+accumulator's own span receives the sum in place, and nothing else is held. The sum rests in a tier: it is fetched before
+an addition, and offloaded after its pass or its reduction. The transport decides how it travels.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Gradient:
         return self.rest.tensor[self._start + part.start:self._start + part.stop]
 
     def fetch(self, part: range) -> Transfer:
-        """Bring the elements that `at_rest` returns."""
+        """Start fetching the elements that `at_rest` returns."""
         return self.rest.fetch(self._start + part.start, self._start + part.stop)
 
     def commit(self, part: range) -> Transfer:
-        """Be done with the elements that `at_rest` returned."""
+        """End the use of the elements that `at_rest` returned."""
         return self.rest.commit(self._start + part.start, self._start + part.stop, changed=False)
 
     @contextmanager
@@ -136,7 +136,7 @@ class Gradient:
         self.unreduced = True
 
     def bring_sum(self, *, fresh: bool) -> None:
-        """Have the resting buffer in memory; `fresh`: it will be overwritten."""
+        """Fetch the resting buffer; `fresh`: the caller overwrites it."""
         self._place.fetch(fresh=fresh)
 
     def reduce(self) -> None:
@@ -255,7 +255,7 @@ class Gradient:
         self._place.commit()
 
     def reset(self) -> None:
-        """Forget the gradient. What recompute of an earlier forward will add is still to come."""
+        """Discard the gradient. Recompute of an earlier forward may add to the next one."""
         self.wait_reduced()
         self.discard()
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
@@ -264,13 +264,13 @@ class Gradient:
         self.has_sum = self.unreduced = self.reduced_in_pass = self.consumed_early = False
 
     def finish_step(self) -> None:
-        """Forget the gradient that a step has consumed: no recompute adds to it any more."""
+        """Discard the gradient that a step has consumed: no recompute adds to it any more."""
         self.reset()
         self.late_recompute = False
 
     @property
     def is_reset(self) -> bool:
-        """Whether `reset` has nothing to forget."""
+        """Whether `reset` has nothing to discard."""
         return not (self.pending or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
                     or self.consumed_early)
 

@@ -1,8 +1,8 @@
 """When a forward pass uses units: before and after each module's forward, and what autograd saves of weights.
 
     outermost forward       a pass begins and ends: within it a released weight that is read is gathered
-    forward of a module     gather its units before, release them after; of an embedding the rows that it looks up may do
-    saved for backward      a weight that autograd unpacks is gathered first, whatever led to it
+    forward of a module     gather its units before, release them after; of an embedding only the rows in use
+    saved for backward      a weight is gathered when autograd unpacks it, on any path
 
 The outermost forward is the model's, or that of a module within it that a script calls itself: `model.encoder(x)`.
 
@@ -39,7 +39,7 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """The life of the units of one model, driven by its forward and backward passes."""
+    """Gathers and releases the units of one model in its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
                  scope: Scope, begin_pass: Callable[[], BackwardPass], *, watched: bool = False, announced: bool = False,
@@ -82,14 +82,14 @@ class Hooks:
         self.backward.install()
 
     def _callable(self) -> list[nn.Module]:
-        """Return the modules whose forward is a pass where it is the outermost: those that read weights that come and go."""
+        """Return the modules whose forward may be an outermost pass: the model, and those whose weights are released."""
         released = {member.parameter for units in self._units.values() for unit in units if unit.reshards
                     for member in unit.members}
         return [module for module in self._names
                 if module is self._model or not released.isdisjoint(module.parameters())]
 
     def remove(self) -> None:
-        """Detach from everything, the engine included: it goes with its last reference."""
+        """Remove all hooks, and every reference to the engine, so that it can be freed."""
         self._saved.end()
         while self._handles:
             self._handles.pop().remove()
@@ -109,7 +109,7 @@ class Hooks:
     @opaque
     @unbroken
     def end_forward(self) -> None:
-        """End a forward pass that an interrupt has ended, or an error in a submodule that a script called: no hook ran."""
+        """End a forward whose last hook did not run, after an interrupt or an error in a submodule that a script called."""
         if self._outermost is not None:
             self._finish(concluded=False)
 
@@ -148,7 +148,7 @@ class Hooks:
             self._finish(concluded=output is not None)
 
     def _begin_inner_call(self, module: nn.Module, args: object) -> None:
-        """Do as `_begin_call`, and nothing in a graph, which runs within the forward of a module around it."""
+        """Call `_begin_call`, except in a graph, which runs within the forward of an outer module."""
         if not torch.compiler.is_compiling():
             self._begin_call(module, args)
 
@@ -214,7 +214,7 @@ class Hooks:
     def _gather_saved(self, module: nn.Module, unit: Unit) -> None:
         """Gather the unit within `module`, of whose weights autograd unpacks a saved tensor."""
         unit.check()
-        if not in_backward():  # a script looks into the graph between passes
+        if not in_backward():  # a script reads a node of the graph between passes
             unit.gather()
         elif unit.phase is not Phase.GATHERED or unit.is_concealed:
             self.backward.begin()

@@ -170,7 +170,7 @@ class _TemporaryUnit(Unit):
 
     @property
     def serves_reads(self) -> bool:
-        """False: each operation is served by itself, and what `detach` returned would not stay."""
+        """False: each operation gathers by itself, and a tensor from `detach` would not stay valid."""
         return False
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:

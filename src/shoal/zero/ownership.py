@@ -52,7 +52,7 @@ _kept = WeakIdKeyDictionary()
 def set_owner(parameter: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
     """Record that `owner` holds the memory of `parameter` from now on; with `keep` the parameter keeps it alive.
 
-    An owner that was kept alive so far is told that it is not any more.
+    The former owner, if it was kept alive, is closed.
     """
     _owners[parameter] = ref(owner)
     former: Owner | None = _kept.pop(parameter, None)

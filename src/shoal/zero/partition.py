@@ -50,10 +50,10 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
     def visit(module: nn.Module, prefix: str) -> None:
         children = {} if module in _leaves else dict(module.named_children())
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
-        kinds = Counter(type(child) for child in children.values()) if listed else Counter[type]()
+        counts = Counter(type(child) for child in children.values()) if listed else Counter[type]()
         for name, child in children.items():
             path = f"{prefix}{name}"
-            repeated = kinds[type(child)] > 1 and any(True for _ in child.parameters())
+            repeated = counts[type(child)] > 1 and any(True for _ in child.parameters())
             if repeated or _is_large_layer(child) or child in _leaves:
                 found.setdefault(child, path)
             else:
@@ -113,7 +113,7 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
     elements together.
 
     `roots` are the modules whose forwards are passes of their own, by name (default: the model); `aliases` gives the name
-    of a parameter wherever that is another than in this model.
+    of each parameter that has another name in this model.
     """
     roots = roots or {model: ""}
     names = {parameter: (aliases or {}).get(name, name) for name, parameter in model.named_parameters()}

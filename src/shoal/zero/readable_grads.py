@@ -6,7 +6,7 @@
 
 The engine takes every gradient from the attribute as autograd writes it. So from the end of a pass to the step the attribute
 that a script sees is another one (grad_attribute.py). A forward sees plain parameters, for which compiled code was made.
-Where the gradient cannot be had, reading it raises, and says what to call.
+Where the gradient is not available, reading it raises an error that says what to call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ReadableGrads:
             hide_grads(self._places)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of `parameter`, None where it has none. Raises `UsageError` where it cannot be had."""
+        """Return the gradient of `parameter`, None where it has none. Raises `UsageError` where it is not available."""
         unit, slot = self._gather(parameter)
         views = self._views.get(unit)
         if views is None or not (unit.gradient.accumulator.has_slot(slot) or (unit.gradient.has_sum and views[slot].any())):

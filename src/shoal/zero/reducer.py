@@ -39,7 +39,7 @@ class BackwardPass:
 
 
 class Reducer:
-    """The reductions of one backward pass, and those that a step still owes."""
+    """The reductions of one backward pass, and those that passes without communication leave to a step."""
 
     def __init__(self, gradients: Sequence[Gradient], *, overlap: bool, ranks: int = 1,
                  spanning_stages: Sequence[Gradient] = ()):

@@ -113,7 +113,7 @@ class _ModuleMembers:
                         for place in (_children_of(module), _parameters_of(module))]
 
     def has_changed(self) -> bool:
-        """Whether a module or a parameter has come, or a module has gone or was exchanged."""
+        """Whether a module or a parameter was added, or a module removed or replaced."""
         return (any(len(place) != count for place, count in self._counts)
                 or any(children.get(key) is not child for children, key, child in self._children))
 

@@ -2,7 +2,7 @@
 
 Other tensors may rest outside the compute device in between (`SavedActivations`).
 
-The hooks are on in the forward of a model and within `gathered`: wherever weights that come and go may be read. Autograd
+The hooks are on in the forward of a model and within `gathered`, where weights that are released later may be read. Autograd
 checks the version of tensors that it keeps itself, but not of tensors that a hook hands back, so this file checks them. A
 step, a load or an edit counts as a write to weights, as in plain training (`VersionCounters.mark`).
 """
@@ -30,7 +30,7 @@ __all__ = ["SavedTensorTracker", "tracked"]
 
 
 _units: WeakValueDictionary[int, Unit] = WeakValueDictionary()
-"""The units of this process whose weights come and go, by the storage of their buffer."""
+"""The units of this process whose weights are released between uses, by the storage of their buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,13 +111,13 @@ class SavedTensorTracker:
         """
         self._activations = activations
         self._resting_weights = {_storage(unit.full) for found in units.values() for unit in found}
-        come_and_go = {module: [unit for unit in found if unit.reshards or watched] for module, found in units.items()}
-        self._weights = {_storage(unit.full): unit for found in come_and_go.values() for unit in found}
+        resharding = {module: [unit for unit in found if unit.reshards or watched] for module, found in units.items()}
+        self._weights = {_storage(unit.full): unit for found in resharding.values() for unit in found}
         _units.update(self._weights)
-        for module, found in come_and_go.items():
+        for module, found in resharding.items():
             for unit in found:
                 unit.serve_backward(partial(bring, module, unit))
-        within = come_and_go if activations is None else units
+        within = resharding if activations is None else units
         self._unit_of = {module: found[0] for module, found in within.items() if found}
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first
         self._hooks: saved_tensors_hooks | None = None
@@ -126,7 +126,7 @@ class SavedTensorTracker:
         return bool(self._weights) or self._activations is not None
 
     def begin(self) -> None:
-        """Begin with a forward, if it uses weights that come and go."""
+        """Set the hooks for a forward, if there is anything to track."""
         self.end()  # of a forward that was interrupted: torch may not have said so
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
         if self._activations is not None:
@@ -136,22 +136,23 @@ class SavedTensorTracker:
             self._hooks.__enter__()
 
     def end(self) -> None:
+        """Remove the hooks."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
 
     def enter(self, module: nn.Module) -> None:
-        """Take note that the forward of `module` begins."""
+        """Note that the forward of `module` begins."""
         if module in self._unit_of:
             self._running.append(module)
 
     def leave(self, module: nn.Module) -> None:
-        """Take note that it is over, as are those within it that an exception has ended."""
+        """Note that the forward of `module` has ended, with those within it that an exception has ended."""
         if module in self._running[1:]:
             del self._running[self._running.index(module, 1):]
 
     def shares_weights(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in the memory of weights that come and go."""
+        """Whether `tensor` shares the memory of weights that are released between uses."""
         return _storage(tensor) in self._weights
 
     @opaque
@@ -199,5 +200,5 @@ def _unpack(saved: SavedTensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the identity of the storage, which it keeps while its memory comes and goes."""
+    """Return the identity of the storage, which stays the same while its memory is freed and allocated."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name

@@ -50,7 +50,7 @@ class ShardingPlan:
     reuse: int = 0
     """A unit that is used again within so many elements stays gathered until then."""
     reads: int = 4
-    """Units whose weights are brought from another tier ahead of use."""
+    """Units whose weights are fetched from another tier ahead of use."""
     read_elements: int = sys.maxsize
     """Elements of such units together."""
     compressed: bool = False
@@ -177,7 +177,7 @@ class ShardedModel:
         self.passes[0].run_ahead()
 
     def interrupt(self) -> None:
-        """Take note that an exception has ended a backward pass."""
+        """Note that an exception has ended a backward pass."""
         for each in self.passes:
             each.backward.interrupt()
 
@@ -194,7 +194,8 @@ class ShardedModel:
     def destroy(self) -> None:
         """Detach from the model and leave it whole, as plain parameters.
 
-        What cannot be had any more stays guarded, in units of another phase than `GATHERED`; why is raised in the end.
+        Parameters that cannot be gathered any more stay guarded, in units of another phase than `GATHERED`; the reason is
+        raised at the end.
         """
         try:
             self.settle()
@@ -204,7 +205,7 @@ class ShardedModel:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Leave the parameters of all units whole and plain; after the first that cannot be had, none are asked for."""
+        """Leave the parameters of all units whole and plain; after the first failure gather no more."""
         failure: Exception | None = None
         for unit in self.units:
             if unit.pending is not None and unit.pending.in_backward:
@@ -265,7 +266,7 @@ class ShardedModel:
         return hooks
 
     def _values(self, spec: UnitSpec) -> Iterator[Tensor]:
-        """Yield the whole value of each parameter; one that was built sharded is gathered for the moment."""
+        """Yield the whole value of each parameter; one that was built sharded is gathered meanwhile."""
         for member in spec.members:
             builder = owner_of(member.parameter)
             if isinstance(builder, Unit) and not builder.temporary:

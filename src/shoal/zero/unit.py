@@ -110,12 +110,12 @@ class Unit:
 
     @property
     def readers(self) -> int:
-        """How many hold the gathered weights: `gathered` contexts, and code that read them outside their module."""
+        """How many keep the unit gathered: `gathered` contexts, and code that read the weights outside their module."""
         return self._contexts + (Hold.FOREIGN_READ in self._holds)
 
     @property
     def gathers_rows(self) -> bool:
-        """Whether a call of the embedding can do with the rows that it looks up."""
+        """Whether a call of the embedding gathers only the rows that it looks up."""
         return self.weight_transport.gathers_rows and self._gathers_over_ranks and not self.memory.is_offloaded
 
     @property
@@ -126,7 +126,7 @@ class Unit:
     # Steps that are pending
 
     def begin_step(self, step: PendingStep) -> None:
-        """Have `step` be asked before the memory of the unit is used."""
+        """Set the pending `step`, which the unit asks before its memory is used."""
         self.pending = step
 
     def end_step(self) -> None:
@@ -164,7 +164,7 @@ class Unit:
             self.pending.finish()
         self.fetch()
         if self.phase is Phase.LOADING and self._gathers_over_ranks:
-            with torch.no_grad(), self._loading.following():  # what is computed before its use waits for neither
+            with torch.no_grad(), self._loading.following():  # compute before its use waits for neither
                 self._handle = self.weight_transport.gather(self.full)
             self._enter(Phase.IN_FLIGHT)
 
@@ -191,7 +191,7 @@ class Unit:
         self.memory.expose()
 
     def serve_backward(self, bring: Callable[[], None]) -> None:
-        """Have `bring` gather the unit where a backward pass needs it, and release it in time."""
+        """Set the function that gathers the unit for a backward pass, and has it released when its module is done."""
         self._bring = bring
 
     def gather_in_backward(self) -> None:
@@ -221,7 +221,7 @@ class Unit:
 
     @torch.no_grad()
     def gather_rows(self, rows: Tensor) -> None:
-        """Have the `rows` of an embedding in memory until the unit is released, or all of it where that is fewer bytes."""
+        """Gather the `rows` of an embedding until the unit is released, or all of it where that is fewer bytes."""
         if self.phase is Phase.RELEASED and not self.awaits_step:
             self.fetch()
             self._loading.wait()

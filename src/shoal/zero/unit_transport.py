@@ -94,7 +94,7 @@ class Reducible(Protocol):
     """Whether `reduced` holds an earlier sum of the step, to which this one is added."""
 
     def bring_sum(self, *, fresh: bool) -> None:
-        """Have the resting buffer in memory; `fresh`: it will be overwritten."""
+        """Fetch the resting buffer; `fresh`: the caller overwrites it."""
         ...
 
 
@@ -145,7 +145,7 @@ class DenseTransport(WeightTransport):
         self._replicate_label = Label(kind="replicate", unit=wire.name, index=wire.index)
 
     def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
-        """Return what collects this rank's gradients; `resting` (size,) is their buffer where they rest PARTIAL."""
+        """Return the accumulator of this rank's gradients; `resting` (size,) is their buffer where they rest PARTIAL."""
         make = ResidualAccumulator if self._carries else GradAccumulator
         return make(self._layout, self._dtypes.accumulate, self._pool, factor=self._before, resting=resting, place=place,
                     resident=resident)

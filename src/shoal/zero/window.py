@@ -1,7 +1,7 @@
 """The run-ahead window: units are gathered in the order in which the last pass used them, ahead of their use.
 
 Every use of a unit starts the gathers of the units expected next, up to a number of elements (and at least one unit), so
-that they travel while the present one computes. Weights that rest in another tier are brought further ahead still, so that
+that they travel while the present one computes. Weights that rest in another tier are fetched further ahead, so that
 they have arrived when their gather starts. A pass that leaves the expected order only loses its run-ahead.
 """
 
@@ -61,7 +61,7 @@ class Window:
         return between is not None and sum(other.layout.size for other in between) <= self._reuse
 
     def stays_for_backward(self, unit: Unit) -> bool:
-        """Whether backward uses `unit` before more units than are brought ahead, if it goes as the last one did."""
+        """Whether backward, in the order of the last one, uses `unit` within the units that are fetched ahead."""
         between = self._between(unit) if unit.can_stay else None
         return between is not None and self._fit([unit, *between])
 
@@ -71,7 +71,7 @@ class Window:
         return coming[:coming.index(unit)] if unit in coming else None
 
     def begins_with(self, name: str, unit: Unit) -> bool:
-        """Whether the pass `name`, if it goes as its last one did, uses `unit` before more units than are brought ahead."""
+        """Whether the pass `name`, in the order of the last one, uses `unit` within the units that are fetched ahead."""
         order = self._orders.get(name, [])
         return unit.can_stay and unit in order and self._fit(order[:order.index(unit) + 1])
 
