@@ -1,12 +1,14 @@
 """Block-sparse attention beside dense attention, and beside Hugging Face's BigBird and Longformer: time and memory.
 
     python benchmarks/attention.py [--lengths 4096 8192 16384] [--rounds 3] [--threads 1] [--quick]
+    python benchmarks/attention.py --device cuda
 
 Forward and backward in fp32, 8 heads of 64, a window of 3 blocks and one global block. Ways of one length take turns; a row
 is the median of the rounds, and a ratio is the median of the ratios of the rounds. "beside" rows give both sides one
 structure: BigBird's window, global and random blocks of 64; Longformer's window of 512 positions. A BERT layer has hidden
 size 512, with Hugging Face's own modules, and only its attention swapped. Memory is the growth of a process's peak in one
-pass, each in a process of its own.
+pass, each in a process of its own. With `--device` it compares SDPA in bf16 on that device with the backends that run there,
+at each length; a backend should reach 0.6 of the ratio that the density of its layout allows.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.attention import Blocks, attend
+from shoal.device import HOST, synchronize
 
 HEADS, DIM = 8, 64
 HIDDEN = HEADS * DIM
@@ -90,6 +93,29 @@ def lengths(asked: list[int]) -> Iterator[Comparison]:
             ways["native, all blocks of 64"] = _attention("native", dense_blocks, query, key, value, gradient)
             least["native, all blocks of 64"] = 1.0
         yield Comparison(f"{length:,} tokens", ways, least)
+
+
+def on_device(asked: list[int], device: torch.device) -> Iterator[Comparison]:
+    """Compare with SDPA in bf16 on an accelerator; a turn ends when the device has done its work."""
+    for length in asked:
+        query, key, value, gradient = (each.detach().to(device, torch.bfloat16) for each in operands(length))
+        leaves = [each.requires_grad_() for each in (query, key, value)]
+        blocks = Blocks.of(window(length // 64), 64)
+
+        def dense(leaves: list[Tensor] = leaves, gradient: Tensor = gradient) -> None:
+            F.scaled_dot_product_attention(*leaves).backward(gradient)
+
+        ways = {"SDPA": dense, **{backend: _attention(backend, blocks, *leaves, gradient)
+                                  for backend in ("triton", "flex", "gather")}}
+        yield Comparison(f"{length:,} tokens on {device}", {name: _finished(turn, device) for name, turn in ways.items()},
+                         {"triton": 0.6 / blocks.density} if length == max(asked) else {})
+
+
+def _finished(turn: Turn, device: torch.device) -> Turn:
+    def run() -> None:
+        turn()
+        synchronize(device)
+    return run
 
 
 def _attention(backend: str, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> Turn:
@@ -239,8 +265,11 @@ def main() -> None:
     targets: list[Target] = []
     raw: dict[str, dict[str, list[float]]] = {}
     long, short = (4096, 1024) if options.quick else (LONG, EAGER)
+    device = torch.device(options.device)
+    compared = ((*lengths(options.lengths), *models(short)) if device == HOST else
+                tuple(on_device(options.lengths, device)))
     with progress() as tell:
-        for comparison in (*lengths(options.lengths), *models(short)):
+        for comparison in compared:
             seconds = raw[comparison.title] = compare(comparison, options.rounds, tell)
             for name in comparison.ways:
                 ratio = _ratio(seconds, name)
@@ -248,6 +277,9 @@ def main() -> None:
                 if name in comparison.least:
                     targets.append(Target(what=f"{comparison.title}: {name}, times faster", measured=ratio,
                                           high=float("inf"), low=comparison.least[name]))
+        if device != HOST:
+            _publish(options, f"bf16 on {device}", rows, targets, raw)
+            return
         tell("memory")
         sparse, dense = _alone("sparse", long, options.threads), _alone("eager", short, options.threads)
     for name, (taken, grown) in ((f"sparse, {long:,} tokens", sparse), (f"eager dense, {short:,} tokens", dense)):
@@ -255,8 +287,13 @@ def main() -> None:
     for what, index in (("time", 0), ("memory", 1)):
         targets.append(Target(what=f"{long:,} tokens beside eager dense at {short:,}: {what}",
                               measured=sparse[index] / dense[index], high=0.25))
-    note = (f"Forward and backward, fp32, {HEADS} heads of {DIM}, {options.threads} thread(s); a window of {WINDOW} blocks "
-            f"and {GLOBAL} global block unless the row says otherwise. {options.rounds} rounds.")
+    _publish(options, f"fp32, {options.threads} thread(s)", rows, targets, raw)
+
+
+def _publish(options: argparse.Namespace, how: str, rows: list[tuple[str, ...]], targets: list[Target],
+             raw: dict[str, dict[str, list[float]]]) -> None:
+    note = (f"Forward and backward, {how}, {HEADS} heads of {DIM}; a window of {WINDOW} blocks and {GLOBAL} global block "
+            f"unless the row says otherwise. {options.rounds} rounds.")
     sheet = Sheet(title="Attention", columns=("comparison", "way", "median ms", "beside the first"), rows=tuple(rows))
     Outcome(benchmark="attention", command=" ".join(["python", *sys.argv]), note=note, raw=raw, sheets=(sheet,),
             targets=() if options.quick else tuple(targets)).publish(options.out)
@@ -267,6 +304,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens (4096 8192 16384)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each way that count (3)")
     parser.add_argument("--threads", type=int, default=1, help="threads (1)")
+    parser.add_argument("--device", default="cpu", help="where to compute (cpu)")
     parser.add_argument("--quick", action="store_true", help="1,024 tokens and one round: that it runs, not how fast")
     parser.add_argument("--child", choices=("sparse", "eager"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/attention.json)")

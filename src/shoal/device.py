@@ -285,8 +285,8 @@ def _new_event(device: torch.device, timing: bool) -> Any:
 @contextmanager
 def selected(device: torch.device) -> Generator[None]:
     """Make `device` current within the context: an event belongs to the current device's current stream."""
-    index, former = _index(device), torch.accelerator.current_device_index()
-    if index is None or index == former:
+    index = _index(device) if on_accelerator(device) else None
+    if index is None or index == (former := torch.accelerator.current_device_index()):
         yield
         return
     torch.accelerator.set_device_index(index)

@@ -5,8 +5,10 @@
     native      C++ on the host; blocks are multiples of 16
     flex        torch's flex_attention, compiled on an accelerator; blocks that divide 128 or are multiples of it, without
                 dropout and bias
+    triton      Triton kernels on an accelerator that it compiles for; blocks of 16, 32 or 64, tiles of at most 16 KiB
 
-"auto" takes native on the host where it serves, and gather elsewhere; flex runs where it is asked for.
+"auto" takes native on the host where it serves, triton on an accelerator where it serves and agrees with gather, and gather
+elsewhere; flex runs where it is asked for.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -16,6 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from math import sqrt
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -27,16 +32,16 @@ from torch.autograd.function import once_differentiable
 from shoal.attention import flex, gather, reference
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
-from shoal.device import HOST
+from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.native import attention as native
 
 __all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "kernels_for", "key_padding_term"]
 
-Backend = Literal["auto", "reference", "gather", "native", "flex"]
+Backend = Literal["auto", "reference", "gather", "native", "flex", "triton"]
 Mode = Literal["add", "mul"]
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex")
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex", "triton")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float | None = None, causal: bool = False,
@@ -180,8 +185,25 @@ def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
     return gradients[0][..., :dim], gradients[1][..., :dim], gradients[2][..., :dim]
 
 
+def _triton() -> Any:
+    return import_module("shoal.attention.triton_kernels")  # importing Triton takes a second, and it may be absent
+
+
+def _triton_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _triton().forward(call, query, key, value)
+    return result
+
+
+def _triton_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
+                     gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor] = _triton().backward(call, query, key, value, output, sums, gradient,
+                                                               score_gradient=score_gradient)
+    return result
+
+
 _TABLE = MappingProxyType({"gather": Kernels(gather.forward, gather.backward),
-                           "native": Kernels(_native_forward, _native_backward)})
+                           "native": Kernels(_native_forward, _native_backward),
+                           "triton": Kernels(_triton_forward, _triton_backward)})
 
 
 def _reference(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -203,10 +225,13 @@ def _choose(backend: Backend, call: AttentionCall, query: Tensor, key: Tensor, v
             raise UsageError("attend: the native backend cannot be built here (a warning says why); use backend='gather'")
     if backend == "flex":
         _check_flex(call, query, key, value)
+    if backend == "triton":
+        _check_triton(call, query, value)
     if backend != "auto":
         return backend
     if query.device != HOST:
-        return "gather"
+        tiles = _fits_triton(call, query, value) and has_triton(query.device) and find_spec("triton") is not None
+        return "triton" if tiles and _triton_agrees(query.device) else "gather"
     if served and native.available():
         return "native"
     warn_once(f"attention with blocks of {call.blocks.block} is computed by torch operations: the C++ kernel "
@@ -221,6 +246,49 @@ def _check_flex(call: AttentionCall, *operands: Tensor) -> None:
                          f"{call.blocks.block}. Use backend='gather'")
     if operands[0].device == HOST and torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         raise UsageError("attend: the flex backend has no backward on the host; use backend='native' or 'gather'")
+
+
+_TRITON_BLOCKS = (16, 32, 64)
+_TRITON_TILE = 64 * 64 * 4
+"""The most bytes of a tile, a block of rows by the head dim: larger ones do not fit the shared memory of every GPU."""
+
+
+def _fits_triton(call: AttentionCall, query: Tensor, value: Tensor) -> bool:
+    tile = call.blocks.block * query.shape[-1] * query.element_size()
+    return call.blocks.block in _TRITON_BLOCKS and value.shape[-1] == query.shape[-1] and tile <= _TRITON_TILE
+
+
+def _check_triton(call: AttentionCall, query: Tensor, value: Tensor) -> None:
+    if not _fits_triton(call, query, value):
+        raise UsageError("attend: the triton backend takes blocks of 16, 32 or 64, equal head dims of keys and values, and "
+                         f"block * head dim * bytes of an element up to {_TRITON_TILE}; got block {call.blocks.block}, head "
+                         f"dims {query.shape[-1]} and {value.shape[-1]}, {query.dtype}. Use backend='gather'")
+    if find_spec("triton") is None:
+        raise UsageError("attend: backend='triton' needs the package triton, which is not installed; use backend='gather'")
+    if not has_triton(query.device) and not _triton().INTERPRETED:
+        raise UsageError(f"attend: Triton does not compile for {query.device.type}; use backend='auto'. (With "
+                         "TRITON_INTERPRET=1 in the environment its interpreter runs the kernels on the host, slowly)")
+
+
+@cache
+def _triton_agrees(device: torch.device) -> bool:
+    """Return whether Triton compiles here and gives the numbers of gather, by one small call; warn where it does not."""
+    blocks = Blocks.of(torch.ones(1, 2, 2).tril(), 16)
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
+    results: list[list[Tensor]] = []
+    try:
+        for backend in ("gather", "triton"):
+            query, key, value = (each.clone().requires_grad_() for each in operands[:3])
+            output = attend(query, key, value, blocks, dropout=0.5, seed=1, causal=True, backend=backend)
+            results.append([output, *torch.autograd.grad(output, (query, key, value), operands[3])])
+        largest = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+    except Exception as error:  # a compiler fails in many ways
+        warn_once(f"attention on {device} is computed by torch operations: Triton's kernels failed: {error}")
+        return False
+    if not largest < 1e-3:
+        warn_once(f"attention on {device} is computed by torch operations: Triton's kernels differ from them by {largest:g}")
+    return largest < 1e-3
 
 
 def kernels_for(backend: Backend, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Kernels:
