@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall
@@ -28,7 +29,7 @@ from shoal.device import selected
 
 __all__ = ["INTERPRETED", "backward", "forward"]
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels, on the host."""
 
 _LEAST_EDGE = 16
