@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import Variable
 
-__all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_gradient_transform", "is_reached",
-           "keeps_graph", "run_backward"]
+__all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_function_transform",
+           "in_gradient_transform", "is_reached", "keeps_graph", "run_backward"]
 
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
 
@@ -57,6 +57,12 @@ def in_gradient_transform() -> bool:
     """Return whether the code runs within torch.func.grad, jvp or a transform made of them, whose graph is their own."""
     levels = torch._C._functorch.get_interpreter_stack()  # pyright: ignore  it has no annotation
     return levels is not None and any(level.key() in _GRADIENT_TRANSFORMS for level in levels)
+
+
+def in_function_transform() -> bool:
+    """Return whether the code runs within a transform of torch.func, or in forward-mode differentiation."""
+    dual = torch.autograd.forward_ad._current_level  # pyright: ignore  it has no annotation
+    return dual >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore  it has no annotation
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -38,7 +38,10 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "_scaled_
              "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable")
 """Operators of aten whose outputs selective recompute keeps: their time outweighs their bytes."""
 
-_KEPT = frozenset(getattr(torch.ops.aten, name).default for name in _PRODUCTS if hasattr(torch.ops.aten, name))
+_KEPT = frozenset([
+    *(getattr(torch.ops.aten, name).default for name in _PRODUCTS if hasattr(torch.ops.aten, name)),
+    *([torch.ops.mkldnn._linear_pointwise.default] if hasattr(torch.ops.mkldnn, "_linear_pointwise") else []),
+])
 
 
 class _Block:

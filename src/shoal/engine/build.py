@@ -38,6 +38,7 @@ from shoal.engine.storage_plan import plan_storage
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
+from shoal.nn.linear import linear_kernels_in
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.handed_over import hand_over
 from shoal.optim.masks import check_masks, warn_of_masks
@@ -155,7 +156,7 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
             engine = make_engine(model, settings, mesh, parameter_groups, board, device, compilation)
         with (_restored_on_failure(engine), _published_on_failure(board),
-              _attention_in(engine)):
+              _attention_in(engine), linear_kernels_in(engine.module, settings.kernels.linear, device)):
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
             move_buffers(model, parameter_groups.buffers, device)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler, classes)

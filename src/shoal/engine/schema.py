@@ -28,6 +28,7 @@ from shoal.config.section import Conflict, Dtype, Every, Number, Positive, Rewri
 from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.mesh.mesh import MeshSettings
+from shoal.nn.settings import KernelSettings
 from shoal.optim.settings import OptimizerSettings
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
@@ -103,6 +104,9 @@ class Config(Section):
 
     sparse_attention: SparseAttentionSettings = SparseAttentionSettings()
     """Block-sparse attention."""
+
+    kernels: KernelSettings = KernelSettings()
+    """Kernels that compute torch's layers. (Shoal only.)"""
 
     activation_checkpointing: ActivationSettings = ActivationSettings()
     """Memory of activations."""

@@ -2,8 +2,9 @@
 
 from shoal.nn.causal_lm import use_tiled_loss
 from shoal.nn.heads import TiledHead, TiledVocabularyHead, tiled_head
+from shoal.nn.linear import set_linear_kernels
 from shoal.nn.tiled_loss import TiledLoss, WordSlice, tiled_cross_entropy
 from shoal.nn.tiled_module import TiledMLP, in_tiles
 
-__all__ = ["TiledHead", "TiledLoss", "TiledMLP", "TiledVocabularyHead", "WordSlice", "in_tiles", "tiled_cross_entropy",
-           "tiled_head", "use_tiled_loss"]
+__all__ = ["TiledHead", "TiledLoss", "TiledMLP", "TiledVocabularyHead", "WordSlice", "in_tiles", "set_linear_kernels",
+           "tiled_cross_entropy", "tiled_head", "use_tiled_loss"]

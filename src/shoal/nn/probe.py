@@ -27,7 +27,7 @@ from shoal.log import logger
 from shoal.native.build import cache_folder
 from shoal.nn.products import ONEDNN, TORCH, Kernel, Products, check_onednn, onednn_missing
 
-__all__ = ["Choice", "choose", "describe"]
+__all__ = ["Choice", "Rates", "choose", "describe", "probed"]
 
 Choice = Literal["auto", "torch", "onednn"]
 
@@ -49,7 +49,7 @@ def choose(choice: Choice, device: torch.device = HOST) -> Products:
     if choice == "onednn":
         check_onednn("kernels.linear")
         return ONEDNN
-    return _probed(torch.get_num_threads())
+    return probed(torch.get_num_threads())
 
 
 def describe(products: Products) -> str:
@@ -59,7 +59,8 @@ def describe(products: Products) -> str:
 
 
 @cache
-def _probed(threads: int) -> Products:
+def probed(threads: int) -> Products:
+    """Return the faster kernel of each product with this number of threads, from the file or measured now."""
     if (missing := onednn_missing()) is not None:
         logger.info("kernels.linear: torch computes the products of linear layers: %s", missing)
         return TORCH

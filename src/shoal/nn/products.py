@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from shoal.errors import ConfigError
 
-__all__ = ["ONEDNN", "TORCH", "Kernel", "Products", "onednn_missing"]
+__all__ = ["ONEDNN", "TORCH", "Kernel", "Products", "check_onednn", "onednn_missing", "onednn_product",
+           "onednn_weight_gradient"]
 
 Kernel = Literal["torch", "onednn"]
 
@@ -42,13 +43,13 @@ class Products:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b: (..., out) of `x` (..., in), `weight` (out, in) and `bias` (out,)."""
         if self.forward == "onednn" and _worth(x, weight, _SMALLEST):
-            return _onednn(x, weight, bias)
+            return onednn_product(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def gradient_of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return g W: (..., in) of `gradient` (..., out) and `weight` (out, in)."""
         if self.input_gradient == "onednn" and _worth(gradient, weight, _SMALLEST):
-            return _onednn(gradient, weight.t(), None)
+            return onednn_product(gradient, weight.t(), None)
         return gradient @ weight
 
     def gradient_of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class Products:
         gradient, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if (self.weight_gradient == "onednn" and gradient.shape[0] >= _FEWEST_ROWS
                 and _worth(gradient, x.t(), _SMALLEST_WEIGHT_GRADIENT)):
-            return _onednn_weight_gradient(gradient, x)
+            return onednn_weight_gradient(gradient, x)
         return gradient.t() @ x
 
 
@@ -86,12 +87,13 @@ def _worth(x: Tensor, weight: Tensor, smallest: int) -> bool:
             and x.layout == weight.layout == torch.strided)
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b by oneDNN."""
     operator = cast(Any, torch.ops.mkldnn)._linear_pointwise
     return operator(x, weight, bias, "none", [], "")
 
 
-def _onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+def onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """Return g^T x; the operator takes the weight for its shape alone, which `x` and `gradient` have too."""
     product = cast(Any, torch).mkldnn_linear_backward_weights
     shape = x.new_empty(()).expand(gradient.shape[1], x.shape[1])
