@@ -93,7 +93,9 @@ def table() -> str:
         "Each yes is a training that `tests/pipeline/test_composition.py` runs, with two ranks along every axis it has and",
         "four microbatches a step. The test compares its losses and weights with plain PyTorch in one process: in fp32",
         "they agree within rounding. A cell is empty where a training has only one of the two, for example one schedule.",
-        "`tests/pipeline/test_three_dimensions.py` and `make fuzz` train with more than two features at once.", "",
+        "`tests/pipeline/test_three_dimensions.py` and `make fuzz` train with more than two features at once.",
+        "`tests/sequence_parallel/test_training.py` does the same for a sequence axis of two and four ranks, and",
+        "`tests/activation` for the places where saved tensors rest.", "",
         *lines, "",
         "This page is written by `python -m tests.pipeline.composition` from the list that the test trains through.", ""])
 
