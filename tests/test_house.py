@@ -221,6 +221,15 @@ def test_few_files_lie_beside_the_rooms() -> None:
     assert len([path for path in FILES if path.parent == PACKAGE]) <= 14
 
 
+def test_the_maps_name_every_room_and_every_file_of_the_core() -> None:
+    rooms = {f"`{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
+    wanted = {"CONTRIBUTING.md": rooms,
+              "docs/architecture.md": rooms | {f"`{path.name}`" for path in PACKAGE.glob("zero/[!_]*.py")},
+              "docs/engine.md": {f"`engine/{path.name}`" for path in PACKAGE.glob("engine/[!_]*.py")}}
+    assert {page: names for page, all_names in wanted.items()
+            if (names := {name for name in all_names if name not in (ROOT / page).read_text()})} == {}
+
+
 # Names
 
 
@@ -352,6 +361,14 @@ def prints(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno} prints; log it, or return it to the command line"
 
 
+def compares_placements(tree: ast.Module) -> Iterator[str]:
+    """Yield the imports of single placements: files that do not allocate what rests ask a row of the table."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "shoal.zero.placement":
+            for name in {alias.name for alias in node.names} & {"PARTIAL", "REPLICATE", "SHARD", "Placement"}:
+                yield f"line {node.lineno} imports {name}; ask a row, STAGES[stage].shards_weights"
+
+
 def begins_with_what(tree: ast.Module) -> Iterator[str]:
     """Yield the docstrings that describe a thing by a question instead of its name."""
     for node in ast.walk(tree):
@@ -421,6 +438,7 @@ RULES: list[tuple[Callable[[ast.Module], Iterator[str]], tuple[str, ...], str]] 
     (calls_collectives, COLLECTIVE_FILES, "self.group.send([x], 1, 2)"),
     (calls_collectives, COLLECTIVE_FILES, "from torch.distributed import broadcast"),
     (prints, ("launch/", *PRINTS), "print(1)"),
+    (compares_placements, ("zero/",), "from shoal.zero.placement import SHARD"),
     (lacks_docstring, (), "x = 1"),
     (begins_with_what, (), "class Row:\n    '''What a row holds.'''"),
 ]
