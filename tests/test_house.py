@@ -77,6 +77,7 @@ GROUPS = ("dist", "distributed", "group", "_group", "WORLD")
 """The names under which torch.distributed and its groups are spoken to."""
 
 DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
+    "activation/checkpointing.py": ({"get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"}, "published functions"),
     "checkpoint/rng.py": ({"cuda"}, "the key of the random state in checkpoints from before other kinds of devices"),
     "compat/deepspeed/accelerator/": ({"CUDAGraph", "CUDA_Accelerator", "CUDA_VISIBLE_DEVICES", "cuda", "cuda_accelerator"},
                                       "published classes and modules"),
@@ -90,7 +91,6 @@ DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
     "compat/deepspeed/runtime/config.py": ({"enable_cuda_graph"}, "a published key"),
     "compat/device_accelerator.py": ({"accelerator"}, "the published accelerator answers what torch's does"),
     "compat/ranks_command.py": ({"CUDA_VISIBLE_DEVICES"}, "a published variable"),
-    "compat/recompute.py": ({"CudaRNGStatesTracker"}, "a published class"),
     "launch/agent.py": ({"CUDA_VISIBLE_DEVICES"}, "which GPUs ranks are near to, before torch is loaded"),
     "compat/tolerance.py": ({"captured as a CUDA graph"}, "what a published key means"),
     "config/blocks.py": ({"capture CUDA graphs", "enable_cuda_graph"}, "published keys"),

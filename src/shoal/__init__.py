@@ -9,6 +9,7 @@ from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import comm, zero
+    from shoal.activation import checkpointing
     from shoal.data import RepeatingLoader
     from shoal.engine.build import add_config_arguments, initialize
     from shoal.engine.engine import Engine
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
+    "checkpointing",
     "comm",
     "configured_mesh",
     "gathered",
@@ -76,6 +78,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "checkpointing":
+        return import_module("shoal.activation.checkpointing")
     if name in ("comm", "zero"):
         return import_module(f"shoal.{name}")
     if name not in _HOMES:

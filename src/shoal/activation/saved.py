@@ -28,7 +28,7 @@ from shoal.tier import Disk, Store, Transfer, mirrored
 from shoal.tier.span import DONE, PlacedSpan
 from shoal.transport.collectives import Communicator, Label
 
-__all__ = ["SMALL", "RestingView", "SavedActivations", "Slices", "version_witness"]
+__all__ = ["SMALL", "RestingView", "SavedActivations", "SliceGather", "Slices", "version_witness"]
 
 SMALL = 1 << 16
 """Bytes below which a storage stays: to move it costs more than its memory."""
@@ -96,7 +96,7 @@ class _Spans:
             self._store.swap.close()
 
 
-class _SliceGather:
+class SliceGather:
     """An all-gather of slices; `wait` may be called again."""
 
     def __init__(self, full: Tensor, handle: Handle):
@@ -121,7 +121,7 @@ class Slices:
         self._label = Label(kind="gather", unit="saved activations", index=communicator.register())
         self._modules: WeakSet[Any] = WeakSet(modules)
         self._compared: WeakSet[Any] = WeakSet()
-        self._last: _SliceGather | None = None
+        self._last: SliceGather | None = None
 
     def __contains__(self, module: object) -> bool:
         return module in self._modules
@@ -130,12 +130,17 @@ class Slices:
         """Return this rank's slice. Raises `UsageError` where the ranks' first inputs of a module differ."""
         if module not in self._compared:
             self._compared.add(module)
-            self._compare(source, type(module).__name__)
+            self.compare(source, type(module).__name__)
+        return self.slice_of(source)
+
+    def slice_of(self, source: Tensor) -> Tensor:
+        """Return this rank's slice of bytes that all ranks have alike."""
         size = -(-source.numel() // self._communicator.ranks)
         part = source[self._communicator.rank * size:(self._communicator.rank + 1) * size]
         return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
 
-    def _compare(self, source: Tensor, kind: str) -> None:
+    def compare(self, source: Tensor, kind: str) -> None:
+        """Raise `UsageError` on every rank where the ranks have other bytes than each other; a collective call."""
         sums = self._communicator.gather_objects(int(source[:source.numel() // 8 * 8].view(torch.int64).sum()))
         if len(set(sums)) > 1:
             raise UsageError(f"activation_checkpointing.partition_activations: got true; rank {self._communicator.rank}: "
@@ -147,13 +152,13 @@ class Slices:
         """Whether an all-gather is in flight: one is at a time, in the order of the ranks' backward passes."""
         return self._last is not None and not self._last.done
 
-    def gather(self, own: Tensor) -> _SliceGather:
+    def gather(self, own: Tensor) -> SliceGather:
         """Start the all-gather of the slices, after the one that is in flight."""
         if self._last is not None:
             self._last.wait()
         full = own.new_empty(own.numel() * self._communicator.ranks)
         full[self._communicator.rank * own.numel():(self._communicator.rank + 1) * own.numel()] = own
-        self._last = _SliceGather(full, self._communicator.all_gather(full, self._label))
+        self._last = SliceGather(full, self._communicator.all_gather(full, self._label))
         return self._last
 
 
@@ -167,7 +172,7 @@ class _RestingStorage:
         """Keeps the identity of the storage from being used again while this copy can be found by it."""
         self._bytes = source.numel()
         self._slices = slices
-        self._gathering: _SliceGather | None = None
+        self._gathering: SliceGather | None = None
         self._spans = spans
         self._span = span
         self._group = group

@@ -1,0 +1,300 @@
+"""`shoal.checkpointing`: functions that a script recomputes itself keep their inputs alone, which rest as configured.
+
+    from shoal import checkpointing
+    checkpointing.configure(mpu, partition_activations=True, checkpoint_in_cpu=True)
+    hidden = checkpointing.checkpoint(layer, hidden, mask)
+
+    partition_activations           each tensor rank keeps one slice of an input, gathered again for backward
+    checkpoint_in_cpu               inputs, or their slices, are copied to page-locked host memory
+    contiguous_checkpointing        the copies of one size are parts of one buffer, of `num_checkpoints` of them
+    synchronize                     waits for the device before and after a function
+
+The inputs rest by the mechanism of `"activation_checkpointing": {"rest": ...}` (`saved.py`), with an engine or without.
+Only floating-point tensors rest, not parameters and not what a script has marked `tensor.no_checkpointing = True`. Recompute
+draws the random numbers of the forward, those of the tracker's named states too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from shoal.activation.random_states import MODEL_PARALLEL, AllStates, RandomStates, seed_device
+from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices
+from shoal.config.load import Source, read
+from shoal.device import HOST, can_pin, current_device, synchronize
+from shoal.errors import ConfigError
+from shoal.log import warn_once
+from shoal.tier import Memory
+from shoal.tier.contiguous import ContiguousMemory
+from shoal.transport.collectives import Communicator
+
+__all__ = ["CheckpointingOptions", "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured", "may_rest",
+           "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "non_reentrant_checkpoint", "options",
+           "partition_activations_in_checkpoint", "reset", "set_num_layers", "take", "tensor_group"]
+
+_TIMEOUT = 600.0
+"""Seconds that a rank waits for the slices of others."""
+_SEED_OFFSET = 2718
+"""Between the seed of the default generator and that of the model-parallel one, as DeepSpeed and Megatron have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointingOptions:
+    """The arguments of `configure`, under the names of the JSON section."""
+
+    configured: bool = False
+    mpu: Any = None
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: int | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+_KEYS = frozenset(CheckpointingOptions.__dataclass_fields__) - {"configured", "mpu"}
+
+
+class _Process:
+    """The options of this process, and where inputs rest by them."""
+
+    def __init__(self) -> None:
+        self.options = CheckpointingOptions()
+        self.tracker = RandomStates()
+        self._resting: SavedActivations | None = None
+
+    def set(self, options: CheckpointingOptions) -> None:
+        """Take other options; inputs that rest already come back as they were kept."""
+        if self._resting is not None:
+            self._resting.close()
+        self.options, self._resting = options, None
+
+    @property
+    def resting(self) -> SavedActivations | None:
+        """Where the inputs of functions rest; None where they stay."""
+        options, device = self.options, current_device()
+        group = tensor_group(options.mpu) if options.partition_activations else None
+        moves = options.cpu_checkpointing and device != HOST
+        if group is None and not moves:
+            return None
+        if self._resting is None:
+            memory = Memory(device=HOST, pinned=device if can_pin(device) else None) if moves else Memory(device=device)
+            store = ContiguousMemory(memory, options.number_checkpoints) if options.number_checkpoints is not None and \
+                options.contiguous_memory_optimization else memory
+            self._resting = SavedActivations(
+                store, device, smallest=1,  # all but the empty tensor that torch saves beside them
+                slices=None if group is None else _SlicesOfCalls(Communicator(group, timeout=_TIMEOUT)))
+        return self._resting
+
+    def begin(self) -> None:
+        """Forget which function was called last."""
+        if self._resting is not None:
+            self._resting.begin()
+
+
+_process = _Process()
+
+
+class _SlicesOfCalls(Slices):
+    """The inputs of every recomputed function are sliced; those of the first pass are compared between the ranks."""
+
+    def __init__(self, communicator: Communicator):
+        super().__init__(communicator, ())
+        self._compares = True
+
+    def __contains__(self, call: object) -> bool:
+        return isinstance(call, _Call)
+
+    def own(self, source: Tensor, module: Any) -> Tensor:
+        """Return this rank's slice. Raises `UsageError` where the inputs of the ranks differ in the first pass."""
+        if self._compares:
+            self.compare(source, module.name)
+        return self.slice_of(source)
+
+    def gather(self, own: Tensor) -> SliceGather:
+        """Start the all-gather of the slices: backward has begun."""
+        self._compares = False
+        return super().gather(own)
+
+
+class _Call:
+    """One call of a function: its tensors that may rest are arguments of `run`, and all others stay with it."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self._function, self._kwargs = function, kwargs
+        self._places = [place for place, value in enumerate(args) if may_rest(value)]
+        self._others = [None if place in self._places else value for place, value in enumerate(args)]
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Call the function."""
+        args = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            args[place] = tensor
+        return self._function(*args, **self._kwargs)
+
+
+# CheckpointingOptions
+
+
+def configure(mpu: Any = None, config: Source | None = None, *, partition_activations: bool | None = None,
+              contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
+              checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None) -> None:
+    """Take the options of the section `activation_checkpointing` of `config`, then those of the keywords that are not None.
+
+    `mpu` is a `shoal.Mesh` or a Megatron-style object, whose tensor ranks partition. Raises ConfigError for a contiguous
+    buffer without `num_checkpoints`, or of inputs that stay where they are.
+    """
+    section = {} if config is None else read(config).get("activation_checkpointing", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"activation_checkpointing: got a {type(section).__name__}; give a section of keys")
+    taken: dict[str, Any] = {key: value for key, value in section.items() if key in _KEYS}
+    given: dict[str, Any] = {"partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
+                             "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
+                             "synchronize_checkpoint_boundary": synchronize, "profile": profile}
+    taken |= {key: value for key, value in given.items() if value is not None}
+    take(CheckpointingOptions(mpu=mpu, configured=True, **taken))
+
+
+def take(options: CheckpointingOptions) -> None:
+    """Take `options` as they are. Raises ConfigError for those that contradict each other."""
+    if options.contiguous_memory_optimization:
+        if not (options.partition_activations or options.cpu_checkpointing):
+            raise ConfigError("contiguous_checkpointing: needs partition_activations or checkpoint_in_cpu: inputs that stay "
+                              "where they are have no buffer")
+        if options.number_checkpoints is None:
+            raise ConfigError("contiguous_checkpointing: needs num_checkpoints, the functions whose inputs rest at once")
+    if options.partition_activations and tensor_group(options.mpu) is None:
+        warn_once("activation_checkpointing.partition_activations: has no effect without several tensor ranks")
+    if options.cpu_checkpointing and current_device() == HOST and not options.partition_activations:
+        warn_once("activation_checkpointing: inputs are to rest in host memory, where the model computes: no effect")
+    if options.profile:
+        warn_once("activation_checkpointing.profile: has no effect; `with engine.trace() as trace` records the phases of a "
+                  "step")
+    _process.set(options)
+
+
+def options() -> CheckpointingOptions:
+    """Return the present options."""
+    return _process.options
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _process.options.configured
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Set the number of functions whose inputs rest at once."""
+    _process.set(replace(_process.options, number_checkpoints=nlayers))
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switch the partitioning of inputs over the tensor ranks on or off."""
+    _process.set(replace(_process.options, partition_activations=partition_activation))
+
+
+def reset() -> None:
+    """Forget the order of calls: after passes with gradients that no backward follows."""
+    _process.begin()
+
+
+def tensor_group(mpu: Any) -> dist.ProcessGroup | None:
+    """Return the group of the tensor ranks of a mesh or a Megatron-style object; None for one rank."""
+    group = _ask(mpu, "group")
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def _ask(mpu: Any, what: str) -> Any:
+    for name in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
+        if mpu is not None and callable(query := getattr(mpu, f"get_{name}_{what}", None)):
+            return query()
+    return None
+
+
+# Recompute
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, without keeping its activations: backward calls it again.
+
+    The second call draws the random numbers of the first.
+    """
+    boundary = current_device() if _process.options.synchronize_checkpoint_boundary else HOST
+    synchronize(boundary)
+    call, resting = _Call(function, args, kwargs), _process.resting
+    with _rested(resting, call):
+        result = torch_checkpoint(call.run, *filter(may_rest, args), use_reentrant=False, preserve_rng_state=False,
+                                  context_fn=_contexts)
+    synchronize(boundary)
+    return result
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Do the same as `checkpoint`, which is not re-entrant either."""
+    return checkpoint(function, *args)
+
+
+def may_rest(value: Any) -> bool:
+    """Whether `value` is an activation that may rest elsewhere: scripts exclude one by its attribute `no_checkpointing`."""
+    return isinstance(value, Tensor) and value.is_floating_point() and not getattr(value, "no_checkpointing", False) \
+        and not isinstance(value, nn.Parameter)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _unchanged(), AllStates.of(_process.tracker).replayed(_process.tracker)
+
+
+@contextmanager
+def _unchanged() -> Generator[None]:
+    yield
+
+
+@contextmanager
+def _rested(resting: SavedActivations | None, call: _Call) -> Generator[None]:
+    """Have the inputs that torch's checkpoint saves within the context rest."""
+    if resting is None:
+        yield
+        return
+
+    def pack(tensor: Tensor) -> Tensor | RestingView:
+        return resting.pack(tensor, call) or tensor
+
+    def unpack(kept: Tensor | RestingView) -> Tensor:
+        return kept.restore() if isinstance(kept, RestingView) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+# Random numbers
+
+
+def get_cuda_rng_tracker() -> RandomStates:
+    """Return the named random states of this process."""
+    return _process.tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default generator by `seed`, and the model-parallel one by a number of its own on each tensor rank."""
+    _process.tracker.reset()
+    seed_device(seed)
+    _process.tracker.add(MODEL_PARALLEL, _seed_of_slices(seed))
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the model-parallel generator alone, in place of its present state."""
+    with _process.tracker.fork():
+        seed_device(_seed_of_slices(seed))
+
+
+def _seed_of_slices(seed: int) -> int:
+    return seed + _SEED_OFFSET + int(_ask(_process.options.mpu, "rank") or 0)

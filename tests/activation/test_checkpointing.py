@@ -1,0 +1,139 @@
+"""`shoal.checkpointing`: recomputed functions are exact, and inputs that rest elsewhere leave the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import shoal
+from shoal import checkpointing
+from shoal.device import current_device
+from shoal.errors import ConfigError
+from shoal.testing import RankFailed, ranks_on, run_ranks
+from tests.late.ranks import prepare
+
+LAYERS = 4
+
+
+def options(choice: str) -> dict[str, Any]:
+    mesh = shoal.Mesh(tensor=torch.distributed.get_world_size())
+    return {"keep": {}, "host": {"checkpoint_in_cpu": True}, "slice": {"partition_activations": True},
+            "slice on the host": {"partition_activations": True, "checkpoint_in_cpu": True},
+            "contiguous": {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": LAYERS},
+            }[choice] | {"mpu": mesh}
+
+
+def passes(choice: str | None) -> tuple[list[Tensor], list[bool]]:
+    """Return gradients and random numbers of two steps, and of each function whether its input's memory was freed."""
+    torch.manual_seed(0)
+    device = current_device()
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()) for _ in range(LAYERS)).to(device)
+    checkpointing.configure(**options(choice or "keep"))
+    checkpointing.model_parallel_cuda_manual_seed(3 - torch.distributed.get_rank())  # the named state is one, so that ranks
+    torch.manual_seed(3)                                                             # have inputs alike
+    found: list[Tensor] = []
+
+    def call(layer: nn.Module, hidden: Tensor, scale: float) -> Tensor:
+        with checkpointing.get_cuda_rng_tracker().fork():
+            noise = torch.rand(8, device=device)
+        return layer(hidden) * noise * scale
+
+    freed: list[bool] = []
+    for _ in range(2):
+        value = torch.rand(3, 8, device=device, requires_grad=True)
+        hidden, memory = value * 1.0, []
+        for layer in layers:
+            memory.append(StorageWeakRef(hidden.untyped_storage()))
+            hidden = call(layer, hidden, 2.0) if choice is None else checkpointing.checkpoint(call, layer, hidden, 2.0)
+        freed = [each.expired() for each in memory]
+        hidden.sum().backward()
+        assert value.grad is not None
+        found += [value.grad, *(each.grad for each in layers.parameters() if each.grad is not None), torch.rand(1)]
+    checkpointing.configure()
+    return [each.detach().cpu() for each in found], freed
+
+
+@pytest.mark.parametrize("choice", ["keep", "slice", "slice on the host", "contiguous"])
+def test_recompute_is_exact_and_slices_free_the_inputs(choice: str) -> None:
+    for (plain, _), (found, freed) in zip(run_ranks(2, passes, None), run_ranks(2, passes, choice), strict=True):
+        assert len(found) == len(plain) == 2 * (2 + 2 * LAYERS) and all(map(torch.equal, found, plain))
+        assert freed == [choice != "keep"] * LAYERS
+
+
+@pytest.mark.parametrize(("ranks", "choice"), [(1, "host"), (2, "slice on the host")])
+def test_inputs_that_rest_on_the_host_leave_the_device(ranks: int, choice: str) -> None:
+    with ranks_on(prepare):
+        (plain, _), (found, freed) = run_ranks(1, passes, None)[0], run_ranks(ranks, passes, choice)[0]
+    assert all(map(torch.equal, found, plain)) and freed == [True] * LAYERS
+
+
+def apart() -> None:
+    """Give the second function of the first pass other inputs on each rank."""
+    checkpointing.configure(shoal.Mesh(tensor=2), partition_activations=True)
+    hidden = torch.ones(8, requires_grad=True)
+    for scale in (1.0, 2.0 + torch.distributed.get_rank()):
+        hidden = checkpointing.checkpoint(torch.mul, hidden * scale, 2.0)
+
+
+def test_inputs_that_differ_between_tensor_ranks_are_refused() -> None:
+    with pytest.raises(RankFailed, match="give different inputs to a mul"):
+        run_ranks(2, apart)
+
+
+def trained(recompute: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = checkpointing.checkpoint(layer, hidden) if recompute else layer(hidden)
+            return hidden.square().mean()
+
+    engine: Any = shoal.initialize(model=Model(), config={
+        "train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}, "mesh": {"tensor": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})[0]
+    for step in range(2):
+        engine.backward(engine(torch.randn(3, 8, generator=torch.Generator().manual_seed(step))))
+        engine.step()
+    with shoal.gathered(engine.module):
+        return [each.detach().clone() for each in engine.module.parameters()]
+
+
+def test_recomputed_functions_train_at_stage_3_as_without() -> None:
+    for plain, found in zip(run_ranks(2, trained, False), run_ranks(2, trained, True), strict=True):
+        assert all(map(torch.equal, plain, found))
+
+
+def test_more_functions_than_the_number_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    from shoal.tier import Memory
+    from shoal.tier.contiguous import ContiguousMemory
+
+    store = ContiguousMemory(Memory(device=torch.device("cpu")), 2)
+
+    spans = [store.place(4, torch.uint8, "inputs").tensor for _ in range(3)]
+    memory = [each.untyped_storage().data_ptr() for each in spans]
+    assert memory[0] == memory[1] != memory[2] and spans[0].data_ptr() != spans[1].data_ptr()
+    assert "more than 2 tensors of 4 elements" in caplog.text
+
+
+@pytest.mark.parametrize("given", [{"contiguous_checkpointing": True, "num_checkpoints": 2},
+                                   {"contiguous_checkpointing": True, "checkpoint_in_cpu": True}])
+def test_contiguous_inputs_need_a_place_and_a_number(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="contiguous_checkpointing: needs"):
+        checkpointing.configure(**given)
+
+
+def test_the_section_of_the_configuration_is_read_first() -> None:
+    checkpointing.configure(None, {"activation_checkpointing": {"synchronize_checkpoint_boundary": True,
+                                                                "number_checkpoints": 7}}, num_checkpoints=2)
+    assert checkpointing.is_configured() and checkpointing.options().synchronize_checkpoint_boundary
+    assert checkpointing.options().number_checkpoints == 2
+    checkpointing.configure()
