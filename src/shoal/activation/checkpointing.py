@@ -157,9 +157,10 @@ def configure(mpu: Any = None, config: Source | None = None, *, partition_activa
     if not isinstance(section, dict):
         raise ConfigError(f"activation_checkpointing: got a {type(section).__name__}; give a section of keys")
     taken: dict[str, Any] = {key: value for key, value in section.items() if key in _KEYS}
-    given: dict[str, Any] = {"partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
-                             "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
-                             "synchronize_checkpoint_boundary": synchronize, "profile": profile}
+    given: dict[str, Any] = {
+        "partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize, "profile": profile}
     taken |= {key: value for key, value in given.items() if value is not None}
     take(CheckpointingOptions(mpu=mpu, configured=True, **taken))
 

@@ -78,9 +78,10 @@ def configure(mpu_: Any, deepspeed_config: Any = None, partition_activations: bo
         param_dict = getattr(deepspeed_config, "_param_dict", None)
         block = DeepSpeedActivationCheckpointingConfig(read_config(deepspeed_config) if param_dict is None else param_dict)
         taken = block.repr()
-    given: dict[str, Any] = {"partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
-             "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
-             "synchronize_checkpoint_boundary": synchronize, "profile": profile}
+    given: dict[str, Any] = {
+        "partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize, "profile": profile}
     found = CheckpointingOptions(mpu=mpu_, configured=True,
                     **(taken | {key: value for key, value in given.items() if value is not None}))
     if found.contiguous_memory_optimization:
