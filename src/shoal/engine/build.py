@@ -26,12 +26,18 @@ from shoal.config.resolve import DEFAULT
 from shoal.engine.activation_plan import recompute_as_configured, saved_activations
 from shoal.engine.base import BaseEngine
 from shoal.engine.buffer_sync import move_buffers
-from shoal.engine.checks import check_compression, check_warm_up
 from shoal.engine.compiled import Compilation
 from shoal.engine.engine import Engine
 from shoal.engine.lost_units import missing_units, unit_names
 from shoal.engine.mesh_setup import check_ranks_agree, mesh_of, parameter_groups_of
-from shoal.engine.optimizer_traits import OptimizerSource, OptimizerTraits, check_optimizer, traits_of
+from shoal.engine.optimizer_traits import (
+    OptimizerSource,
+    OptimizerTraits,
+    check_compression,
+    check_optimizer,
+    check_warm_up,
+    traits_of,
+)
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.schema import Config
 from shoal.engine.storage_plan import plan_storage

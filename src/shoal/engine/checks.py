@@ -1,5 +1,5 @@
-"""Checks of one engine: settings that compressed communication cannot be combined with, parameters that were frozen when the
-engine was built, and gradients of parameters that every tensor rank holds whole.
+"""Checks of parameters while an engine trains: those that were frozen when it was built, and those that every tensor rank
+holds whole, whose gradients must be equal.
 """
 
 from __future__ import annotations
@@ -12,60 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.schema import Config
-from shoal.errors import ConfigError, NotSupportedYet, RanksDisagree, UsageError
-from shoal.mesh.mesh import Mesh
-from shoal.optim.compressed import CompressedOptimizer
-from shoal.sparse.embeddings import Embeddings
+from shoal.errors import RanksDisagree, UsageError
 from shoal.transport.collectives import Communicator
-from shoal.zero.placement import STAGES
 from shoal.zero.unit import Unit
 
-__all__ = ["FrozenParamCheck", "ReplicatedGradCheck", "check_compression", "check_warm_up"]
-
-# Compressed communication
-
-_WARM_UP = ("freeze_step", "var_update_scaler")
-"""The options of optimizers that name the length of their warm-up."""
-
-
-def check_compression(settings: Config, mesh: Mesh, model: nn.Module, name: str) -> None:
-    """Raise `ConfigError` for a setting that the compressing optimizer `name` cannot serve, naming one that it can.
-
-    Such an optimizer publishes updates of whole weights. So weights rest on every rank (stages 0 to 2), change nowhere else,
-    and one owner has the sum of a slice.
-    """
-    zero = settings.zero_optimization
-    if STAGES[zero.stage].shards_weights:
-        raise ConfigError(f"zero_optimization.stage: got {zero.stage} with {name}: weights that are gathered for every use "
-                          f"travel whole, twice a step, and no update of them can be sent instead; choose 0, 1 or 2 (each "
-                          f"keeps masters and moments sharded with {name}), or AdamW at stage 3")
-    if mesh.size("replica") > 1:
-        raise ConfigError(f"zero_optimization.mics_shard_size: got {mesh.size('replica')} copies of the sharded state with "
-                          f"{name}: the copies would add their sums uncompressed; leave it out")
-    for key in ("offload_optimizer", "offload_param"):
-        if getattr(zero, key).device != "none":
-            raise NotSupportedYet(f"zero_optimization.{key}.device: got '{getattr(zero, key).device}' with {name}, whose "
-                                  f"masters are compared with the weights at every step; leave it out, or take AdamW")
-    if settings.sparse_gradients:
-        raise ConfigError(f"sparse_gradients: got true with {name}, which compresses whole gradients to one bit an "
-                          f"element: leave it out, and sparse gradients are made dense; or take AdamW or Adagrad with it")
-    for path, module in model.named_modules():
-        if isinstance(module, Embeddings) and module.max_norm is not None:
-            raise ConfigError(f"embedding '{path}' has max_norm={module.max_norm:g} with {name}: it rewrites the rows that "
-                              f"a rank looks up in that rank's copy of the weights alone, and copies that receive the same "
-                              f"updates never meet again. Leave it out, and bound the rows in the forward instead")
-
-
-def check_warm_up(optimizer: CompressedOptimizer, total: object) -> None:
-    """Raise unless the warm-up ends before a training of `total` steps does, where that is a number."""
-    name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if isinstance(total, int | float) and optimizer.warmup_steps(group) >= total:
-            key = next(key for key in _WARM_UP if key in group)
-            raise ConfigError(f"{name}: {key}: got {group[key]}, and the schedule has {total:g} steps: training would "
-                              f"end before anything is compressed; give {max(1, int(total) // 5)}, a fifth of it")
-
+__all__ = ["FrozenParamCheck", "ReplicatedGradCheck"]
 
 # Frozen parameters
 
