@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from shoal.data import RepeatingLoader
 from shoal.engine.base import BaseEngine
 from shoal.engine.mesh_setup import aliases_of
-from shoal.errors import DataEnded, NotSupportedYet, PipelineError, RanksDisagree, UsageError
+from shoal.errors import NotSupportedYet, PipelineError, UsageError
 from shoal.interrupts import uninterrupted
 from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.links import Connector, Links
-from shoal.pipeline.microbatch_source import DrawnMicrobatches, digest, draw, require_equal_samples
+from shoal.pipeline.microbatch_source import MicrobatchSource
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
 from shoal.tree import tree_map
@@ -48,7 +48,10 @@ class PipelineEngine(BaseEngine):
         """Where microbatches are drawn from if `train_batch` is given no iterator."""
         self.batch_fn: Callable[[Any], Any] | None = None
         """Called on each item of an iterator."""
-        self._compared: set[str] = set()
+        self._source = MicrobatchSource(
+            self.parameter_groups.world, self.board, coordinates=(self.mesh.rank("data"), self.mesh.rank("sequence")),
+            has_first_stage=self.is_first_stage(), has_last_stage=self.is_last_stage(), label=self._label,
+            compare_values=self.settings.debug)
         self.agg_train_loss: Tensor | None = None
         """The loss of the last step."""
         self._schedule(1)  # raises before training for a schedule that does not fit the module
@@ -96,7 +99,7 @@ class PipelineEngine(BaseEngine):
         self._executor.refuse_failed()
         call = f"train_batch of {count} microbatches"
         self.board.start_call(call)
-        batches = self._draw_agreed(data_iter, count, call)
+        batches = self._draw(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         self.progress.begin_step()
         with uninterrupted(), self._executor.joint_operation(f"the end of step {self.global_steps + 1}"):
@@ -134,7 +137,7 @@ class PipelineEngine(BaseEngine):
         call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
                 f"bcast_loss={bcast_loss}")
         self.board.start_call(call)
-        batches = self._draw_agreed(data_iter, count, call)
+        batches = self._draw(data_iter, count, call)
         if self.optimizer is not None:
             self.optimizer.settle()
         training = self.module.training
@@ -242,9 +245,9 @@ class PipelineEngine(BaseEngine):
     def _executor(self) -> Executor:
         connector = Connector(self.mesh, len(self.module.owner), self.device, self.settings.timeout)
         links = Links(self.module.owner, self.stage_id, connector)
-        where = f"rank {dist.get_rank()} (stage {self._stage_numbers})"
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
-                        self.module.loss_fn, self._pass, may_be_freed=self._may_be_freed, label=where, board=self.board)
+                        self.module.loss_fn, self._pass, may_be_freed=self._may_be_freed, label=self._label,
+                        board=self.board)
 
     def _may_be_freed(self, tensor: Tensor) -> bool:
         """Whether `tensor` shares the memory of weights that are released after their use."""
@@ -290,72 +293,25 @@ class PipelineEngine(BaseEngine):
             self._schedules[count] = schedule
         return self._schedules[count]
 
-    def _draw(self, data_iter: Iterator[Any] | None, count: int, call: str) -> list[tuple[Any, Any]]:
-        """Draw the microbatches of a step, on the ranks of the first and the last stage."""
-        if not (self.is_first_stage() or self.is_last_stage()):
-            return []
-        if data_iter is None and self.data_iterator is None and self.training_dataloader is not None:
-            self.set_dataloader(self.training_dataloader)
-        data = data_iter if data_iter is not None else self.data_iterator
-        if data is None:
-            raise UsageError(f"{call}: there is no data; pass an iterator, or training_data to initialize")
-        return draw(data, count, f"{call}, step {self.global_steps + 1}", self.batch_fn)
+    def _draw(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
+        """Draw `count` microbatches, on which all ranks agree (`MicrobatchSource.draw`)."""
+        def data() -> object:
+            if data_iter is None and self.data_iterator is None and self.training_dataloader is not None:
+                self.set_dataloader(self.training_dataloader)
+            found = data_iter if data_iter is not None else self.data_iterator
+            if found is None:
+                raise UsageError(f"{call.partition(' ')[0]}: there is no data; pass an iterator, or training_data to "
+                                 f"initialize")
+            return found
 
-    def _draw_agreed(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
-        """Draw microbatches. All ranks raise, before a pass has begun, if one cannot draw or if ranks differ in the call or
-        the samples.
-
-        Ranks exchange a few words at each call, and whole objects only where the words differ. Values of samples are
-        compared at the first call of each kind, with `debug` at each call.
-        """
-        name, items, problem, ended = call.partition(" ")[0], list[tuple[Any, Any]](), "", False
-        try:
-            items = self._draw(data_iter, count, name)
-        except Exception as error:
-            problem, ended = str(error) or type(error).__name__, isinstance(error, DataEnded)
-        except BaseException as error:  # an interrupt, or the end of the program
-            self.board.publish(f"rank {dist.get_rank()}: {call}: the iterator ended the program: {type(error).__name__}")
-            raise
-        values = name not in self._compared or self.settings.debug
-        drawn = DrawnMicrobatches.of(items, coordinates=(self.mesh.rank("data"), self.mesh.rank("sequence")), values=values,
-                                     has_first_stage=self.is_first_stage(),
-                                     label=f"rank {dist.get_rank()} (stage {self._stage_numbers})")
-        self.parameter_groups.world.note_step(self.global_steps)
-        words = torch.tensor([digest(call), bool(problem) or values, *drawn.digests()],
-                             device=self.parameter_groups.world.words_device)
-        if self._agree(self.parameter_groups.world.gather_words(words, "the call and its samples").tolist()):
-            return self._batches(items)
-        by_rank = self.parameter_groups.world.gather_objects((call, problem, ended, drawn))
-        first = by_rank[0][0]
-        for rank, (other, *_) in enumerate(by_rank):
-            if other != first:
-                raise RanksDisagree(f"ranks call different things: rank 0 is in {first}, rank {rank} in {other}; let "
-                                    f"every rank make the same calls, in one order")
-        problems = [(text, end) for _, text, end, _ in by_rank]
-        if any(text for text, _ in problems):
-            kind = DataEnded if all(end for text, end in problems if text) else UsageError
-            raise kind(_join_by_rank([text for text, _ in problems]))
-        require_equal_samples([each for *_, each in by_rank], name)
-        self._compared.add(name)
-        return self._batches(items)
-
-    def _agree(self, rows: list[list[int]]) -> bool:
-        """Whether all ranks make one call, none asks for the exchange of objects, and samples have one shape on all ranks
-        that share a data rank.
-        """
-        seen: dict[tuple[int, ...], int] = {}
-        shapes = [(place, shape) for *_, samples, inputs, labels in rows
-                  for place, shape in (((samples, 0), inputs), ((samples, 1), labels)) if shape]
-        return (all(call == rows[0][0] and not details for call, details, *_ in rows)
-                and all(seen.setdefault(place, shape) == shape for place, shape in shapes))
-
-    def _batches(self, items: list[tuple[Any, Any]]) -> Batches:
+        items = self._source.draw(data, count, call, steps=self.global_steps, change=self.batch_fn)
         return Batches(inputs=[inputs for inputs, _ in items] if self.is_first_stage() else [],
                        labels=[labels for _, labels in items] if self.is_last_stage() else [], to_device=self._to_device)
 
     @property
-    def _stage_numbers(self) -> str:
-        return ", ".join(map(str, self.module.numbers))
+    def _label(self) -> str:
+        """This rank and its stages, for errors."""
+        return f"rank {dist.get_rank()} (stage {', '.join(map(str, self.module.numbers))})"
 
     def _to_device(self, value: Any) -> Any:
         return self.cast_inputs(tree_map(lambda tensor: tensor.to(self.device, non_blocking=True), value))
@@ -372,14 +328,6 @@ class PipelineEngine(BaseEngine):
         """Return the last stage's losses, on all stages."""
         by_stage = self.parameter_groups.communicator("pipeline").gather_objects([loss.item() for loss in losses])
         return [torch.tensor(value, device=self.device) for value in next(values for values in by_stage if values)]
-
-
-def _join_by_rank(texts: list[str]) -> str:
-    """Join the messages of ranks, each once with the ranks that it comes from."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in ranks.items() if text)
 
 
 def _words(values: Tensor) -> Tensor:

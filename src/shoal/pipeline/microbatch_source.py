@@ -3,6 +3,9 @@
 The first stage uses the inputs and the last one the labels, on every tensor rank; each draws both, so that ranks can compare
 them. Without the comparison, iterators that differ between ranks of one data rank would train on inputs with the labels of
 other samples, and the loss would not show it.
+
+Ranks exchange a few words at each call, and whole objects only where the words differ. They compare the values of samples at
+the first call of each kind, or at every call.
 """
 
 from __future__ import annotations
@@ -13,17 +16,106 @@ from itertools import islice
 from typing import Any, cast
 from zlib import crc32
 
+import torch
+from torch import Tensor
+
 from shoal.errors import DataEnded, RanksDisagree, UsageError
 from shoal.log import warn_once
+from shoal.transport.collectives import Communicator
+from shoal.transport.failure_board import FailureBoard
 from shoal.tree import Fingerprint, fingerprint_of
 
-__all__ = ["DrawnMicrobatches", "digest", "draw", "require_equal_samples"]
+__all__ = ["MicrobatchSource"]
+
+Microbatches = list[tuple[Any, Any]]
+"""(inputs, labels) of each microbatch of a step."""
 
 _FIX = ("the ranks of the first and the last stage, and all their tensor ranks, draw the same samples, in one order: seed "
         "the loader by the data rank, engine.mesh.rank('data'), or give training_data to initialize")
 
 
-def draw(data: object, count: int, call: str, change: Callable[[Any], Any] | None) -> list[tuple[Any, Any]]:
+class MicrobatchSource:
+    """Draws the microbatches of each call, on which the ranks of `world` agree before a pass begins."""
+
+    def __init__(self, world: Communicator, board: FailureBoard, *, coordinates: tuple[int, ...], has_first_stage: bool,
+                 has_last_stage: bool, label: str, compare_values: bool):
+        """With `compare_values`, values of samples are compared at each call, otherwise at the first of each kind.
+
+        `coordinates` are those of `DrawnMicrobatches`; `label` names this rank and its stages in errors.
+        """
+        self._world = world
+        self._board = board
+        self._coordinates = coordinates
+        self._has_first_stage = has_first_stage
+        self._draws = has_first_stage or has_last_stage
+        self._label = label
+        self._compare_values = compare_values
+        self._compared: set[str] = set()
+
+    def draw(self, data: Callable[[], object], count: int, call: str, *, steps: int,
+             change: Callable[[Any], Any] | None) -> Microbatches:
+        """Return `count` microbatches from the iterator that `data` returns; none on a rank without the first or last stage.
+
+        `call` describes the call, by its name first; `steps` were taken before it; `change` is applied to each item.
+        Raises on all ranks if one cannot draw, or if ranks differ in the call or the samples: `DataEnded` if all failing
+        iterators have ended, else `UsageError`, or `RanksDisagree`.
+        """
+        name, items, problem, ended = call.partition(" ")[0], Microbatches(), "", False
+        try:
+            if self._draws:
+                items = _draw(data(), count, f"{name}, step {steps + 1}", change)
+        except Exception as error:
+            problem, ended = str(error) or type(error).__name__, isinstance(error, DataEnded)
+        except BaseException as error:  # an interrupt, or the end of the program
+            rank = self._world.rank
+            self._board.publish(f"rank {rank}: {call}: the iterator ended the program: {type(error).__name__}")
+            raise
+        values = name not in self._compared or self._compare_values
+        drawn = DrawnMicrobatches.of(items, coordinates=self._coordinates, values=values, label=self._label,
+                                     has_first_stage=self._has_first_stage)
+        self._world.note_step(steps)
+        words = torch.tensor([_digest(call), bool(problem) or values, *drawn.digests()], device=self._world.words_device)
+        if not _agree(self._world.gather_words(words, "the call and its samples")):
+            self._compare(call, problem, drawn, ended=ended)
+            self._compared.add(name)
+        return items
+
+    def _compare(self, call: str, problem: str, drawn: DrawnMicrobatches, *, ended: bool) -> None:
+        """Raise on all ranks unless all make one `call`, none has a `problem`, and all drew the same samples."""
+        by_rank = self._world.gather_objects((call, problem, ended, drawn))
+        first = by_rank[0][0]
+        for rank, (other, *_) in enumerate(by_rank):
+            if other != first:
+                raise RanksDisagree(f"ranks call different things: rank 0 is in {first}, rank {rank} in {other}; let "
+                                    f"every rank make the same calls, in one order")
+        problems = [(text, end) for _, text, end, _ in by_rank]
+        if any(text for text, _ in problems):
+            kind = DataEnded if all(end for text, end in problems if text) else UsageError
+            raise kind(_join_by_rank([text for text, _ in problems]))
+        _require_equal_samples([each for *_, each in by_rank], call.partition(" ")[0])
+
+
+def _agree(rows: Tensor) -> bool:
+    """Whether all ranks make one call, none asks for the exchange of objects, and samples have one shape on all ranks that
+    share a data rank.
+    """
+    first, *_ = lines = rows.tolist()
+    seen: dict[tuple[int, ...], int] = {}
+    shapes = [(place, shape) for *_, samples, inputs, labels in lines
+              for place, shape in (((samples, 0), inputs), ((samples, 1), labels)) if shape]
+    return (all(call == first[0] and not details for call, details, *_ in lines)
+            and all(seen.setdefault(place, shape) == shape for place, shape in shapes))
+
+
+def _join_by_rank(texts: list[str]) -> str:
+    """Join the messages of ranks, each once with the ranks that it comes from."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in ranks.items() if text)
+
+
+def _draw(data: object, count: int, call: str, change: Callable[[Any], Any] | None) -> Microbatches:
     """Return `count` microbatches (inputs, labels) of an iterator, with `change` applied to each item.
 
     `call` names the caller in errors. Raises `DataEnded` for an iterator that ends early, `UsageError` for an object that is
@@ -71,20 +163,20 @@ class DrawnMicrobatches:
 
     def digests(self) -> tuple[int, int, int]:
         """Return three hashes: of the coordinates, of the shapes of the inputs, and of the labels' (0 without tensors)."""
-        return digest(self.coordinates), _shapes(self.inputs), _shapes(self.labels)
+        return _digest(self.coordinates), _shapes(self.inputs), _shapes(self.labels)
 
 
-def digest(value: object) -> int:
+def _digest(value: object) -> int:
     """Return a hash of `repr(value)` that is the same on every rank."""
     return crc32(repr(value).encode())
 
 
 def _shapes(values: Sequence[Fingerprint]) -> int:
     shapes = [(value.shapes, value.dtypes) for value in values]
-    return digest(shapes) if any(each for each, _ in shapes) else 0
+    return _digest(shapes) if any(each for each, _ in shapes) else 0
 
 
-def require_equal_samples(by_rank: Sequence[DrawnMicrobatches], call: str) -> None:
+def _require_equal_samples(by_rank: Sequence[DrawnMicrobatches], call: str) -> None:
     """Raise `RanksDisagree`, on every rank, if two ranks with equal coordinates drew different samples.
 
     Items without tensors are not compared, so a rank may omit the part that it does not use. If inputs differ and labels
