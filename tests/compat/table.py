@@ -19,6 +19,8 @@ FACTS: dict[str, dict[str, list[str] | None]] = json.loads((Path(__file__).paren
 BEGIN, END = "<!-- published names: begin -->", "<!-- published names: end -->"
 
 BETTER = {
+    "deepspeed.module_inject.replace_transformer_layer": "on the CPU too; parameters and state dict stay",
+    "deepspeed.ops.transformer.DeepSpeedTransformerLayer": "on the CPU too, any batch and length, deterministic",
     "deepspeed.ops.sparse_attention.BSLongformerSparsityConfig": "an unknown `attention` is refused",
     "deepspeed.ops.sparse_attention.SparseAttentionUtils": "padding without a mask makes one",
     "deepspeed.ops.sparse_attention.SparseSelfAttention": "fp32 and bf16 too, on the CPU too",
@@ -38,8 +40,6 @@ REFUSED = {
     "deepspeed.moe.layer.MoE": "write the experts as modules; they train like any others",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "recompute blocks by activation_checkpointing.recompute",
     "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine": "generate within zero.GatheredParameters(model)",
-    "deepspeed.ops.transformer.DeepSpeedTransformerLayer": "torch.nn.TransformerEncoderLayer, or torch.compile",
-    "deepspeed.module_inject.replace_transformer_layer": "tensor_parallel.autotp_size slices layers for training",
 }
 """Names that import and raise `NotSupportedYet` when they are used, and what to use instead."""
 

@@ -2,9 +2,12 @@
 
 from shoal.nn.causal_lm import use_tiled_loss
 from shoal.nn.heads import TiledHead, TiledVocabularyHead, tiled_head
+from shoal.nn.injection import inject_transformer_layers, restore_transformer_layers
 from shoal.nn.linear import set_linear_kernels
 from shoal.nn.tiled_loss import TiledLoss, WordSlice, tiled_cross_entropy
 from shoal.nn.tiled_module import TiledMLP, in_tiles
+from shoal.nn.transformer_layer import TransformerConfig, TransformerLayer
 
-__all__ = ["TiledHead", "TiledLoss", "TiledMLP", "TiledVocabularyHead", "WordSlice", "in_tiles", "set_linear_kernels",
+__all__ = ["TiledHead", "TiledLoss", "TiledMLP", "TiledVocabularyHead", "TransformerConfig", "TransformerLayer", "WordSlice",
+           "in_tiles", "inject_transformer_layers", "restore_transformer_layers", "set_linear_kernels",
            "tiled_cross_entropy", "tiled_head", "use_tiled_loss"]

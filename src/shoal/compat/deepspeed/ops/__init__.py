@@ -5,9 +5,9 @@ from shoal.compat.lazy import lazy_names
 _HERE = __name__
 
 __compatible_ops__ = {
-    **dict.fromkeys(("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "async_io", "utils"),
-                    True),
-    **dict.fromkeys(("transformer", "stochastic_transformer", "transformer_inference", "quantizer", "random_ltd",
+    **dict.fromkeys(("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "async_io", "utils",
+                     "transformer", "stochastic_transformer"), True),
+    **dict.fromkeys(("transformer_inference", "quantizer", "random_ltd",
                      "spatial_inference", "gds", "evoformer_attn", "fp_quantizer", "sparse_attn", "deepspeed_ccl_comm",
                      "deepspeed_shm_comm", "inference_core_ops", "cutlass_ops", "ragged_device_ops", "ragged_ops", "dc"),
                     False),

@@ -14,9 +14,9 @@ from shoal.errors import NotSupportedYet
 
 _AVAILABLE = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
               "FusedAdamBuilder": "fused_adam", "FusedLambBuilder": "fused_lamb", "FusedLionBuilder": "fused_lion",
-              "AsyncIOBuilder": "async_io", "UtilsBuilder": "utils"}
-_MISSING = {"TransformerBuilder": "transformer", "StochasticTransformerBuilder": "stochastic_transformer",
-            "InferenceBuilder": "transformer_inference", "QuantizerBuilder": "quantizer", "RandomLTDBuilder": "random_ltd",
+              "AsyncIOBuilder": "async_io", "UtilsBuilder": "utils", "TransformerBuilder": "transformer",
+              "StochasticTransformerBuilder": "stochastic_transformer"}
+_MISSING = {"InferenceBuilder": "transformer_inference", "QuantizerBuilder": "quantizer", "RandomLTDBuilder": "random_ltd",
             "SpatialInferenceBuilder": "spatial_inference", "GDSBuilder": "gds", "EvoformerAttnBuilder": "evoformer_attn",
             "FPQuantizerBuilder": "fp_quantizer", "SparseAttnBuilder": "sparse_attn", "CCLCommBuilder": "deepspeed_ccl_comm",
             "ShareMemCommBuilder": "deepspeed_shm_comm", "NotImplementedBuilder": "deepspeed_not_implemented",
@@ -25,7 +25,7 @@ _MISSING = {"TransformerBuilder": "transformer", "StochasticTransformerBuilder":
 
 
 def _load(self: OpBuilder, verbose: bool = True) -> ModuleType:
-    raise NotSupportedYet(f"{type(self).__name__}.load: Shoal's native code is called by its optimizers alone")
+    raise NotSupportedYet(f"{type(self).__name__}.load: Shoal's native code is called by its own classes alone")
 
 
 def _builder(class_name: str, name: str, compatible: bool) -> type[OpBuilder]:

@@ -1,7 +1,6 @@
 """Fused transformer layers."""
 
-from shoal.compat.unsupported import unsupported_class
+from shoal.nn.transformer_layer import TransformerConfig as DeepSpeedTransformerConfig
+from shoal.nn.transformer_layer import TransformerLayer as DeepSpeedTransformerLayer
 
-_INSTEAD = "use torch.nn.TransformerEncoderLayer, or torch.compile"
-DeepSpeedTransformerConfig = unsupported_class("DeepSpeedTransformerConfig", _INSTEAD)
-DeepSpeedTransformerLayer = unsupported_class("DeepSpeedTransformerLayer", _INSTEAD)
+__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]

@@ -1,0 +1,161 @@
+"""The transformer layer as a function of its weights, which saves for backward no more than it must.
+
+    post norm (BERT)     a = norm(x + drop(attend(x)));    y = norm(a + drop(mlp(a)))
+    pre norm (GPT)       a = x + drop(attend(norm(x)));    y = a + drop(mlp(norm(a)))
+
+Saved, in units of one hidden state (tokens x hidden), with all options:
+
+    post norm            x, q, k, v, context, a, u (4), y                  11, of which x and y are shared with neighbours
+    pre norm             norm(x), q, k, v, context, norm(a), u (4)         10
+
+u is the wide intermediate before the GELU. Without `invertible` the norms save their inputs, beside their outputs that the
+next products save: 2 more in a stack. Without `recompute_gelu` the GELU's output is saved, 4 more. Dropout saves nothing,
+and neither do attention's probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.attention import Blocks, attend
+from shoal.nn.linear import linear
+from shoal.nn.passes import Gelu, dropout_add, gelu_linear, layer_norm
+from shoal.nn.products import Products
+
+__all__ = ["Affine", "LayerForm", "LayerWeights", "transformer_layer"]
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affine:
+    """Weight and bias of a linear layer (out, in), (out,); or gain and shift of a norm, with the name of the gain."""
+
+    weight: Tensor
+    bias: Tensor
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """The parameters of a layer."""
+
+    qkv: tuple[Affine, ...]
+    """Projections to queries, keys and values: one fused, or three."""
+    attention_output: Affine
+    attention_norm: Affine
+    inner: Affine
+    outer: Affine
+    output_norm: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """The function that a layer computes of its weights."""
+
+    heads: int
+    pre_norm: bool
+    eps: float = 1e-12
+    causal: bool = False
+    scale: float | None = None
+    """The factor on scores; None: 1 / sqrt(head dim)."""
+    gelu: Gelu = "none"
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    invertible: bool = True
+    recompute_gelu: bool = True
+
+
+def transformer_layer(x: Tensor, mask: Tensor | None, weights: LayerWeights, form: LayerForm, products: Products, *,
+                      seed: int = 0) -> Tensor:
+    """Return the layer's output (batch, length, hidden) of `x`.
+
+    `mask` is added to the scores, or hides where it is False if it is bool: (batch, length) of keys, or (batch or 1, heads
+    or 1, length or 1, length). Random numbers follow from torch's generator of the host and `seed`.
+    """
+    seeds = [number ^ seed for number in torch.randint(2**62, (3,)).tolist()] if (
+        form.attention_dropout or form.hidden_dropout) else [0, 0, 0]
+    first = weights.attention_norm
+    source = _norm(x, first, form) if form.pre_norm else x
+    context = _attention(source, mask, weights, form, products, seeds[0])
+    output = linear(context, weights.attention_output.weight, weights.attention_output.bias, products)
+    a = dropout_add(output, x, dropout=form.hidden_dropout, seed=seeds[1])
+    if form.pre_norm:
+        inner = _norm(a, weights.output_norm, form)
+    else:
+        inner = a = _norm(a, first, form)
+    y = dropout_add(_mlp(inner, weights, form, products), a, dropout=form.hidden_dropout, seed=seeds[2])
+    return y if form.pre_norm else _norm(y, weights.output_norm, form)
+
+
+def _norm(h: Tensor, norm: Affine, form: LayerForm) -> Tensor:
+    return layer_norm(h, norm.weight, norm.bias, form.eps, invertible=form.invertible)
+
+
+def _mlp(x: Tensor, weights: LayerWeights, form: LayerForm, products: Products) -> Tensor:
+    u = linear(x, weights.inner.weight, weights.inner.bias, products)
+    if form.recompute_gelu:
+        return gelu_linear(u, weights.outer.weight, weights.outer.bias, approximate=form.gelu, products=products)
+    return linear(F.gelu(u, approximate=form.gelu), weights.outer.weight, weights.outer.bias, products)
+
+
+def _attention(x: Tensor, mask: Tensor | None, weights: LayerWeights, form: LayerForm, products: Products,
+               seed: int) -> Tensor:
+    """Return the context (batch, length, hidden)."""
+    projected = [linear(x, each.weight, each.bias, products) for each in weights.qkv]
+    parts = projected[0].chunk(3, -1) if len(projected) == 1 else projected
+    query, key, value = (part.unflatten(-1, (form.heads, -1)).transpose(1, 2) for part in parts)
+    if x.device.type == "cpu":
+        context = _on_host(query, key, value, mask, form, seed)
+    else:  # fused kernels, which save no probabilities; their dropout is by a counter too
+        context = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=None if mask is None else _four_dims(mask, form, query), scale=form.scale,
+            dropout_p=form.attention_dropout, is_causal=form.causal and mask is None)
+    return context.transpose(1, 2).flatten(-2)
+
+
+def _on_host(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: LayerForm, seed: int) -> Tensor:
+    """Return dense attention by the blocks of `shoal.attention`: padded to whole blocks, and cut again."""
+    length = query.shape[2]
+    missing = -length % _BLOCK
+    padding, bias = _split_mask(mask, query)
+    if missing:
+        query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
+        if padding is None:
+            padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
+        padding = F.pad(padding, (0, missing), value=False if padding.dtype == torch.bool else -torch.inf)
+        bias = None if bias is None else F.pad(bias, (0, missing, 0, missing))
+    blocks = Blocks.dense(length + missing, length + missing, _BLOCK)
+    mode = "mul" if padding is not None and padding.dtype == torch.bool else "add"
+    return attend(query, key, value, blocks, scale=form.scale, causal=form.causal, key_padding=padding,
+                  key_padding_mode=mode, bias=bias, dropout=form.attention_dropout, seed=seed)[:, :, :length]
+
+
+def _split_mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask as one of keys (batch, length), or else as an addend of scores."""
+    if mask is None:
+        return None, None
+    if mask.dim() == 2:
+        return mask, None
+    same_for_queries = mask.shape[-2] == 1 or mask.stride(-2) == 0
+    same_for_heads = mask.shape[1] == 1 or mask.stride(1) == 0
+    if same_for_queries and same_for_heads:
+        return mask[:, 0, 0].expand(query.shape[0], -1), None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return None, mask if mask.shape[-2] > 1 else mask.expand(-1, -1, query.shape[2], -1)
+
+
+def _four_dims(mask: Tensor, form: LayerForm, query: Tensor) -> Tensor:
+    """Return the mask of `scaled_dot_product_attention`, with the causal one in it."""
+    mask = mask[:, None, None] if mask.dim() == 2 else mask
+    mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    if not form.causal:
+        return mask
+    length = query.shape[2]
+    visible = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
