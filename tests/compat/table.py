@@ -39,6 +39,10 @@ REFUSED = {
     "deepspeed.init_inference": "generate with the module of a training engine, or with vLLM",
     "deepspeed.moe.layer.MoE": "write the experts as modules; they train like any others",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "recompute blocks by activation_checkpointing.recompute",
+    "deepspeed.profiling.flops_profiler.get_model_profile": "torch.utils.flop_counter.FlopCounterMode; engine.trace()",
+    "deepspeed.compression.compress.init_compression": "prune and quantize with torch.ao, before initialize",
+    "deepspeed.linear.OptimizedLinear": "adapters of peft, whose frozen weights are sharded",
+    "deepspeed.sequence.fpdt_layer.FPDT_Attention": "sequence.layer.DistributedAttention",
     "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine": "generate within zero.GatheredParameters(model)",
 }
 """Names that import and raise `NotSupportedYet` when they are used, and what to use instead."""

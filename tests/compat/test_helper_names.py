@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.compat.deepspeed.runtime import config, lr_schedules, utils
+from shoal.compat.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from shoal.compat.deepspeed.runtime.fp16.loss_scaler import (
     CreateLossScaler,
     DynamicLossScaler,
@@ -29,7 +30,44 @@ from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearR
 from shoal.compat.deepspeed.utils import logging
 from shoal.compat.deepspeed.utils.init_on_device import OnDevice
 from shoal.compat.deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from shoal.errors import UsageError
 from shoal.testing import run_ranks
+
+CURRICULA: list[tuple[dict[str, Any], list[int]]] = [
+    ({"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}},
+     [8, 8, 16, 24, 24, 32, 40, 40, 48, 56, 64, 64]),
+    ({"min_difficulty": 5, "max_difficulty": 61, "schedule_type": "fixed_linear",
+      "schedule_config": {"total_curriculum_step": 7, "difficulty_step": 3}}, [6, 12, 21, 27, 36, 45, 51, 60, 61, 61]),
+    ({"schedule_type": "fixed_root", "schedule_config": {
+        "total_curriculum_step": 9, "difficulty_step": 1, "root_degree": 3}}, [8, 34, 41, 46, 50, 54, 56, 59, 61, 64, 64]),
+    ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 16, 64], "max_step": [3, 7]}},
+     [8, 8, 8, 8, 16, 16, 16, 16, 64, 64])]
+
+
+@pytest.mark.parametrize(("given", "difficulties"), CURRICULA)
+def test_the_difficulty_of_each_step_is_the_published_one(given: dict[str, Any], difficulties: list[int]) -> None:
+    made = CurriculumScheduler({"min_difficulty": 8, "max_difficulty": 64} | given)
+    assert [made.get_difficulty(step) for step in range(len(difficulties))] == difficulties
+    assert [made.update_difficulty(step) for step in (1, 100, 2)] == [difficulties[1], *[difficulties[-1]] * 2]
+
+
+def test_a_custom_curriculum_asks_its_function_until_the_largest() -> None:
+    made = CurriculumScheduler({"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "custom"})
+    with pytest.raises(UsageError, match="set_custom_get_difficulty"):
+        made.get_difficulty(3)
+    made.set_custom_get_difficulty(lambda step: step * 10)
+    assert [made.update_difficulty(step) for step in (3, 9, 1)] == [30, 90, 90]
+    assert made.state["current_difficulty"] == 90
+
+
+@pytest.mark.parametrize(("given", "error"), [
+    ({}, AssertionError), ({"schedule_type": "no"}, RuntimeError),
+    ({"schedule_type": "fixed_root", "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 1}}, AssertionError),
+    ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1], "max_step": [1]}}, AssertionError)])
+def test_curricula_without_what_they_need_are_refused(given: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="curriculum: "):
+        CurriculumScheduler({"min_difficulty": 8, "max_difficulty": 64} | given)
+
 
 BALANCED: list[tuple[list[float], int, list[int]]] = [
     ([1, 2, 3, 4, 5], 2, [0, 3, 5]), ([1] * 10, 3, [0, 4, 7, 10]), ([5, 1, 1, 1], 2, [0, 1, 4]),

@@ -34,10 +34,11 @@ class DistributedAttention(nn.Module):
     """Any attention of whole sequences, over sequences that the ranks of a group have parts of."""
 
     def __init__(self, local_attention: Any, sequence_process_group: Any, scatter_idx: int = 2, gather_idx: int = 0,
-                 sp_stream: Any = None):
+                 sp_stream: Any = None, num_kv_heads: int | None = None):
         """Take `local_attention(query, key, value, *args, **kwargs)`, which is given some heads of whole sequences.
 
-        `scatter_idx` is the dim of heads, `gather_idx` that of positions. `sp_stream` has no effect, with a warning.
+        `scatter_idx` is the dim of heads, `gather_idx` that of positions. `sp_stream` has no effect, with a warning, and
+        `num_kv_heads` none: the heads of keys are counted.
         """
         super().__init__()
         self.local_attn = local_attention
@@ -48,12 +49,17 @@ class DistributedAttention(nn.Module):
             warn_once("DistributedAttention: sp_stream has no effect: messages and computation do not overlap here")
 
     @as_published
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int,
+                rotary_pos_emb: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         """Return this rank's positions of the result, in the layout of what `local_attention` returns.
 
         Operands have four dims, of which the first three are batch, positions and heads in any order. `local_attention`
-        returns their layout, or joins heads and their dim (Megatron). Raises UsageError for other shapes.
+        returns their layout, or joins heads and their dim (Megatron). Raises UsageError for other shapes, NotSupportedYet
+        for `rotary_pos_emb`.
         """
+        if rotary_pos_emb is not None:
+            raise NotSupportedYet("DistributedAttention: rotary_pos_emb is not supported yet; rotate query and key of this "
+                                  "rank by its own positions before the call")
         order = self._order(query, batch_dim_idx)
         axis = self._sequence_axis()
         if query.shape[self.scatter_idx] < axis.ranks:
@@ -220,8 +226,9 @@ def _exchange(tensor: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
 
 
 @as_published
-def single_all_to_all(input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, group: Any = None,
-                      async_op: bool = False, handle: Any = None, type: Any = None) -> Tensor:
+def single_all_to_all(input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any,
+                      async_op: bool = False, handle: Any = None, type: Any = None,
+                      num_kv_heads: int | None = None) -> Tensor:
     """Return this rank's part of dim `scatter_idx` of every rank's `input`, joined along dim `gather_idx`.
 
     Raises NotSupportedYet for `async_op`, UsageError where the ranks do not divide the dim.

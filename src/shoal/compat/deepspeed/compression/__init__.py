@@ -1,0 +1,5 @@
+"""Compression of models."""
+
+from shoal.compat.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, {})
