@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers \
+.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers record \
 	bench-slow-network bench-communication bench-gpu peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -83,6 +83,7 @@ check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/pytest tests/test_house.py
 
 bench: .venv/.installed  ## time a step, its bytes and memory beside DDP, FSDP2 and (after make peers) DeepSpeed
+	$(BIN)/python benchmarks/tuning.py
 	$(BIN)/python benchmarks/zero.py
 
 bench-tiers: .venv/.installed  ## time state on the host and on disk: steps, the disk beside fio, overlap, memory; DISK=folder
@@ -100,6 +101,9 @@ bench-communication: .venv/.installed  ## time and count what compressing and sp
 	$(BIN)/python benchmarks/communication.py --plot
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/sparse.py
+
+record: .venv/.installed  ## list the sections of docs/measurements.md, or make some anew; SECTIONS='tuning-2 zero-2'
+	$(BIN)/python benchmarks/record.py $(if $(SECTIONS),$(filter-out none,$(SECTIONS)),--list)
 
 bench-gpu: .venv/.installed  ## say what a GPU campaign lacks here; with a GPU run its three commands of ten minutes each
 	$(BIN)/python benchmarks/gpu_campaign.py

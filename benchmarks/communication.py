@@ -4,9 +4,10 @@
     python benchmarks/communication.py --quick                      # a tiny model and two rates, to try it
 
 Hosts are those of hosts.py, with one rank of one thread each. Few sequences make a step, so that what is measured is
-communication: DDP, our AdamW, and each optimizer that compresses (COMPRESSING in catalogue.py), past its warm-up. Then a
-training from its first step to its last, at the lowest rate (through.py); at others its speed follows from the seconds of a
-step in and after the warm-up.
+communication: DDP, plain and with the hooks that torch offers, our AdamW, and each optimizer that compresses (COMPRESSING in
+catalogue.py), in a step that is compressed. The speed of a training follows from the seconds of such a step, of one that is
+not, and the share of both in the very training in which convergence.py measures quality. A short training whose every step
+counts is run too, at the lowest rate (through.py).
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from math import inf
 from pathlib import Path
 
 import link
-from catalogue import BASELINE, COMPRESSED, FREEZE, SYSTEMS, WARM_UP
+from catalogue import BASELINE, COMPRESSED, DDP_COMPRESSING, FREEZE, SYSTEMS, TRAINING_STEPS, exact_share
 from crossing import picture
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from link import FRAME, PAYLOAD
 from machine import ROOT
-from outcome import FOLDER, Outcome, Sheet, Target
+from outcome import FOLDER, Outcome, Sheet, Target, spread_ratio
 from progress import progress
-from speeds import curve, fitting, interface, sent, times
+from speeds import curve, fitting, interface, round_times, sent, times
 from sweep import Cell, Found, add_arguments, sweep
 from through import Through, through
 from workloads import parameters
 
 RATES = ("200mbit", "1gbit", link.UNLIMITED)
-QUICK = (BASELINE, "shoal-1", "onebit-adam-1")
-CHOICES = (BASELINE, "ddp-fp16", "shoal-0", "shoal-1", "shoal-lamb-1", *COMPRESSED)
+QUICK = (BASELINE, "ddp-bf16", "ddp-powersgd-1", "shoal-1", "onebit-adam-1")
+CHOICES = (BASELINE, *DDP_COMPRESSING, "shoal-0", "shoal-1", "shoal-lamb-1", *COMPRESSED)
 FEWER: dict[int, tuple[tuple[str, int, float], ...]] = {
     0: (("fp32", 4, 30.0), ("16-bit", 2, 15.0)),
     1: (("16-bit", 2, 12.0),),
 }
 """By stage: beside which gradients and weights, their bytes an element, and how many times fewer bytes are promised."""
-SLOW, FASTER, END_TO_END = "200mbit", 5.0, 3.0
+SLOW, END_TO_END = "200mbit", 3.0
 FAST, NO_SLOWER = "1gbit", 1.0
 PACKING = 0.1  # of a step, at most
 IMAGES = ("communication.svg", "communication.png")
@@ -60,7 +61,7 @@ class Results:
 
     @property
     def compressed(self) -> list[str]:
-        return [name for name in self.names if SYSTEMS[name].warm_up]
+        return [name for name in self.names if name in COMPRESSED]
 
     @property
     def whole(self) -> float:
@@ -136,18 +137,24 @@ def outcome(results: Results, groups: Sequence[Found], *, seconds: float, pictur
     failures = [f"{SYSTEMS[name].title}: {reason}." for found in (*groups, results.trained)
                 for name, reason in found.failures.items()]
     note = (
-        f"GPT of {parameters(plan.workload):,} parameters, fp32, {plan.ranks} hosts with one gloo rank of one thread each, "
-        f"{plan.microbatch} sequence(s) of {plan.length} tokens a host and step, no clipping. {plan.rounds} round(s) of "
-        f"about {seconds:g} s a turn, the first step of each not counted; the median over rounds. Losses are those after "
-        f"{plan.warm} steps. The compressing optimizers are past their warm-up. Training from end to end is run once, at "
-        f"{results.trained.rate}, and computed for all rates: 1 / ({WARM_UP:g} x seconds of our step in the warm-up + "
-        f"{1 - WARM_UP:g} x seconds after it). The interfaces count headers once for up to 64 KiB (offload); in packets of "
+        f"GPT of {parameters(plan.workload):,} parameters, fp32, {plan.ranks} hosts with one gloo rank of one thread "
+        f"each, {plan.microbatch} sequence(s) of {plan.length} tokens a host and step, no clipping. {plan.rounds} "
+        f"round(s) of about {seconds:g} s a turn, the first step of each not counted; the median over rounds. Losses are "
+        f"those after {plan.warm} steps; ratios are medians over rounds with their quartiles. The steps of compressing "
+        f"optimizers and of PowerSGD are past their warm-up. A training is computed: w x seconds of an uncompressed step "
+        f"+ (1 - w) x seconds of a compressed one, w being the share that examples/gpt's configuration sends "
+        f"uncompressed in {TRAINING_STEPS} steps, the training of convergence.py; a short one is run at "
+        f"{results.trained.rate}. Two settings of PowerSGD stand here, because its stock hook fails on gloo with several "
+        f"buckets: one bucket of the whole model, or waiting in the hook. The interfaces count headers once for up to 64 "
+        f"KiB (offload); in packets of "
         f"1500 bytes they are 4.6 % of the payload.")
     promised = plan.workload == "30m"  # a tiny model sends little, and of that much is not its gradients
     return Outcome(benchmark="communication", command=" ".join(["python", *sys.argv]), note=" ".join([note, *failures]),
                    sheets=sheets, targets=tuple(targets(results)) if promised else (), pictures=pictures,
                    raw={"plan": asdict(plan), "sends": results.sends, "groups": [asdict(found) for found in groups],
-                        "trained": results.trained.raw})
+                        "trained": results.trained.raw, "training times": {
+                            name: {rate: training_times(results, name, rate) for rate in rates} for name in results.names
+                            if results.compared(name) and (not SYSTEMS[name].warm_up or results.ends(name))}})
 
 
 def targets(results: Results) -> list[Target]:
@@ -161,10 +168,9 @@ def targets(results: Results) -> list[Target]:
                            measured=size * results.whole / measured) for dtype, size, fewer in FEWER[SYSTEMS[name].stage]]
         targets += [Target(what=f"{title}: bytes on the interface over the formula", low=0.97, high=1.03,
                            measured=measured / results.sends[name])]
-        for rate, fewest in ((SLOW, FASTER), (FAST, NO_SLOWER)):
-            if rate in results.rates and results.compared(name):
-                targets += [Target(what=f"{title} at {rate}: times DDP's samples a second", low=fewest, high=infinite,
-                                   measured=times(found, name, rate))]
+        if FAST in results.rates and results.compared(name):
+            targets += [Target(what=f"{title} at {FAST}: times DDP's samples a second", low=NO_SLOWER, high=infinite,
+                               measured=times(found, name, FAST))]
         targets += [Target(what=f"{title}: packing and unpacking, of the step, at the rate where that is most", unit=" %",
                            measured=100 * max(packing.values()), high=100 * PACKING)]
     return targets + (results.trained.targets(END_TO_END) if results.trained.rate == SLOW else [])
@@ -174,15 +180,21 @@ def _speeds(results: Results) -> list[Sheet]:
     others = [name for name in results.names if name != BASELINE and results.compared(name)]
     if not others:
         return []
-    rows = [(SYSTEMS[name].title, *(f"{times(results.found[name], name, rate):.2f}" for rate in results.rates))
+    rows = [(SYSTEMS[name].title, *(spread_ratio(round_times(results.found[name], name, rate)) for rate in results.rates))
             for name in others]
-    whole = [(SYSTEMS[name].title, *(f"{times(results.found[name], name, rate, warm_up=WARM_UP):.2f}"
-                                     for rate in results.rates)) for name in results.compressed if results.ends(name)]
-    sheets = [Sheet(title="Times DDP", columns=("system", *results.rates), rows=tuple(rows))]
-    if whole:
-        sheets.append(Sheet(title=f"Times DDP from end to end, {WARM_UP:.0%} of the steps being warm-up, computed",
-                            columns=("system", *results.rates), rows=tuple(whole)))
+    sheets = [Sheet(title="Times DDP, a step", columns=("system", *results.rates), rows=tuple(rows))]
+    whole = [(SYSTEMS[name].title, f"{exact_share(name):.1%}",
+              *(spread_ratio(training_times(results, name, rate)) for rate in results.rates))
+             for name in others if not SYSTEMS[name].warm_up or results.ends(name)]
+    sheets.append(Sheet(title=f"Times DDP, a training of {TRAINING_STEPS} steps, computed", rows=tuple(whole),
+                        columns=("system", "sent uncompressed", *results.rates)))
     return sheets
+
+
+def training_times(results: Results, name: str, rate: str) -> list[float]:
+    """Return how many times as fast as DDP a training from end to end is, by round: its uncompressed share at that speed."""
+    share = exact_share(name) if SYSTEMS[name].warm_up else 0.0
+    return round_times(results.found[name], name, rate, warm_up=share)
 
 
 def _trained(results: Results) -> list[Sheet]:

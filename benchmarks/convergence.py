@@ -1,9 +1,10 @@
-"""How well optimizers that compress learn beside those that do not: bits per byte of held-out text, over several seeds.
+"""How well a training that compresses learns beside one that does not: bits per byte of held-out text, over several seeds.
 
     python benchmarks/convergence.py [--seeds 0 1 2] [--plot]
     python benchmarks/convergence.py --quick                       # a tiny model, few steps and one seed, to try it
 
-A run is examples/gpt/train.py under `shoal run`, once for each configuration and seed of the weights. Each keeps a folder of
+A run is examples/gpt/train.py under `shoal run`, once for each configuration and seed of the weights, and ddp_train.py,
+which trains the first configuration under DDP, once for each of torch's communication hooks and seed. Each keeps a folder of
 its own under --runs, and its checkpoints in it: what is there already is not run again, and what was interrupted goes on.
 """
 
@@ -14,10 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from catalogue import TRAINING_STEPS
+from ddp_hooks import BY_NAME
 from interrupts import leaving
 from learned import Learned, band, picture
 from machine import ROOT
@@ -33,6 +36,7 @@ BASELINE = "AdamW"
 COUNTERPARTS = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "Lamb"}
 """The optimizer that each compressing one is while it warms up."""
 WITHIN = 0.5  # percent
+DDP = "DDP"
 IMAGES = ("convergence.svg", "convergence.png")
 
 
@@ -43,6 +47,8 @@ class Case:
     path: Path
     optimizer: str
     steps: int
+    hook: str = ""
+    """Of DDP, which then trains in place of Shoal."""
 
     @classmethod
     def read(cls, path: Path, steps: int | None) -> Case:
@@ -52,14 +58,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.optimizer} ({self.path.stem})"
+        return f"DDP, AdamW, hook {self.hook}" if self.hook else f"{self.optimizer} ({self.path.stem})"
 
 
 def main() -> None:
     options = _options()
     cases = [Case.read(path, options.steps) for path in options.configs]
+    cases += [replace(cases[0], hook=hook, optimizer=DDP) for hook in options.hooks]
     runs = {(case, seed): Run(config=case.path, seed=seed, steps=case.steps, model=options.model, ranks=options.ranks,
-                              folder=options.runs) for seed in options.seeds for case in cases}
+                              folder=options.runs, hook=case.hook) for seed in options.seeds for case in cases}
     with leaving(), progress() as tell:
         failures = train(list(runs.values()), options.jobs, tell)
     learned = {case: [runs[case, seed].learned() for seed in options.seeds if runs[case, seed].done] for case in cases}
@@ -78,7 +85,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--configs", nargs="+", type=Path, default=[ROOT / path for path in CONFIGS], metavar="FILE",
                         help=f"configurations of examples/gpt/train.py ({' '.join(map(str, CONFIGS))})")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the weights (0 1 2)")
-    parser.add_argument("--steps", type=int, help="of each run (the configuration's), to which its schedule is stretched")
+    parser.add_argument("--hooks", nargs="*", choices=tuple(BY_NAME), default=list(BY_NAME)[1:5], metavar="HOOK",
+                        help=f"of DDP, beside the first configuration ({' '.join(list(BY_NAME)[1:5])})")
+    parser.add_argument("--steps", type=int, default=TRAINING_STEPS,
+                        help=f"of each run, to which its schedule and its warm-up are stretched ({TRAINING_STEPS})")
     parser.add_argument("--model", default="3m", help="preset of examples/gpt/model.py (3m)")
     parser.add_argument("--ranks", type=int, default=2, help="of each run (2)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
@@ -88,7 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/convergence.json)")
     options = parser.parse_args()
     if options.quick:
-        options.model, options.steps, options.seeds = "tiny", options.steps or 20, options.seeds[:1]
+        options.model, options.steps, options.seeds = "tiny", min(options.steps, 20), options.seeds[:1]
         options.out = options.out or FOLDER / "quick-convergence.json"
     return options
 
@@ -123,27 +133,49 @@ def ratios(learned: dict[Case, list[Learned]], case: Case, optimizer: str) -> li
     return [mine.bits / theirs.bits for mine, theirs in zip(learned[case], learned[other], strict=True)]
 
 
+def noise(learned: dict[Case, list[Learned]]) -> float:
+    """Return the spread of seeds, in percent: the range of the first case's bits per byte over its mean; 0 of one seed."""
+    bits = [each.bits for each in next(iter(learned.values()))]
+    return 100 * (max(bits) - min(bits)) / statistics.fmean(bits)
+
+
+def above(ratios: Sequence[float], noise: float) -> str:
+    """Return how much more bits some ratios are, their range over seeds, and whether that is less than the `noise`."""
+    if not ratios:
+        return ""
+    percent = [100 * (ratio - 1) for ratio in ratios]
+    mean = statistics.fmean(percent)
+    within = ", within noise" if abs(mean) < noise else ""
+    return f"{mean:+.2f} % ({min(percent):+.2f} to {max(percent):+.2f}){within}"
+
+
 def outcome(learned: dict[Case, list[Learned]], failures: Sequence[str], options: argparse.Namespace) -> Outcome:
     """Lay the quality of every case beside that of AdamW and of its counterpart."""
     rows: list[tuple[str, ...]] = []
     targets: list[Target] = []
+    spread = noise(learned) if learned else 0.0
     for case, found in learned.items():
         counterpart = COUNTERPARTS.get(case.optimizer, BASELINE)
         beside = [ratios(learned, case, optimizer) for optimizer in (BASELINE, counterpart)]
         bits = [each.bits for each in found]
         rows.append((case.name, f"{statistics.fmean(bits):.4f}", *(f"{each:.4f}" for each in bits),
-                     *(f"{statistics.fmean(each):.4f}" if each else "" for each in beside)))
-        if case.optimizer in COUNTERPARTS and beside[0] and options.model != "tiny":  # which learns next to nothing
+                     *(above(each, spread) for each in beside)))
+        if (case.optimizer in COUNTERPARTS or case.hook) and beside[0] and options.model != "tiny":  # which learns little
             targets.append(Target(what=f"{case.name}: bits per byte above {BASELINE}'s, the mean over seeds", unit=" %",
-                                  measured=100 * (statistics.fmean(beside[0]) - 1), high=WITHIN))
+                                  measured=100 * (statistics.fmean(beside[0]) - 1), high=WITHIN,
+                                  spread=(100 * (min(beside[0]) - 1), 100 * (max(beside[0]) - 1))))
     sheet = Sheet(title="Bits per byte of held-out text", rows=tuple(rows), columns=(
-        "optimizer", "mean", *(f"seed {seed}" for seed in options.seeds), f"x {BASELINE}", "x what it warms up as"))
+        "optimizer", "mean", *(f"seed {seed}" for seed in options.seeds), f"above {BASELINE}'s", "above its warm-up's"))
     steps = ", ".join(sorted({f"{case.steps:,}" for case in learned}))
     note = (f"GPT {options.model} of examples/gpt on the standard library's sources, {options.ranks} ranks, {steps} steps; "
-            f"seeds are of the weights, and a ratio is taken within a seed. Less is better.")
+            f"seeds are of the weights, a ratio is taken within a seed, and less is better. The spread of seeds is "
+            f"{spread:.2f} % (the range of the first row over its mean); a smaller difference is within noise. "
+            f"Differences are "
+            f"means, with the least and the most.")
     return Outcome(benchmark="convergence", command=" ".join(["python", *sys.argv]), sheets=(sheet,), targets=tuple(targets),
                    note=" ".join([note, *failures]), pictures=IMAGES[:1] if options.plot else (),
-                   raw={case.name: {"bits": [each.bits for each in found],
+                   raw={case.name: {"above": [100 * (each - 1) for each in ratios(learned, case, BASELINE)], "noise": spread,
+                                    "steps": case.steps, "bits": [each.bits for each in found],
                                     "training": [asdict(point) for point in band(found)]}
                         for case, found in learned.items()})
 

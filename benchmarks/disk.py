@@ -1,11 +1,12 @@
-"""State that rests on a disk, beside fio at the same block size and depth: bytes per second, and processor time per byte.
+"""State that rests on a disk, beside fio at its best: bytes per second, and processor time per byte.
 
     python benchmarks/disk.py FOLDER [--size 1024] [--rounds 7] [--block 1024] [--requests 8]
 
 A span of `size` MiB in a swap file of FOLDER is read, written, and both (fetched, changed, committed), chunk after chunk
 with a few fetched ahead, as a step of the optimizer does it; checksums, and the faults of the pages that come and go, are
-part of it, and so is filling or changing the memory where it is written. fio moves the same bytes from and to one warm
-buffer with libaio. Ways take turns; ratios are taken within a round. Without fio there are no ratios.
+part of it, and so is filling or changing the memory where it is written, with random bytes. fio moves as many random bytes
+from and to warm buffers. Before the rounds it does so with every engine of `ENGINES` at every depth of `DEPTHS`, and the
+fastest of each way counts: it takes turns with ours, and ratios are taken within a round. Without fio there are no ratios.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from outcome import Outcome, Sheet, Target
+from outcome import Outcome, Sheet, Target, quartiles, spread_ratio
 from torch import Tensor
 
 from shoal.tier.disk_span import CHUNK, DiskSpan
@@ -36,6 +37,29 @@ GIGA = 1e9
 AHEAD = 8
 """Chunks that are fetched before the one in use is done."""
 WAYS = ("read", "write", "both")
+ENGINES = ("libaio", "io_uring", "psync")
+"""Of fio; psync, which waits for each request, has a thread for each."""
+DEPTHS = (4, 8, 16, 32)
+SWEEPS = 2
+"""Runs of each engine and depth, of which the faster counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How fio moves bytes."""
+
+    engine: str
+    depth: int
+
+    @property
+    def words(self) -> list[str]:
+        threads = self.engine == "psync"
+        return [f"--ioengine={self.engine}", f"--iodepth={1 if threads else self.depth}",
+                f"--numjobs={self.depth if threads else 1}"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, {self.depth}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +74,39 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     found: dict[str, list[Speed]] = {}
+    swept = _sweep(options) if shutil.which("fio") else {}
+    best = {way: max(speeds, key=lambda setting: speeds[setting].rate) for way, speeds in swept.items()}
     swap = Swap(options.folder, block_bytes=options.block << 10, requests=options.requests)
     try:
         span = DiskSpan(swap, (options.size << 20) // 4, torch.float32, "the span")
         ways = _ways(span)
         ways["write"]()  # the first writing of a file is slower than any later one
         for number in range(options.rounds + 1):
-            for who, way in product(("fio", "shoal") if shutil.which("fio") else ("shoal",), WAYS):
+            for who, way in product(("fio", "shoal") if best else ("shoal",), WAYS):
                 size = span.tensor.nbytes * (2 if way == "both" else 1)
-                speed = _fio(way, options) if who == "fio" else _timed(ways[way], size)
+                speed = _fio(way, best[way], options) if who == "fio" else _timed(ways[way], size)
                 if number:  # the first round makes fio's file
                     found.setdefault(f"{who}, {way}", []).append(speed)
     finally:
         swap.close()
         _fio_file(options).unlink(missing_ok=True)
-    _publish(found, options)
+    _publish(found, swept, best, options)
 
 
-def _publish(found: dict[str, list[Speed]], options: argparse.Namespace) -> None:
+def _sweep(options: argparse.Namespace) -> dict[str, dict[Setting, Speed]]:
+    """Return the speed of fio by way and setting; an engine that the system does not have is left out."""
+    found: dict[str, dict[Setting, Speed]] = {way: {} for way in WAYS}
+    for engine, depth, way in product(ENGINES, DEPTHS, WAYS):
+        setting = Setting(engine=engine, depth=depth)
+        try:
+            found[way][setting] = max((_fio(way, setting, options) for _ in range(SWEEPS)), key=lambda speed: speed.rate)
+        except subprocess.CalledProcessError as error:
+            sys.stderr.write(f"fio, {setting.name}: left out: {error.stderr.strip()[-200:]}\n")
+    return found
+
+
+def _publish(found: dict[str, list[Speed]], swept: dict[str, dict[Setting, Speed]], best: dict[str, Setting],
+             options: argparse.Namespace) -> None:
     ratios = {way: [mine.rate / theirs.rate
                     for mine, theirs in zip(found[f"shoal, {way}"], found[f"fio, {way}"], strict=True)]
               for way in WAYS if f"fio, {way}" in found}
@@ -76,17 +115,29 @@ def _publish(found: dict[str, list[Speed]], options: argparse.Namespace) -> None
         for who in ("fio", "shoal"):
             if (speeds := found.get(f"{who}, {way}")) is None:
                 continue
-            ratio = f"{statistics.median(ratios[way]):.2f}" if who == "shoal" and way in ratios else ""
-            rows.append((f"{who}, {way}", f"{statistics.median(speed.rate for speed in speeds) / GIGA:.2f}", ratio,
+            ratio = spread_ratio(ratios[way]) if who == "shoal" and way in ratios else ""
+            name = f"{who}, {way}" + (f" ({best[way].name})" if who == "fio" else "")
+            rows.append((name, f"{statistics.median(speed.rate for speed in speeds) / GIGA:.2f}", ratio,
                          f"{statistics.median(speed.processor for speed in speeds):.2f}"))
     targets = tuple(Target(what=f"{way}: bytes per second over those of fio", measured=statistics.median(found), low=0.9,
-                           high=float("inf")) for way, found in ratios.items())
+                           high=float("inf"), spread=quartiles(found)[::2]) for way, found in ratios.items())
+    settings = list(dict.fromkeys(setting for speeds in swept.values() for setting in speeds))
+    table = [(setting.name, *(_both(speeds.get(setting)) for speeds in swept.values())) for setting in settings]
     Outcome(benchmark="disk", command=" ".join(["python", *sys.argv]),
-            note=f"{options.size} MiB, blocks of {options.block} KiB, {options.requests} requests, {options.rounds} rounds.",
+            note=(f"{options.size} MiB of random bytes, blocks of {options.block} KiB, {options.requests} requests of ours, "
+                  f"{options.rounds} rounds. fio at the fastest engine and depth of its sweep, of which the faster of "
+                  f"{SWEEPS} "
+                  f"runs counts; ratios with their quartiles."),
             sheets=(Sheet(title="State on disk", rows=tuple(rows),
-                          columns=("way", "median GB/s", "x fio", "processor s/GB")),),
+                          columns=("way", "median GB/s", "x fio", "processor s/GB")),
+                    Sheet(title="fio by engine and depth: GB/s (processor s/GB)", rows=tuple(table),
+                          columns=("engine, depth", *WAYS))),
             targets=targets, raw={name: [asdict(speed) for speed in speeds] for name, speeds in found.items()},
             ).publish(options.out)
+
+
+def _both(speed: Speed | None) -> str:
+    return f"{speed.rate / GIGA:.2f} ({speed.processor:.2f})" if speed else "-"
 
 
 def _options() -> argparse.Namespace:
@@ -101,9 +152,9 @@ def _options() -> argparse.Namespace:
 
 
 def _ways(span: DiskSpan) -> dict[str, Callable[[], None]]:
-    ones = torch.ones(CHUNK)
+    noise = torch.randint(256, (4 * CHUNK,), dtype=torch.uint8).view(torch.float32)
     return {"read": lambda: _pass_over(span, None),
-            "write": lambda: _pass_over(span, lambda chunk: chunk.copy_(ones[:chunk.numel()]), fresh=True),
+            "write": lambda: _pass_over(span, lambda chunk: chunk.copy_(noise[:chunk.numel()]), fresh=True),
             "both": lambda: _pass_over(span, lambda chunk: chunk.add_(1))}
 
 
@@ -136,15 +187,17 @@ def _processor() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _fio(way: str, options: argparse.Namespace) -> Speed:
+def _fio(way: str, setting: Setting, options: argparse.Namespace) -> Speed:
     """Let fio move the bytes that a way moves; reading and writing at once are half reads and half writes."""
-    size = options.size * (2 if way == "both" else 1)
-    command = ["fio", "--name=disk", f"--filename={_fio_file(options)}", f"--filesize={options.size}M", f"--io_size={size}M",
-               f"--rw={'rw' if way == 'both' else way}", f"--bs={options.block}k", f"--iodepth={options.requests}",
-               "--ioengine=libaio", "--direct=1", "--output-format=json"]
+    size, jobs = options.size * (2 if way == "both" else 1), setting.depth if setting.engine == "psync" else 1
+    share = options.size // jobs
+    command = ["fio", "--name=disk", f"--filename={_fio_file(options)}", f"--filesize={options.size}M", f"--size={share}M",
+               f"--offset_increment={share}M", f"--io_size={size // jobs}M", f"--rw={'rw' if way == 'both' else way}",
+               f"--bs={options.block}k", *setting.words, "--thread", "--group_reporting", "--direct=1",
+               "--output-format=json"]
     job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
     rate = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
-    return Speed(rate=rate, processor=(job["usr_cpu"] + job["sys_cpu"]) / 100 / rate * GIGA)
+    return Speed(rate=rate, processor=jobs * (job["usr_cpu"] + job["sys_cpu"]) / 100 / rate * GIGA)
 
 
 def _fio_file(options: argparse.Namespace) -> Path:

@@ -6,19 +6,23 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+BEFORE = os.getloadavg()[0]
+"""Processes that were busy or waited for a processor before this program began, the mean of a minute."""
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 
 
 def facts() -> dict[str, str]:
-    """Return processor, cores, memory, system, versions, commit and date, ready for JSON."""
+    """Return processor, cores, memory, system, load, versions, commit and date, ready for JSON."""
     return {"date": date.today().isoformat(), "processor": _processor(), "cores": str(len(os.sched_getaffinity(0))),
             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
             "system": f"{platform.system()} {platform.release().partition('-')[0]}", "python": platform.python_version(),
+            "load": f"{BEFORE:.1f} before the run, {os.getloadavg()[0]:.1f} at its end",
             "torch": metadata.version("torch"), "shoal": metadata.version("shoal"), "deepspeed": _deepspeed(),
             "commit": _commit()}
 
@@ -46,7 +50,17 @@ def _deepspeed() -> str:
 
 def _commit() -> str:
     answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
+    if not (commit := answer.stdout.strip()):
+        return "unknown"
+    edited = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src", "benchmarks"], cwd=ROOT, check=False).returncode
+    return f"{commit} with uncommitted changes" if edited else commit
+
+
+def changes_since(commit: str, paths: Sequence[str]) -> int | None:
+    """Return how many commits after `commit` have changed `paths`; None where that cannot be told."""
+    answer = subprocess.run(["git", "rev-list", "--count", f"{commit}..HEAD", "--", *paths], cwd=ROOT, capture_output=True,
+                            text=True, check=False)
+    return int(answer.stdout) if answer.returncode == 0 else None
 
 
 if __name__ == "__main__":

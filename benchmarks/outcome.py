@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +15,21 @@ from rich.console import Console
 from rich.table import Table
 
 FOLDER = ROOT / "out" / "benchmarks"
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper one; not-a-number where there is no value."""
+    if len(values) < 2:
+        only = values[0] if values else math.nan
+        return only, only, only
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def spread_ratio(values: Sequence[float]) -> str:
+    """Return the median of some ratios with their quartiles, as text."""
+    low, middle, high = quartiles(values)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,8 @@ class Target:
     high: float
     low: float = float("-inf")
     unit: str = ""
+    spread: tuple[float, float] | None = None
+    """The quartiles of the rounds of which `measured` is the median."""
 
     @property
     def met(self) -> bool:
@@ -57,7 +76,9 @@ class Target:
         bounds = {(False, False): "", (False, True): f"at most {self.high:g}", (True, False): f"at least {self.low:g}",
                   (True, True): f"{self.low:g} to {self.high:g}"}
         limits = bounds[self.low != float("-inf"), self.high != float("inf")]
-        return self.what, f"{limits}{self.unit}", f"{self.measured:.3g}{self.unit}", "met" if self.met else "**missed**"
+        spread = f" ({self.spread[0]:.3g} to {self.spread[1]:.3g})" if self.spread else ""
+        return (self.what, f"{limits}{self.unit}", f"{self.measured:.3g}{self.unit}{spread}",
+                "met" if self.met else "**missed**")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

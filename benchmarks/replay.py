@@ -11,17 +11,22 @@ from shoal.tier import DiskSpan, Swap, Transfer
 from shoal.tier.store import PAGE_POOL, WRITE_AHEAD
 
 CHUNK = 1 << 20
-PIECES = 4
 REQUESTS = 16  # the default of an engine: 8 each way
 
 
 class Replay:
     """Transfers of units with weights, gradients and two moments in fp32 on disk, stepped after or within backward.
 
-    `units` are their sizes in elements; `buffers` units have their weights in memory at once.
+    `units` are their sizes in elements; `buffers` units have their weights in memory at once. `pieces` of state are in
+    memory at once: as in an engine of that `buffer_count` about half of them are fetched ahead, across units, and the others
+    are written.
     """
 
-    def __init__(self, folder: str, units: list[int], *, buffers: int, in_backward: bool = False):
+    def __init__(self, folder: str, units: list[int], *, buffers: int, pieces: int, in_backward: bool = False):
+        self._fetches_ahead = (pieces - 1) // 2
+        self._commits_behind = pieces - 1 - self._fetches_ahead
+        self._pieces: deque[tuple[list[DiskSpan], int, int]] = deque()
+        self._fetched: deque[tuple[list[DiskSpan], int, int, list[Transfer]]] = deque()
         self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, page_pool=PAGE_POOL)
         self._units = [[DiskSpan(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
         self._buffers = buffers
@@ -41,18 +46,22 @@ class Replay:
             if unit in last:
                 unit[0].fetch()
             unit[0].commit(changed=False)
+        if self._in_backward:
+            self._begin(self._units[::-1])
         for unit in _ahead(self._units[::-1], self._buffers):
             if unit in last and self._last_resident:
                 unit[0].commit(changed=False)
             if self._in_backward:
-                self._step([unit])
+                self._step(unit)
             else:
                 unit[1].fetch(fresh=True).wait()
                 unit[1].commit()
             if self._in_backward or unit not in first:
                 unit[0].commit(changed=False)
         if not self._in_backward:
-            self._step(self._units, resident=first, keep=last)
+            self._begin(self._units)
+            for unit in self._units:
+                self._step(unit, resident=unit in first, keep=unit in last)
         self._last_resident = True
 
     def settle(self) -> None:
@@ -65,33 +74,37 @@ class Replay:
         """Remove the file."""
         self._swap.close()
 
-    def _step(self, units: list[list[DiskSpan]], *, resident: Sequence[list[DiskSpan]] = (),
-              keep: Sequence[list[DiskSpan]] = ()) -> None:
-        """Step `units`; weights of the `resident` ones are in memory, and weights of the `keep` ones stay there."""
-        pieces = deque((unit, start, min(start + CHUNK, unit[0].tensor.numel()))
-                       for unit in units for start in range(0, unit[0].tensor.numel(), CHUNK))
-        fetched: deque[tuple[list[DiskSpan], int, int, list[Transfer]]] = deque()
-        while pieces or fetched:
-            while pieces and len(fetched) < 2:
-                unit, start, stop = pieces.popleft()
-                fetched.append((unit, start, stop, [span.fetch(start, stop) for span in self._stepped(unit)]))
-            unit, start, stop, arriving = fetched.popleft()
+    def _begin(self, units: Sequence[list[DiskSpan]]) -> None:
+        """Start fetching what steps of `units`, in this order, need first."""
+        self._pieces = deque((unit, start, min(start + CHUNK, unit[0].tensor.numel()))
+                             for unit in units for start in range(0, unit[0].tensor.numel(), CHUNK))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._pieces and len(self._fetched) <= self._fetches_ahead:
+            unit, start, stop = self._pieces.popleft()
+            spans = unit[2:] if self._in_backward else unit  # within backward gradient and weights are in memory then
+            self._fetched.append((unit, start, stop, [span.fetch(start, stop) for span in spans]))
+
+    def _step(self, unit: list[DiskSpan], *, resident: bool = False, keep: bool = False) -> None:
+        """Step `unit`; with `resident` its weights are in memory, and with `keep` they stay there."""
+        stepped = [unit[0], *unit[2:]] if self._in_backward else unit
+        while self._fetched and self._fetched[0][0] is unit:
+            _, start, stop, arriving = self._fetched.popleft()
+            self._fill()
+            if self._in_backward:
+                arriving.append(unit[0].fetch(start, stop))
             for transfer in arriving:
                 transfer.wait()
-            if unit in keep:
+            if keep:
                 unit[0].fetch(start, stop)
-            self._commits.append([span.commit(start, stop, changed=span is not unit[1]) for span in self._stepped(unit)])
-            if unit in resident:
+            self._commits.append([span.commit(start, stop, changed=span is not unit[1]) for span in stepped])
+            if resident:
                 unit[0].commit(start, stop, changed=False)
-            while len(self._commits) > PIECES - 2:
+            while len(self._commits) > self._commits_behind:
                 for transfer in self._commits.popleft():
                     transfer.wait()
-        for unit in units:
-            unit[1].discard()
-
-    def _stepped(self, unit: list[DiskSpan]) -> list[DiskSpan]:
-        """Return the spans that a step fetches; within backward the gradient is in memory."""
-        return [unit[0], *unit[2:]] if self._in_backward else unit
+        unit[1].discard()
 
 
 def _ahead(units: list[list[DiskSpan]], buffers: int) -> Iterable[list[DiskSpan]]:

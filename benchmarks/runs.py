@@ -1,4 +1,4 @@
-"""One run of examples/gpt/train.py under `shoal run`, in a folder that is named after what decides its outcome.
+"""One run of examples/gpt/train.py under `shoal run`, or of ddp_train.py, in a folder named after what decides its outcome.
 
 A run is done when it has measured what it learned. One that was interrupted goes on from its last checkpoint; one whose
 configuration has changed since is another run.
@@ -18,6 +18,7 @@ from learned import Learned
 from machine import ROOT
 
 SCRIPT = ROOT / "examples" / "gpt" / "train.py"
+DDP = ROOT / "benchmarks" / "ddp_train.py"
 SAVES = 10  # checkpoints of a run
 LAST_WORDS = 5  # lines
 
@@ -36,18 +37,21 @@ class Run:
     model: str
     ranks: int
     folder: Path
+    hook: str = ""
+    """Of DDP, which then trains in place of Shoal: a name of `ddp_hooks.BY_NAME`."""
     _process: subprocess.Popen[str] | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
 
     @property
     def name(self) -> str:
-        return f"{self.config.stem}, seed {self.seed}"
+        return f"{self.config.stem}{f', DDP {self.hook}' if self.hook else ''}, seed {self.seed}"
 
     @property
     def out(self) -> Path:
         """Where the run keeps what it makes."""
         digest = hashlib.sha256(self.config.read_bytes()).hexdigest()[:8]
-        return self.folder / f"{self.config.stem}-{digest}-{self.model}-{self.ranks}x{self.steps}-seed{self.seed}"
+        who = f"{self.config.stem}-{digest}{f'-ddp-{self.hook}' if self.hook else ''}"
+        return self.folder / f"{who}-{self.model}-{self.ranks}x{self.steps}-seed{self.seed}"
 
     @property
     def done(self) -> bool:
@@ -61,6 +65,11 @@ class Run:
     def command(self) -> list[str]:
         """The command line that begins it, or goes on from its last checkpoint."""
         save_every = max(1, self.steps // SAVES)
+        if self.hook:
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks),
+                    str(DDP), "--hook", self.hook, "--shoal-config", str(self.config), "--model", self.model,
+                    "--seed", str(self.seed), "--steps", str(self.steps), "--out", str(self.out),
+                    "--cache", str(self.folder / "corpus")]
         words = [sys.executable, "-m", "shoal", "run", "--ranks", str(self.ranks), str(SCRIPT),
                  "--shoal-config", str(self.config), "--model", self.model, "--seed", str(self.seed),
                  "--steps", str(self.steps), "--save-every", str(save_every), "--out", str(self.out),

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from catalogue import BASELINE, SYSTEMS
 from crossing import Point
+from ddp_hooks import power_sgd_elements
 from interleave import PARAMETER, PROCESS, Plan
 from machine import available
 from sweep import Found
-from workloads import parameters, workload
+from workloads import parameters, shapes, workload
 
 from shoal.onebit import packed_bytes
 
@@ -22,17 +23,21 @@ def sent(name: str, plan: Plan) -> float:
     """Return the bytes that the busiest host must send in a step of a system, by its formula.
 
     Data parallel: `ratio` x 2 Psi (N-1)/N in fp32. One that compresses, in place of it: 2 (N-1) p(Psi / N), p(n) being the
-    signs and scales of n elements (docs/compression.md), here of the model as one unit. A pipeline: what lies between two
+    signs and scales of n elements (docs/compression.md), here of the model as one unit. PowerSGD: the elements of its
+    factors in place of Psi. A pipeline: what lies between two
     blocks, for all sequences, once forward and its gradient once backward; the first and the last host send one of the two.
     """
     system, ranks = SYSTEMS[name], plan.ranks
     if system.whole:
         task = workload(plan.workload, microbatch=plan.microbatch, length=plan.length)
         return float(min(2, ranks - 1) * ranks * task.link_bytes)
-    if system.warm_up:
+    if system.warm_up and not system.rank:
         span = -(-parameters(plan.workload) // (ranks * GRAIN)) * GRAIN
         return system.ratio * 2 * (ranks - 1) * packed_bytes(span)
-    return system.ratio * 4 * parameters(plan.workload) * 2 * (ranks - 1) / ranks
+    elements = parameters(plan.workload)
+    if system.rank:
+        elements = power_sgd_elements(shapes(plan.workload), system.rank)
+    return system.ratio * 4 * elements * 2 * (ranks - 1) / ranks
 
 
 def curve(found: Found, name: str, plan: Plan, rates: Sequence[str]) -> list[Point]:
@@ -46,18 +51,23 @@ def curve(found: Found, name: str, plan: Plan, rates: Sequence[str]) -> list[Poi
 
 
 def times(found: Found, name: str, rate: str, *, warm_up: float = 0.0) -> float:
-    """Return how many times as fast as DDP a system is at a rate: the median of the ratios of each round.
+    """Return how many times as fast as DDP a system is at a rate: the median of `round_times`."""
+    return statistics.median(round_times(found, name, rate, warm_up=warm_up))
 
-    `warm_up` is the share of steps that it takes as the system of its warm-up does.
+
+def round_times(found: Found, name: str, rate: str, *, warm_up: float = 0.0, over: str = BASELINE) -> list[float]:
+    """Return how many times as fast as the system `over`, DDP, a system is at a rate, in each round.
+
+    `warm_up` is the share of a training that it sends as the system of its warm-up does.
     """
-    mine, baseline = found.cell(name, rate), found.cell(BASELINE, rate)
+    mine, baseline = found.cell(name, rate), found.cell(over, rate)
     warming = found.cell(SYSTEMS[name].warm_up, rate) if warm_up else mine
     assert mine and baseline and warming
     ratios: list[float] = []
     for turns in zip(mine.seconds, warming.seconds, baseline.seconds, strict=True):
         ours, before, theirs = map(statistics.median, turns)
         ratios.append(theirs / (warm_up * before + (1 - warm_up) * ours))
-    return statistics.median(ratios)
+    return ratios
 
 
 def interface(found: Found, name: str) -> float:

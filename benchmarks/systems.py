@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from workloads import Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
+Build = Callable[[nn.Module, Workload], Step]
+Hook = Callable[[nn.parallel.DistributedDataParallel], None]
+"""Registers a communication hook."""
 
 BETAS = (0.9, 0.95)
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
@@ -27,7 +30,7 @@ class System:
 
     title: str
     settings: str
-    build: Callable[[nn.Module, Workload], Step]
+    build: Build
     peer: bool = False
     ratio: float = 1.0
     """Bytes a step must send at least, in units of 2 Psi (N-1)/N in fp32; of a compressing one, of the signs of as many."""
@@ -35,6 +38,10 @@ class System:
     """Every rank takes part in every sequence: a step is given the batch of all ranks, not the rank's own."""
     stage: int = 0
     """Of ZeRO, where that is asked about."""
+    family: str = ""
+    """The peer of which this is one setting: tuning.py finds the best of each."""
+    rank: int = 0
+    """Of the matrices that PowerSGD sends; 0 for others."""
     warm_up: str = ""
     """The system that trains as this one did while it warmed up. Those that have one compress, and their warm-up is over
     before anything is counted."""
@@ -42,7 +49,7 @@ class System:
     """Steps after which what they send begins anew: whole periods are counted, of which a step is the mean."""
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload) -> Step:
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer | Both, workload: Workload) -> Step:
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = workload.loss(model(inputs), targets)
         loss.backward()
@@ -58,19 +65,18 @@ def plain(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
 
 
-def ddp(model: nn.Module, workload: Workload) -> Step:
-    """Build DDP: gradients are views of its buckets, the graph is static."""
-    wrapped = _ddp(model)
-    return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
+def ddp(bucket: float | None = None, *, static: bool = True, hook: Hook | None = None) -> Build:
+    """Return the builder of DDP: gradients are views of its buckets, of `bucket` MB (its default: 25, the first of 1).
 
+    `static` is its static_graph. `hook` registers a communication hook on it.
+    """
+    def build(model: nn.Module, workload: Workload) -> Step:
+        wrapped = _ddp(model, bucket, static=static)
+        if hook is not None:
+            hook(wrapped)
+        return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
 
-def ddp_half(model: nn.Module, workload: Workload) -> Step:
-    """Build DDP as above, whose gradients travel and are summed in fp16 (torch's own hook): half the bytes."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    wrapped = _ddp(model)
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
+    return build
 
 
 def zero_redundancy(model: nn.Module, workload: Workload) -> Step:
@@ -83,28 +89,79 @@ def zero_redundancy(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(wrapped, optimizer, workload)
 
 
-def _ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+def _ddp(model: nn.Module, bucket: float | None = None, *, static: bool = True) -> nn.parallel.DistributedDataParallel:
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static,
+                                               bucket_cap_mb=bucket)
 
 
-def fsdp2(model: nn.Module, workload: Workload) -> Step:
-    """Build FSDP2: `fully_shard` on each block and on the root."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def ddp_lookups(optimizer: str) -> Build:
+    """Return the builder of DDP for a model that looks words up, whose embeddings have sparse gradients.
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in workload.blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
+    Torch's own optimizers of sparse gradients: Adagrad, or SparseAdam for embeddings beside Adam, which leaves the moments
+    of rows without a gradient as they are.
+    """
+    def build(model: nn.Module, workload: Workload) -> Step:
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        for table in tables:
+            table.sparse = True
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=False)
+        if optimizer == "Adagrad":
+            return _plain_step(wrapped, torch.optim.Adagrad(wrapped.parameters(), lr=1e-3), workload)
+        sparse = {id(table.weight) for table in tables}
+        ours = torch.optim.SparseAdam([table.weight for table in tables], lr=1e-3)
+        rest = torch.optim.Adam([weight for weight in wrapped.parameters() if id(weight) not in sparse], lr=1e-3, fused=True)
+        return _plain_step(wrapped, Both(ours, rest), workload)
+
+    return build
 
 
-def deepspeed(stage: int, **zero: int) -> Callable[[nn.Module, Workload], Step]:
-    """Return the builder of DeepSpeed at `stage`, with more settings of its ZeRO block."""
+class Both:
+    """Two optimizers that step together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def fsdp2(*, reshard: bool = True, blocks: int = 1, prefetch: int = 0) -> Build:
+    """Return the builder of FSDP2: `fully_shard` on each group of `blocks` blocks, and on the root; 0: on the root alone.
+
+    `reshard` frees the weights after forward; `prefetch` gathers as many groups ahead as that, in both passes.
+    """
+    def build(model: nn.Module, workload: Workload) -> Step:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        every = workload.blocks(model)
+        groups = [every[start:start + blocks] for start in range(0, len(every), blocks)] if blocks else []
+        for group in groups:
+            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard if not groups else None)
+        firsts: list[Any] = [group[0] for group in groups]
+        for number, first in enumerate(firsts if prefetch else []):
+            first.set_modules_to_forward_prefetch(firsts[number + 1:number + 1 + prefetch])
+            first.set_modules_to_backward_prefetch(firsts[max(0, number - prefetch):number][::-1])
+        return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
+
+    return build
+
+
+def deepspeed(stage: int, *, leaves: bool = False, **zero: int | bool) -> Build:
+    """Return the builder of DeepSpeed at `stage`, with more settings of its ZeRO block; `leaves`: blocks gather as one."""
     def build(model: nn.Module, workload: Workload) -> Step:
         import deepspeed  # pyright: ignore[reportMissingImports]  lives in .venv-peers
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        if leaves:
+            deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in workload.blocks(model)[:1]])
         optimizer = {"type": "AdamW", "params": {**ADAMW, "betas": list(BETAS), "torch_adam": True, "fused": True}}
         config = _config({"stage": stage, **zero}, optimizer, workload)
         engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -113,7 +170,7 @@ def deepspeed(stage: int, **zero: int) -> Callable[[nn.Module, Workload], Step]:
     return build
 
 
-def shoal(stage: int, **more: Any) -> Callable[[nn.Module, Workload], Step]:
+def shoal(stage: int, **more: Any) -> Build:
     """Return the builder of this library at `stage`, with `more` settings."""
     def build(model: nn.Module, workload: Workload) -> Step:
         import shoal
@@ -125,7 +182,7 @@ def shoal(stage: int, **more: Any) -> Callable[[nn.Module, Workload], Step]:
     return build
 
 
-def lookups(stage: int, optimizer: str, *, rows: bool) -> Callable[[nn.Module, Workload], Step]:
+def lookups(stage: int, optimizer: str, *, rows: bool) -> Build:
     """Return the builder of this library for a model that looks words up: by `rows`, or with dense gradients."""
     def build(model: nn.Module, workload: Workload) -> Step:
         import shoal
@@ -140,7 +197,7 @@ def lookups(stage: int, optimizer: str, *, rows: bool) -> Callable[[nn.Module, W
     return build
 
 
-def pipeline(schedule: str, *, all_in_flight: bool = False) -> Callable[[nn.Module, Workload], Step]:
+def pipeline(schedule: str, *, all_in_flight: bool = False) -> Build:
     """Return the builder of this library's pipeline: a stage a rank, the weights of the one model that all systems train.
 
     With `all_in_flight` a rank may hold all microbatches of a step.

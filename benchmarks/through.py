@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import link
-from catalogue import BASELINE, FROM_THE_START, SYSTEMS, THROUGH, WARM_UP
+from catalogue import BASELINE, FROM_THE_START, SYSTEMS, THROUGH
 from hosts import Hosts
 from interleave import Plan, Team, TeamFailed
 from outcome import Sheet, Target
@@ -45,12 +45,12 @@ class Through:
         """Lay the trainings side by side, `samples` a step."""
         rows = [(SYSTEMS[name].title, f"{sum(seconds):.1f}", f"{samples * len(seconds) / sum(seconds):.2f}",
                  f"{self.times(name):.2f}" if name in self.compared else "") for name, seconds in self.seconds.items()]
-        return Sheet(title=f"{THROUGH} steps at {self.rate}, {round(WARM_UP * THROUGH)} of them warm-up", rows=tuple(rows),
+        return Sheet(title=f"{THROUGH} steps at {self.rate}, the first of them warm-up", rows=tuple(rows),
                      columns=("system", "seconds", "samples a second", "times DDP"))
 
     def targets(self, least: float) -> list[Target]:
         """Return what each is promised to be at least, in times of DDP, and was."""
-        return [Target(what=f"{SYSTEMS[name].title}, at {self.rate}, {WARM_UP:.0%} of it warm-up: times as fast as DDP",
+        return [Target(what=f"{SYSTEMS[name].title}, at {self.rate}, run: times as fast as DDP",
                        low=least, high=float("inf"), measured=self.times(name)) for name in self.compared]
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/tiers.py [--path FOLDER] [--rounds 5] [--layers 12] [--dim 640] [--threads 1]
 
-One process, four engines and two replays take turns: no tier, offload to the host, everything on disk, and the bytes of
-an iteration on disk without its arithmetic. A disk's step is taken after backward and clipped (the default), or in backward
-and unclipped (`step_in_backward` true). Each batch size is a row: small ones are bound by the disk, large ones by
+Four engines and two replays of one process take turns: no tier, offload to the host, everything on disk, and the bytes of
+an iteration on disk without its arithmetic; and DeepSpeed's stage 3 offloading to the host and to disk, in processes of
+their own (tiers_peer.py, after `make peers`). A disk's step is taken after backward and clipped (the default), or in
+backward and unclipped (`step_in_backward` true). Each batch size is a row: small ones are bound by the disk, large ones by
 arithmetic. Before that processes by themselves train for a while, and their memory is held against the estimate.
 """
 
@@ -12,17 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from outcome import Outcome, Sheet, Target
+from machine import PEERS
+from outcome import FOLDER, Outcome, Sheet, Target, spread_ratio
 from progress import progress
 from replay import Replay
 from workloads import _example
@@ -38,6 +42,9 @@ DISKS = {"in backward": (True, 0.0), "after backward": (False, 1.0)}
 PIECES = 8
 """Pieces of state in memory at once: with the default of 4 steps in backward take some 7 % longer here."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
+PEER = Path(__file__).with_name("tiers_peer.py")
+PEER_DEVICES = {"host": "cpu", "after backward": "nvme"}
+"""The device of DeepSpeed that does what a way of ours does."""
 
 
 def main() -> None:
@@ -48,14 +55,21 @@ def main() -> None:
     with progress() as tell, tempfile.TemporaryDirectory(dir=options.path) as folder:
         held = {way: _memory(folder, way, 60, options.dim, options.layers, tell) for way in DISKS}
         growth = _memory(folder, "after backward", options.steps, 256, 8, tell)
-        rows, raw = [], {}
-        for tokens in options.tokens:
-            found = _turns(options, folder, tokens, tell)
-            raw[str(tokens)] = found
-            rows += [_row(tokens, found, way) for way in DISKS]
+        rows, beside, raw = list[tuple[str, ...]](), list[tuple[str, ...]](), dict[str, Any]()
+        with ExitStack() as stack:
+            peers = {way: stack.enter_context(Peer(device, folder, options)) for way, device in PEER_DEVICES.items()}
+            for tokens in options.tokens:
+                found = _turns(options, folder, tokens, peers, tell)
+                raw[str(tokens)] = found
+                rows += [_row(tokens, found, way) for way in DISKS]
+                beside += _beside(tokens, found)
+            missing = [f"DeepSpeed, {way}: {peer.failure}." for way, peer in peers.items() if peer.failure]
     columns = ("tokens, on disk stepped", "no tier ms", "host ms", "x none", "disk ms", "I/O apart ms", "x max(none, I/O)",
                "MiB read", "MiB written")
-    _publish(options, Sheet(title="An iteration", columns=columns, rows=tuple(rows)), held, growth, raw)
+    sheets = [Sheet(title="An iteration", columns=columns, rows=tuple(rows)),
+              Sheet(title="Beside DeepSpeed's offload at stage 3", rows=tuple(beside), columns=(
+                  "tokens, state", "Shoal ms", "DeepSpeed ms", "DeepSpeed's over Shoal's"))]
+    _publish(options, sheets, held, growth, raw, missing)
 
 
 def _options() -> argparse.Namespace:
@@ -86,7 +100,51 @@ def on_disk(folder: str, way: str) -> dict[str, Any]:
                    "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}}, clipping)
 
 
-def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
+class Peer:
+    """DeepSpeed in a process of its own, asleep between its turns."""
+
+    def __init__(self, device: str, folder: str, options: argparse.Namespace) -> None:
+        self.failure = "" if PEERS.exists() else "skipped: no .venv-peers (make peers)"
+        job = {"device": device, "path": folder, "layers": options.layers, "dim": options.dim, "threads": options.threads}
+        self._command = [str(PEERS), str(PEER), json.dumps(job)]
+        self._threads = options.threads
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  for as long as the child lives
+        self._child: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        if not self.failure:
+            place = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
+                     "OMP_NUM_THREADS": str(self._threads), "GLOO_SOCKET_IFNAME": "lo",
+                     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+                     "PATH": f"{PEERS.parent}{os.pathsep}{os.environ['PATH']}"}  # its own ninja
+            self._child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+                                           text=True, env=place)
+            self._answer()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    def iterations(self, tokens: int, count: int) -> float:
+        """Run so many, and return the seconds of one."""
+        assert self._child is not None and self._child.stdin is not None
+        self._child.stdin.write(json.dumps({"tokens": tokens, "count": count}) + "\n")
+        self._child.stdin.flush()
+        return float(self._answer() or "nan")
+
+    def _answer(self) -> str:
+        assert self._child is not None and self._child.stdout is not None
+        if not (line := self._child.stdout.readline()):
+            self._log.seek(0)
+            words = [line.strip() for line in self._log if line.strip()]
+            self.failure = words[-1] if words else "it died without a word"
+        return line
+
+
+def _turns(options: argparse.Namespace, folder: str, tokens: int, peers: dict[str, Peer],
+           tell: Callable[[str], None]) -> dict[str, list[float]]:
     """Return the seconds of each way's iterations, and the bytes of one on disk."""
     engines, replays = _built(options, folder)
     sharded = engines["after backward"].sharded
@@ -96,6 +154,7 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
     ways = {name: replays[name].iteration if name in replays else _iteration(engines[name], tokens) for name in order}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
+    found |= {f"deepspeed {way}": [] for way, peer in peers.items() if not peer.failure}
     count, longest = LEAST, 0.0
     for number in range(options.rounds + 1):
         for name in order if number % 2 == 0 else order[::-1]:
@@ -113,6 +172,13 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, tell: Callable
                 if name in DISKS:
                     found[f"{name} read"].append((after[0] - before[0]) / count)
                     found[f"{name} written"].append((after[1] - before[1]) / count)
+        for way, peer in peers.items():
+            if not peer.failure:
+                tell(f"{tokens} tokens, round {number} of {options.rounds}: DeepSpeed, {way}")
+                peer.iterations(tokens, 1)  # not counted, as of the others
+                taken = peer.iterations(tokens, count)
+                if number and not peer.failure:
+                    found[f"deepspeed {way}"].append(taken)
         if not number:
             count = max(LEAST, round(options.seconds / longest))
     for each in (*replays.values(), *engines.values()):
@@ -135,7 +201,7 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     assert sharded is not None
     units = [unit.layout.size for unit in sharded.units]
     return engines, {
-        f"{way} apart": Replay(folder, units, buffers=3, in_backward=in_backward)
+        f"{way} apart": Replay(folder, units, buffers=3, pieces=PIECES, in_backward=in_backward)
         for way, (in_backward, _) in DISKS.items()}
 
 
@@ -162,6 +228,18 @@ def _row(tokens: int, found: dict[str, list[float]], way: str) -> tuple[str, ...
             f"{_overlap(found, way):.2f}", *(f"{middle[f'{way} {what}'] / MEBI:.0f}" for what in ("read", "written")))
 
 
+def _beside(tokens: int, found: dict[str, list[float]]) -> list[tuple[str, ...]]:
+    """Return the rows that compare with DeepSpeed, where it ran to the end."""
+    rows: list[tuple[str, ...]] = []
+    for ours, theirs in (("host", "host"), ("after backward", "after backward"), ("in backward", "after backward")):
+        peer = found.get(f"deepspeed {theirs}", [])
+        if len(peer) == len(found[ours]):
+            where = "on the host" if ours == "host" else f"on disk, ours stepped {ours}"
+            rows.append((f"{tokens}, {where}", *(f"{1e3 * statistics.median(each):.0f}" for each in (found[ours], peer)),
+                         spread_ratio([a / b for a, b in zip(peer, found[ours], strict=True)])))
+    return rows
+
+
 def _ratio(found: dict[str, list[float]], one: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
 
@@ -182,8 +260,8 @@ def _memory(folder: str, way: str, steps: int, dim: int, layers: int, tell: Call
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict[str, float]], growth: dict[str, float],
-             raw: dict[str, Any]) -> None:
+def _publish(options: argparse.Namespace, iterations: Sequence[Sheet], held: dict[str, dict[str, float]],
+             growth: dict[str, float], raw: dict[str, Any], missing: Sequence[str]) -> None:
     rows = tuple((name, *(f"{found[name] / MEBI:.1f}" for found in (*held.values(), growth))) for name in growth)
     memory = Sheet(title="Resident memory over 60 steps, everything on disk", rows=rows,
                    columns=("MiB", *(f"stepped {way}" for way in DISKS), f"8 blocks of width 256, {options.steps} steps"))
@@ -192,6 +270,9 @@ def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict
                  measured=_overlap(found, way)) for tokens, found in raw.items() for way in DISKS),
         *(Target(what=f"{tokens} tokens: iteration with offload to the host over one without", high=1.10,
                  measured=_ratio(found, "host", "none")) for tokens, found in raw.items()),
+        *(Target(what=f"{tokens} tokens: DeepSpeed's iteration over ours, {way}", low=1.0, high=float("inf"),
+                 measured=_ratio(found, f"deepspeed {way}", way)) for tokens, found in raw.items() for way in PEER_DEVICES
+          if len(found.get(f"deepspeed {way}", [])) == len(found[way])),
         *(Target(what=f"peak resident memory over the estimate, stepped {way}", low=0.9, high=1.1,
                  measured=found["peak"] / found["estimate"]) for way, found in held.items()),
         Target(what=f"resident memory after {options.steps} steps over that after 50", high=1.02,
@@ -199,8 +280,9 @@ def _publish(options: argparse.Namespace, iteration: Sheet, held: dict[str, dict
     ]
     note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipped where "
             f"stepped after backward, {options.threads} thread(s), {options.rounds} rounds of turns of about "
-            f"{options.seconds:g} s.")
-    Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(iteration, memory),
+            f"{options.seconds:g} s. I/O apart has {PIECES} pieces of state in memory at once, as the engine. "
+            f"{' '.join(missing)}")
+    Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(*iterations, memory),
             targets=tuple(targets), raw=raw).publish(options.out)
 
 

@@ -134,8 +134,13 @@ def workload(name: str, *, microbatch: int = 2, length: int = 128, pieces: int =
 
 def parameters(name: str) -> int:
     """Count the parameters of a workload's model without building it."""
+    return sum(shape.numel() for shape in shapes(name))
+
+
+def shapes(name: str) -> list[torch.Size]:
+    """Return the shapes of the parameters of a workload's model without building it."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in workload(name).build().parameters())
+        return [parameter.shape for parameter in workload(name).build().parameters()]
 
 
 def _example(path: str) -> ModuleType:

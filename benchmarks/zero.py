@@ -9,38 +9,44 @@ columns mean.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from catalogue import BASELINE, COMPRESSED, FROM_THE_START, LOOKUPS, SYSTEMS
+from catalogue import BASELINE, SYSTEMS
 from interleave import PARAMETER, PROCESS, Plan, Result, measure
-from machine import available
-from outcome import Outcome, Sheet, Target
+from outcome import Outcome, Sheet, Target, quartiles
 from progress import progress
+from tuning import Best, fitting_groups, tuning_file
 from workloads import parameters
 
 ALONE = "plain"  # no communication: the floor of every stage 0; each rank trains a model of its own
-SLOW = ("ddp-fp16", "shoal-lamb-1", *(name for name, system in SYSTEMS.items() if system.whole), *LOOKUPS, *COMPRESSED,
-        *FROM_THE_START)
-"""Systems of benchmarks with hosts: slow_network.py, sparse.py and communication.py."""
-CHOICES = tuple(name for name in SYSTEMS if name not in (ALONE, *SLOW))
+CHOICES = ("shoal-1", "shoal-1-sockets", "deepspeed-1", "shoal-2", "shoal-2-sockets", "deepspeed-2",
+           "shoal-3", "shoal-3-sockets", "fsdp2", "fsdp2-kept", "deepspeed-3", "deepspeed-3-released",
+           "shoal-0", "deepspeed-0", "zero-redundancy")
+"""In this order: systems that are compared with each other are alive at the same time. Peers are those of their families."""
 MEBI = 1 << 20
+WAYS = {"by peer memory": "", "by sockets": "-sockets"}
+BESIDE_DDP = {"by peer memory": {1: 0.92, 2: 0.92, 3: 1.00}, "by sockets": {1: 1.00, 2: 1.00, 3: 1.10}}
+BESIDE_FSDP2 = {"by peer memory": 1.5, "by sockets": 1.4}
+BESIDE_DEEPSPEED = 1.5
 
 
 def main() -> None:
     options = _options()
     plan = Plan(workload=options.model, ranks=options.ranks, rounds=options.rounds, steps=options.steps,
                 warm=options.warm, microbatch=options.microbatch, length=options.length)
-    peers = [name for name in options.systems if SYSTEMS[name].peer]
+    best = Best.load(options.best or tuning_file(options.ranks))
+    names = list(dict.fromkeys(best.of(name) for name in options.systems))
+    peers = [name for name in names if SYSTEMS[name].peer]
     groups: list[dict[str, Result]] = []
     with progress() as tell:
-        for names in _groups(options.systems, options.ranks * (PROCESS + PARAMETER * parameters(options.model))):
-            groups.append({result.name: result for result in measure(names, plan, peers=peers, tell=tell)})
-    _outcome(groups, options, plan).publish(options.out)
+        each = options.ranks * (PROCESS + PARAMETER * parameters(options.model))
+        for group in fitting_groups(names, best.of(BASELINE), each):
+            groups.append({result.name: result for result in measure(group, plan, peers=peers, tell=tell)})
+    _outcome(Measured(groups=groups, best=best), options, plan).publish(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -54,100 +60,111 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")
     parser.add_argument("--microbatch", type=int, default=2, help="sequences a rank and step (2)")
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence (128)")
+    parser.add_argument("--best", type=Path, help="what tuning.py found: the settings of the peers "
+                                                  "(out/benchmarks/tuning-RANKS.json; without it their defaults)")
     parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/zero-RANKS.json)")
     return parser.parse_args()
 
 
-def _groups(names: Sequence[str], bytes_each: int) -> Iterator[tuple[str, ...]]:
-    """Cut the systems into groups that fit the memory together, each led by the baseline."""
-    others = [name for name in names if name != BASELINE]
-    room = max(1, available() // bytes_each - 1)
-    for start in range(0, max(1, len(others)), room):
-        yield (BASELINE, *others[start:start + room])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Results by group of systems that were alive at once, and the settings of the peers."""
+
+    groups: list[dict[str, Result]]
+    best: Best
+
+    @property
+    def baseline(self) -> str:
+        return self.best.of(BASELINE)
+
+    def group(self, name: str) -> dict[str, Result] | None:
+        return next((group for group in self.groups if name in group), None)
+
+    def find(self, name: str) -> Result | None:
+        """Return the result of a system, or of the best settings of a family; None where it did not run."""
+        name = self.best.of(name)
+        return next((group[name] for group in self.groups if name in group and not group[name].failure), None)
+
+    def ratios(self, system: str, other: str) -> list[float]:
+        """Return the seconds of a system over those of another, by round; where they ran in different groups, only the
+        median, by way of the baseline of each."""
+        system, other = self.best.of(system), self.best.of(other)
+        together = next((group for group in self.groups if system in group and other in group), None)
+        if together:
+            return together[system].ratios(together[other])
+        return [self._to_baseline(system) / self._to_baseline(other)]
+
+    def _to_baseline(self, name: str) -> float:
+        group = self.group(name)
+        assert group
+        return statistics.median(group[name].ratios(group[self.baseline]))
 
 
-def _outcome(groups: list[dict[str, Result]], options: argparse.Namespace, plan: Plan) -> Outcome:
-    rows = [row for name in SYSTEMS if (row := _row(name, groups, plan.ranks))]
-    everyone = [result for group in groups for result in group.values()]
+def _outcome(measured: Measured, options: argparse.Namespace, plan: Plan) -> Outcome:
+    rows = [row for name in SYSTEMS if (row := _row(name, measured, plan.ranks))]
+    everyone = [result for group in measured.groups for result in group.values()]
     missing = [f"{SYSTEMS[result.name].title}: {result.failure}." for result in everyone if result.failure]
     note = (f"GPT of {max(result.parameters for result in everyone):,} parameters, fp32, {plan.ranks} gloo ranks over "
             f"loopback, one thread each, microbatch {plan.microbatch} x {plan.length}, AdamW, no clipping. "
             f"{plan.rounds} rounds of {plan.steps} steps, the first step of each round not counted; "
-            f"{len(groups)} group(s) of systems, each interleaved with DDP.")
+            f"{len(measured.groups)} group(s) of systems, each interleaved with DDP. {measured.best.words} A ratio is the "
+            f"median over rounds, with the quartiles.")
     columns = ("system", "median ms", "best ms", "x DDP", "quartiles", "CPU ms", "CPU x DDP", "sent, Psi", "by memory",
                "peak MiB", "rest MiB", "loss")
     return Outcome(benchmark=f"zero-{plan.ranks}", command=" ".join(["python", *sys.argv]),
                    note=" ".join([note, *missing]),
                    sheets=(Sheet(title=f"{plan.ranks} ranks", columns=columns, rows=tuple(rows)),),
-                   targets=tuple(_targets(groups, plan.ranks)),
-                   raw={"plan": asdict(plan), "groups": [[asdict(r) for r in group.values()] for group in groups]})
+                   targets=tuple(_targets(measured, plan.ranks)),
+                   raw={"plan": asdict(plan), "groups": [[asdict(r) for r in group.values()] for group in measured.groups]})
 
 
-def _row(name: str, groups: list[dict[str, Result]], ranks: int) -> tuple[str, ...] | None:
-    group = next((group for group in groups if name in group), None)
+def _row(name: str, measured: Measured, ranks: int) -> tuple[str, ...] | None:
+    group = measured.group(name)
     if group is None:
         return None
-    result, baseline = group[name], group[BASELINE]
+    result, baseline = group[name], group[measured.baseline]
     if result.failure:
         return SYSTEMS[name].title, *["-"] * 11
-    low, middle, high = _quartiles(result.ratios(baseline))
+    low, middle, high = quartiles(result.ratios(baseline))
     cpu = statistics.median(result.cpu)
     return (SYSTEMS[name].title, f"{1e3 * statistics.median(result.medians):.0f}", f"{1e3 * result.best:.0f}",
-            f"{middle:.3f}", "" if name == BASELINE else f"{low:.3f} to {high:.3f}", f"{1e3 * cpu:.0f}",
+            f"{middle:.3f}", "" if result is baseline else f"{low:.3f} to {high:.3f}", f"{1e3 * cpu:.0f}",
             f"{cpu / statistics.median(baseline.cpu):.3f}" if baseline.cpu else "-", f"{result.psi(ranks):.3f}",
             f"{result.by_memory:.0%}", f"{result.peak / MEBI:.0f}", f"{result.resting / MEBI:.0f}",
             f"{result.losses[-1]:.4f}")
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles and median; not-a-number where there is nothing to compare with."""
-    if len(values) < 2:
-        only = values[0] if values else math.nan
-        return only, only, only
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def _targets(groups: list[dict[str, Result]], ranks: int) -> Iterator[Target]:
-    for stage, limit in ((1, 1.00), (2, 1.00), (3, 1.15)):
-        yield from _faster(f"stage {stage}: step time, x DDP", groups, f"shoal-{stage}", BASELINE, high=limit)
-    yield from _faster("stage 3: times faster than FSDP2", groups, "fsdp2", "shoal-3", low=1.5)
-    for stage in (0, 1, 2, 3):
-        yield from _faster(f"stage {stage}: times faster than DeepSpeed's", groups, f"deepspeed-{stage}",
-                           f"shoal-{stage}", low=1.5)
+def _targets(measured: Measured, ranks: int) -> Iterator[Target]:
+    for way, suffix in WAYS.items():
+        for stage, limit in BESIDE_DDP[way].items():
+            yield from _faster(f"stage {stage} {way}: step time, x DDP", measured, f"shoal-{stage}{suffix}", BASELINE,
+                               high=limit)
+        for peer, kind in (("fsdp2", ""), ("fsdp2-kept", " that keeps its weights after forward")):
+            yield from _faster(f"stage 3 {way}: times faster than FSDP2{kind}", measured, peer, f"shoal-3{suffix}",
+                               low=BESIDE_FSDP2[way])
+        for stage in (1, 2, 3):
+            yield from _faster(f"stage {stage} {way}: times faster than DeepSpeed's", measured, f"deepspeed-{stage}",
+                               f"shoal-{stage}{suffix}", low=BESIDE_DEEPSPEED)
     for stage, bound in ((0, 1.0), (1, 1.0), (2, 1.0), (3, 1.5)):
-        for way in ("", "-sockets"):
-            result = _find(f"shoal-{stage}{way}", groups)
+        for way, suffix in WAYS.items():
+            result = measured.find(f"shoal-{stage}{suffix}")
             if result and ranks > 1:
-                alone = " by sockets alone" if way else ""
-                yield Target(what=f"stage {stage}{alone}: bytes sent over the bound of {2 * bound:g} Psi (N-1)/N",
+                yield Target(what=f"stage {stage} {way}: bytes sent over the bound of {2 * bound:g} Psi (N-1)/N",
                              measured=result.psi(ranks) / bound, low=0.98, high=1.02)
-    losses = [result.losses[-1] for group in groups for result in group.values()
+    losses = [result.losses[-1] for group in measured.groups for result in group.values()
               if result.losses and result.name != ALONE]
     if losses:
         yield Target(what="all systems' last losses differ by", measured=max(losses) - min(losses), high=2e-3)
 
 
-def _faster(what: str, groups: list[dict[str, Result]], system: str, other: str, *, low: float = float("-inf"),
+def _faster(what: str, measured: Measured, system: str, other: str, *, low: float = float("-inf"),
             high: float = float("inf")) -> Iterator[Target]:
-    """Compare two systems by round; where they ran in different groups, by way of the baseline of each."""
-    if not _find(system, groups) or not _find(other, groups):
+    """Compare the seconds of a system with those of another, where both ran."""
+    if not measured.find(system) or not measured.find(other):
         return
-    together = next((group for group in groups if system in group and other in group), None)
-    if together:
-        measured = statistics.median(together[system].ratios(together[other]))
-    else:
-        measured = _to_baseline(system, groups) / _to_baseline(other, groups)
-    yield Target(what=what, measured=measured, low=low, high=high)
-
-
-def _to_baseline(name: str, groups: list[dict[str, Result]]) -> float:
-    group = next(group for group in groups if name in group)
-    return statistics.median(group[name].ratios(group[BASELINE]))
-
-
-def _find(name: str, groups: list[dict[str, Result]]) -> Result | None:
-    return next((group[name] for group in groups if name in group and not group[name].failure), None)
+    ratios = measured.ratios(system, other)
+    first, middle, third = quartiles(ratios)
+    yield Target(what=what, measured=middle, low=low, high=high, spread=(first, third) if len(ratios) > 1 else None)
 
 
 if __name__ == "__main__":

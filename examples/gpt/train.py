@@ -28,8 +28,8 @@ from shoal.data import RepeatingLoader
 from shoal.errors import CheckpointError
 from watch import Watch
 
-WARM_UPS = ("freeze_step", "var_freeze_step")
-"""Steps after which an optimizer begins to compress: a share of them all."""
+WARM_UPS = ("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler")
+"""Steps by which an optimizer begins to compress, or compresses more: a share of them all."""
 
 
 def train(engine: shoal.Engine, batches: Iterator[tuple[Tensor, Tensor]], watch: Watch) -> None:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from convergence import COUNTERPARTS, Case, outcome, ratios, train
+from convergence import COUNTERPARTS, Case, above, noise, outcome, ratios, train
 from learned import Learned, band, picture
 from runs import Run, RunFailed
 
@@ -133,8 +133,23 @@ def test_a_ratio_is_within_a_seed_and_the_promise_is_beside_adamw() -> None:
     (target,) = laid.targets
     assert target.what == "OneBitLamb (onebitlamb): bits per byte above AdamW's, the mean over seeds"
     assert target.measured == pytest.approx(26.25) and not target.met
-    assert laid.sheets[0].rows[2] == ("OneBitLamb (onebitlamb)", "3.8000", "2.5000", "5.1000", "1.2625", "1.0100")
+    assert laid.sheets[0].rows[2] == (
+        "OneBitLamb (onebitlamb)", "3.8000", "2.5000", "5.1000", "+26.25 % (+25.00 to +27.50), within noise",
+        "+1.00 % (+0.00 to +2.00), within noise")
     assert laid.note.endswith("some run failed") and json.dumps(laid.raw)
+
+
+def test_a_difference_below_the_spread_of_seeds_is_noise() -> None:
+    adam = Case(path=Path("adam.json"), optimizer="AdamW", steps=10)
+    assert noise({adam: learned(2.0, 2.02)}) == pytest.approx(100 * 0.02 / 2.01) and noise({adam: learned(2.0)}) == 0.0
+    assert above([1.02, 1.04], 2.0) == "+3.00 % (+2.00 to +4.00)"
+    assert above([0.99], 2.0).endswith(", within noise") and above([], 2.0) == ""
+
+
+def test_a_run_under_ddp_has_a_folder_and_a_command_of_its_own(config: Path) -> None:
+    plain, hooked = run_of(config), Run(config=config, seed=0, steps=7, model="tiny", ranks=2, folder=config.parent / "runs",
+                                        hook="powersgd-1")
+    assert plain.out != hooked.out and "ddp_train.py" in hooked.command[6] and "powersgd-1" in hooked.command
 
 
 def test_the_picture_shows_every_case_and_is_always_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The sections of docs/measurements.md that a script makes: the command of each, about how long it takes, what it
+measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SECTIONS", "Section"]
+
+CORE = ("src/shoal/zero", "src/shoal/transport", "src/shoal/engine", "src/shoal/optim", "src/shoal/precision")
+TIERS = (*CORE, "src/shoal/tier", "src/shoal/native")
+ONEBIT = (*CORE, "src/shoal/onebit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page: `command` after `python benchmarks/`, in minutes on two idle cores, and the code that it
+    measures."""
+
+    command: str
+    minutes: int
+    code: tuple[str, ...]
+    needs: str = ""
+
+
+SECTIONS = {
+    "tuning-2": Section(command="tuning.py", minutes=15, code=("benchmarks/systems.py",), needs="make peers"),
+    "zero-2": Section(command="zero.py", minutes=15, code=(*CORE, "benchmarks/zero.py"), needs="make peers; after tuning-2"),
+    "floor": Section(command="zero.py --systems ddp plain deepspeed-0 shoal-0 --rounds 6 --steps 5 --out "
+                             "out/benchmarks/floor.json", minutes=3, code=CORE, needs="make peers"),
+    "zero-4": Section(command="zero.py --ranks 4 --rounds 3 --steps 4 --systems ddp fsdp2 fsdp2-kept shoal-1 shoal-2 "
+    "shoal-3 "
+                              "shoal-1-sockets shoal-2-sockets shoal-3-sockets --best out/benchmarks/tuning-2.json",
+                      minutes=8, code=CORE, needs="after tuning-2"),
+    "layers": Section(command="layers.py --rounds 2", minutes=6, code=CORE),
+    "memory": Section(command="memory.py", minutes=12, code=(*CORE, "benchmarks/resting.py")),
+    "startup": Section(command="startup.py", minutes=3, code=("src/shoal",)),
+    "optimizer": Section(command="optimizer.py", minutes=1, code=("src/shoal/native",), needs="make peers"),
+    "pipeline": Section(command="pipeline.py --rounds 9", minutes=3, code=("src/shoal/pipeline",)),
+    "slow-network": Section(command="slow_network.py --rates 100mbit 200mbit 1gbit unlimited --rounds 2 --seconds 6 "
+    "--systems "
+                                    "ddp ddp-fp16 ddp-bf16 ddp-powersgd-1 ddp-powersgd-4 shoal-pipeline-1f1b "
+                                    "shoal-pipeline-zb-h2-all --plot",
+                            minutes=15, code=(*CORE, "src/shoal/pipeline"), needs="root, iproute2"),
+    "communication": Section(command="communication.py --rounds 3 --seconds 6 --plot", minutes=30, code=ONEBIT,
+                             needs="root, iproute2"),
+    "compression": Section(command="compression.py", minutes=1, code=("src/shoal/onebit", "src/shoal/native")),
+    "convergence": Section(command="convergence.py --plot", minutes=90, code=ONEBIT,
+                           needs="nothing idle: no time is measured; runs that are there are not repeated"),
+    "choice": Section(command="choice.py", minutes=1, code=ONEBIT, needs="after communication and convergence"),
+    "tensor_parallel": Section(command="tensor_parallel.py", minutes=2, code=("src/shoal/tensor_parallel",)),
+    "disk": Section(command="disk.py out/benchmarks/disk", minutes=5, code=("src/shoal/tier",), needs="fio"),
+    "tiers": Section(command="tiers.py --rounds 5 --seconds 3", minutes=15, code=(*TIERS, "benchmarks/replay.py"),
+                     needs="make peers, libaio headers"),
+    "sparse": Section(command="sparse.py", minutes=8, code=(*CORE, "src/shoal/sparse"), needs="root, iproute2"),
+    "sparse-adam": Section(command="sparse.py --stages 1 2 --optimizers Adam --out out/benchmarks/sparse-adam.json",
+                           minutes=4,
+                           code=(*CORE, "src/shoal/sparse"), needs="root, iproute2"),
+}
+"""By the name of the markers on the page, which is that of the file in out/benchmarks."""
