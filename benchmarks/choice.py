@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from catalogue import DDP_COMPRESSING, SYSTEMS, TRAINING_STEPS
+from communication import LATE_TITLE
 from outcome import FOLDER, Outcome, Sheet, Target, spread_ratio
 
 WITHIN = 0.5  # percent above AdamW
 LEAD = 1.25
 QUALITY = {
     "ddp": "AdamW (zero1)", "ddp-fp16": "DDP, AdamW, hook fp16", "ddp-bf16": "DDP, AdamW, hook bf16",
-    **{f"ddp-powersgd-{rank}{way}": f"DDP, AdamW, hook powersgd-{rank}" for rank in (1, 4) for way in ("", "-waiting")},
+    **{f"ddp-powersgd-{rank}{way}{late}": f"DDP, AdamW, hook powersgd-{rank}{late}"
+       for rank in (1, 4) for way in ("", "-waiting") for late in ("", "-late")},
     "onebit-adam-0": "OneBitAdam (onebit)", "onebit-adam-1": "OneBitAdam (onebit)", "zeroone-adam-1": "ZeroOneAdam "
     "(zeroone)",
     "onebit-lamb-1": "OneBitLamb (onebit-lamb)",
@@ -38,6 +40,18 @@ class Choice:
     name: str
     times: list[float]
     above: list[float]
+
+    @property
+    def system(self) -> str:
+        return self.name.removesuffix("-late")
+
+    @property
+    def title(self) -> str:
+        return SYSTEMS[self.system].title + (LATE_TITLE if self.name != self.system else "")
+
+    @property
+    def of_torch(self) -> bool:
+        return self.system == "ddp" or self.system in DDP_COMPRESSING
 
     @property
     def speed(self) -> float:
@@ -70,21 +84,21 @@ def collected(speed: dict[str, Any], quality: dict[str, Any], rate: str) -> list
         sys.exit(f"choice: convergence.json is of {sorted(steps)} steps and the speed of {TRAINING_STEPS}; run "
                  f"benchmarks/convergence.py with --steps {TRAINING_STEPS}")
     return [Choice(name=name, times=times[rate], above=quality[QUALITY[name]]["above"] or [0.0])
-            for name, times in speed["training times"].items()
+            for name, times in {"ddp": {rate: [1.0]}, **speed["training times"]}.items()
             if rate in times and name in QUALITY and QUALITY[name] in quality]
 
 
 def outcome(choices: list[Choice], speed: dict[str, Any], quality: dict[str, Any], rate: str) -> Outcome:
     """Lay the choices side by side, the fastest first, and compare ours with the fastest of plain torch."""
-    rows = tuple((SYSTEMS[each.name].title, spread_ratio(each.times),
+    rows = tuple((each.title, spread_ratio(each.times),
                   f"{statistics.fmean(each.above):+.2f} % ({min(each.above):+.2f} to {max(each.above):+.2f})",
                   "yes" if each.learns else "no") for each in sorted(choices, key=lambda each: -each.speed))
-    theirs = [each for each in choices if (each.name in DDP_COMPRESSING or each.name == "ddp") and each.learns]
-    ours = [each for each in choices if each.name not in DDP_COMPRESSING and each.name != "ddp" and each.learns]
+    theirs = [each for each in choices if each.of_torch and each.learns]
+    ours = [each for each in choices if not each.of_torch and each.learns]
     targets: list[Target] = []
     if theirs and ours:
         best, other = max(ours, key=lambda each: each.speed), max(theirs, key=lambda each: each.speed)
-        targets.append(Target(what=f"{rate}: {SYSTEMS[best.name].title} over {SYSTEMS[other.name].title}, the fastest "
+        targets.append(Target(what=f"{rate}: {best.title} over {other.title}, the fastest "
                                    f"of plain torch that learns as well", low=LEAD, high=float("inf"),
                               measured=best.speed / other.speed))
     made = " and ".join(f"{found['benchmark']} ({found['machine']['date']}, commit {found['machine']['commit']})"

@@ -23,6 +23,7 @@ from pathlib import Path
 import link
 from catalogue import BASELINE, COMPRESSED, DDP_COMPRESSING, FREEZE, SYSTEMS, TRAINING_STEPS, exact_share
 from crossing import picture
+from ddp_hooks import LATE
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from link import FRAME, PAYLOAD
@@ -45,6 +46,7 @@ FEWER: dict[int, tuple[tuple[str, int, float], ...]] = {
 SLOW, END_TO_END = "200mbit", 3.0
 FAST, NO_SLOWER = "1gbit", 1.0
 PACKING = 0.1  # of a step, at most
+LATE_TITLE = f", whole gradients in {LATE:.0%} of the steps"
 IMAGES = ("communication.svg", "communication.png")
 
 
@@ -78,6 +80,17 @@ class Results:
     def ends(self, name: str) -> bool:
         """Whether the speed of training from end to end is known: its warm-up was measured beside it too."""
         return self.compared(name) and SYSTEMS[name].warm_up in self.found[name].losses
+
+    @property
+    def trainings(self) -> list[tuple[str, str, float]]:
+        """Every training of known speed: its system, "-late" for a second schedule of PowerSGD, its uncompressed share.
+
+        A late PowerSGD sends whole gradients for as long as 1-bit Adam does, instead of in the fewest steps that it allows.
+        """
+        known = [name for name in self.names if name != BASELINE and self.compared(name)
+                 and (not SYSTEMS[name].warm_up or self.ends(name))]
+        late = [(name, "-late", LATE) for name in known if SYSTEMS[name].rank]
+        return [*((name, "", exact_share(name) if SYSTEMS[name].warm_up else 0.0) for name in known), *late]
 
     def packing(self, name: str) -> dict[str, float]:
         """Return the share of packing and unpacking in a step, by rate: the median over rounds."""
@@ -153,8 +166,8 @@ def outcome(results: Results, groups: Sequence[Found], *, seconds: float, pictur
                    sheets=sheets, targets=tuple(targets(results)) if promised else (), pictures=pictures,
                    raw={"plan": asdict(plan), "sends": results.sends, "groups": [asdict(found) for found in groups],
                         "trained": results.trained.raw, "training times": {
-                            name: {rate: training_times(results, name, rate) for rate in rates} for name in results.names
-                            if results.compared(name) and (not SYSTEMS[name].warm_up or results.ends(name))}})
+                            name + late: {rate: training_times(results, name, rate, share) for rate in rates}
+                            for name, late, share in results.trainings}})
 
 
 def targets(results: Results) -> list[Target]:
@@ -183,17 +196,16 @@ def _speeds(results: Results) -> list[Sheet]:
     rows = [(SYSTEMS[name].title, *(spread_ratio(round_times(results.found[name], name, rate)) for rate in results.rates))
             for name in others]
     sheets = [Sheet(title="Times DDP, a step", columns=("system", *results.rates), rows=tuple(rows))]
-    whole = [(SYSTEMS[name].title, f"{exact_share(name):.1%}",
-              *(spread_ratio(training_times(results, name, rate)) for rate in results.rates))
-             for name in others if not SYSTEMS[name].warm_up or results.ends(name)]
+    whole = [(f"{SYSTEMS[name].title}{LATE_TITLE if late else ''}", f"{share:.1%}",
+              *(spread_ratio(training_times(results, name, rate, share)) for rate in results.rates))
+             for name, late, share in results.trainings]
     sheets.append(Sheet(title=f"Times DDP, a training of {TRAINING_STEPS} steps, computed", rows=tuple(whole),
                         columns=("system", "sent uncompressed", *results.rates)))
     return sheets
 
 
-def training_times(results: Results, name: str, rate: str) -> list[float]:
-    """Return how many times as fast as DDP a training from end to end is, by round: its uncompressed share at that speed."""
-    share = exact_share(name) if SYSTEMS[name].warm_up else 0.0
+def training_times(results: Results, name: str, rate: str, share: float) -> list[float]:
+    """Return how many times as fast as DDP a training is, by round, of which `share` is sent uncompressed."""
     return round_times(results.found[name], name, rate, warm_up=share)
 
 

@@ -85,8 +85,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--configs", nargs="+", type=Path, default=[ROOT / path for path in CONFIGS], metavar="FILE",
                         help=f"configurations of examples/gpt/train.py ({' '.join(map(str, CONFIGS))})")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the weights (0 1 2)")
-    parser.add_argument("--hooks", nargs="*", choices=tuple(BY_NAME), default=list(BY_NAME)[1:5], metavar="HOOK",
-                        help=f"of DDP, beside the first configuration ({' '.join(list(BY_NAME)[1:5])})")
+    parser.add_argument("--hooks", nargs="*", choices=tuple(BY_NAME), default=list(BY_NAME)[1:], metavar="HOOK",
+                        help=f"of DDP, beside the first configuration ({' '.join(list(BY_NAME)[1:])})")
     parser.add_argument("--steps", type=int, default=TRAINING_STEPS,
                         help=f"of each run, to which its schedule and its warm-up are stretched ({TRAINING_STEPS})")
     parser.add_argument("--model", default="3m", help="preset of examples/gpt/model.py (3m)")

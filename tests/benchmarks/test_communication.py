@@ -148,6 +148,15 @@ def test_where_steps_are_not_alike_a_step_is_the_mean_of_its_period(monkeypatch:
     assert cell.packing == [pytest.approx(0.1)]
 
 
+def test_power_sgd_is_measured_at_two_schedules() -> None:
+    cells = [replace(cell, system="ddp-powersgd-1") for cell in found().cells if cell.system == "onebit-adam-1"]
+    both = Found(cells=[*found().cells, *cells], failures={}, losses={**found().losses, "ddp-powersgd-1": 5.0})
+    gathered = collected([both], PLAN, (*SECONDS, "ddp-powersgd-1"), RATES, TRAINED)
+    assert [each for each in gathered.trainings if each[0] == "ddp-powersgd-1"] == [
+        ("ddp-powersgd-1", "", 2 / 300), ("ddp-powersgd-1", "-late", 0.15)]
+    assert ("onebit-adam-1", "", 0.15) in gathered.trainings and ("shoal-1", "", 0.0) in gathered.trainings
+
+
 # Promises
 
 
