@@ -60,9 +60,9 @@ def test_every_compressing_optimizer_has_a_warm_up_system() -> None:
 
 def test_speed_and_quality_have_the_schedule_of_one_configuration() -> None:
     assert BY_SYSTEM["onebit-adam-1"].schedule(300) == {"freeze_step": 45}
-    assert BY_SYSTEM["zeroone-adam-1"].schedule(300)["var_update_scaler"] == 16 * 300 // 1000
+    assert BY_SYSTEM["zeroone-adam-1"].schedule(300)["var_update_scaler"] == 4 * 300 // 1000
     assert exact_share("onebit-adam-1", 300) == exact_share("onebit-lamb-1", 1000) == 0.15
-    assert 0.05 < exact_share("zeroone-adam-1", 300) < 0.15, "gradients of some steps, weights of fewer"
+    assert 0.02 < exact_share("zeroone-adam-1", 300) < 0.05, "gradients of some steps, weights of fewer"
     assert exact_share("ddp-powersgd-1", 300) == 2 / 300 and exact_share("ddp-bf16") == 0.0
 
 
