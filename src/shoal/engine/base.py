@@ -41,6 +41,7 @@ from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
+from shoal.recording.page import TrainingPhase, page, phase_of
 from shoal.schedule.registry import AnySchedule
 from shoal.sequence_parallel import SequenceAxis, split_batch
 from shoal.tier import StoragePlan, Trace
@@ -340,6 +341,7 @@ class BaseEngine(Accessors, nn.Module):
         self.begin_call("save_checkpoint")
         self.checkpointer.save(self._training_objects(), save_dir, tag, client_state=client_state or {},
                                save_latest=save_latest, exclude_frozen=exclude_frozen_parameters)
+        self.end_call()
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -360,9 +362,11 @@ class BaseEngine(Accessors, nn.Module):
         if custom_load_fn is not None:
             raise UsageError("load_checkpoint: custom_load_fn is not supported: tensors are filled in place by name; "
                              "rename them in the checkpoint, or load with load_module_strict=False")
-        return self.checkpointer.load(
+        loaded = self.checkpointer.load(
             self._training_objects(), load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
             schedule_states=load_lr_scheduler_states, module_only=load_module_only)
+        self.end_call()
+        return loaded
 
     def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
                                 ) -> dict[str, Tensor] | None:
@@ -549,9 +553,14 @@ class BaseEngine(Accessors, nn.Module):
     def begin_call(self, call: str) -> None:
         """Name the call, for errors of ranks that wait for each other. Raises `UsageError` after `destroy`."""
         self.board.name_call(f"{call} after {self.progress.global_steps} steps")
+        page.enter(phase_of(call), self.progress.global_steps)
         if self.destroyed:
             raise UsageError(f"{call}: this engine was destroyed, and is detached from the model; use the module itself, or "
                              f"build another engine over it by shoal.initialize")
+
+    def end_call(self) -> None:
+        """Note that the script goes on between two calls of the engine."""
+        page.enter(TrainingPhase.BETWEEN, self.progress.global_steps)
 
     def destroy(self) -> None:
         """Detach from the model, and leave it whole and plain; print the record of `comms_logger`. Every rank calls it.
@@ -564,6 +573,7 @@ class BaseEngine(Accessors, nn.Module):
         if self.destroyed:
             return
         self.board.name_call(f"destroy after {self.progress.global_steps} steps")
+        page.enter(TrainingPhase.END, self.progress.global_steps)
         self.destroyed = True
         try:
             self.wait_for_checkpoint()

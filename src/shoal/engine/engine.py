@@ -180,6 +180,7 @@ class Engine(BaseEngine):
         elif self.optimizer is not None:
             self.optimizer.check_not_begun("step within an accumulation")
         self.progress.count_microbatches()
+        self.end_call()
 
 
 def _scaled(loss: Tensor, factor: float) -> Tensor:

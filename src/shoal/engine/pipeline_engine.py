@@ -106,6 +106,7 @@ class PipelineEngine(BaseEngine):
             self.take_step({})
             self.progress.count_microbatches(count)
             self.agg_train_loss = self._mean(losses)
+        self.end_call()
         return self.agg_train_loss
 
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,

@@ -16,8 +16,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -33,8 +34,11 @@ from shoal.launch import cores, failure, rank
 from shoal.launch.console import Console
 from shoal.launch.failure import Failure
 from shoal.launch.launch_plan import LaunchPlan
-from shoal.launch.orphans import sweep
+from shoal.launch.orphans import memory_folder, sweep
+from shoal.launch.spares import Spares
 from shoal.launch.streams import RankStreams
+from shoal.launch.watching import Reaction, WatchedRank
+from shoal.recording.page import PAGES
 
 __all__ = ["Agent", "launch"]
 
@@ -131,14 +135,27 @@ class Agent(LocalElasticAgent):
         self._exits: dict[int, int] = {}
         """Exit codes, by process id, of the ranks of this attempt that ended before the others were stopped."""
         self._observed = 0.0
+        memory = memory_folder(mark)
+        os.makedirs(memory, mode=0o700, exist_ok=True)
+        automatic = "restart" if plan.max_restarts else "report"
+        self._reaction = Reaction(memory, console, automatic if plan.watch == "auto" else plan.watch,
+                                  whole_job=plan.nodes == (1, 1))
+        os.environ[PAGES] = memory
+        python = (sys.executable, *map(str, spec.args))
+        self._spares = Spares(python, spec.local_world_size) if plan.spares and plan.kind != "program" else None
 
     def run_ranks(self) -> int:
         """Run the ranks to completion and return 0, or the exit code of the rank that failed first."""
-        self.run()
+        try:
+            self.run()
+        finally:
+            if self._spares is not None:
+                self._spares.close()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> RunResult:
+        self._watch()
         self._observe()
         if any(self._exits.values()):
             self._stop(signal.SIGTERM, self.plan.grace)
@@ -147,6 +164,22 @@ class Agent(LocalElasticAgent):
                          for number, fact in result.failures.items()]
         self._report()
         return result
+
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
+            self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._reaction.begin_attempt()
+        with nullcontext() if self._spares is None else self._spares.starting():
+            return cast("dict[int, Any]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
+
+    def _watch(self) -> None:
+        """Look for ranks that are stopped or hung, and start spares once the ranks train."""
+        workers = self._worker_group.workers
+        self._reaction.look({worker.local_rank: WatchedRank(rank=worker.global_rank, pid=worker.id,
+                                                            error_file=self.files.last.error_files[worker.local_rank])
+                             for worker in workers if isinstance(worker.id, int)})
+        if self._spares is not None and self._remaining_restarts > 0 and not self._spares.pids and (
+                self._reaction.trained(len(workers))):
+            self._spares.prepare()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
@@ -161,7 +194,7 @@ class Agent(LocalElasticAgent):
                                 "a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
-        sweep(self.mark, ORPHAN_GRACE)
+        sweep(self.mark, ORPHAN_GRACE, set() if self._spares is None else self._spares.pids)
         self._grace, self._exits = self.plan.grace, {}  # for the ranks of the next attempt, if there is one
 
     def _observe(self) -> None:
@@ -181,6 +214,7 @@ class Agent(LocalElasticAgent):
         deadline = time.monotonic() + grace
         for pid in self._alive():
             (os.killpg if self.plan.kind == "program" else os.kill)(pid, number)
+            os.kill(pid, signal.SIGCONT)  # a stopped process takes the signal only when it goes on
         try:
             while self._alive() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from shoal.errors import LaunchError
 
-__all__ = ["LaunchPlan", "check_target"]
+__all__ = ["MODES", "LaunchPlan", "check_target"]
+
+MODES = ("auto", "restart", "report", "off")
+"""The fates of a rank that is stopped or hung; `auto` is `restart` where restarts are allowed, else `report`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,10 @@ class LaunchPlan:
     """Whether the first argument of each rank is `--local_rank=N`."""
     port: int = 0
     """The port of the ranks' store on a single node; 0: the system chooses."""
+    watch: str = "off"
+    """One of `MODES`."""
+    spares: bool = False
+    """Whether interpreters wait to take the place of ranks."""
     core_list: tuple[int, ...] = ()
     """The cores that the ranks of a node share; empty: all that this process may use."""
 

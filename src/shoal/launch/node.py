@@ -28,7 +28,7 @@ from shoal.launch.addresses import connect, own_addresses
 from shoal.launch.console import Remote
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian
+from shoal.launch.orphans import MARK, Guardian, memory_folder
 from shoal.launch.protocol import (
     AskTime,
     Beat,
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
             _serve(link, job, node, mark, folder)
             return 0
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for each in (folder, memory_folder(mark)):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _serve(link: Link, job: ClusterJob, node: int, mark: str, folder: str) -> None:

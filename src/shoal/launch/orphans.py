@@ -13,13 +13,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-__all__ = ["MARK", "Guardian", "marked", "sweep"]
+__all__ = ["MARK", "Guardian", "marked", "memory_folder", "sweep"]
 
 MARK = "SHOAL_LAUNCH"
 """The environment variable that holds a launch's mark."""
@@ -41,14 +43,22 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def sweep(mark: str, seconds: float) -> None:
+def memory_folder(mark: str) -> str:
+    """Return the folder in memory of a launch: pages of ranks, and copies of their state. It goes with the launch."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    return os.path.join(root, f"shoal-{mark}")
+
+
+def sweep(mark: str, seconds: float, spared: Container[int] = ()) -> None:
     """End every process that carries `mark`: send SIGTERM, wait up to `seconds`, then send SIGKILL until none is left.
+
+    Processes in `spared` go on.
 
     A process in uninterruptible sleep ignores SIGKILL; `sweep` gives up after another `UNKILLABLE` seconds.
     """
     deadline = time.monotonic() + seconds
     signalled: set[int] = set()
-    while (pids := marked(mark)) and time.monotonic() < deadline + UNKILLABLE:
+    while (pids := [pid for pid in marked(mark) if pid not in spared]) and time.monotonic() < deadline + UNKILLABLE:
         expired = time.monotonic() >= deadline
         for pid in pids:
             if expired or pid not in signalled:
@@ -63,7 +73,8 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 class Guardian:
-    """A child process that sweeps and removes `folder` if this process ends without leaving the context.
+    """A child process that sweeps, and removes `folder` and the folder in memory, if this process ends without leaving the
+    context.
 
     Enter the context before any thread starts, because it forks.
     """
@@ -100,6 +111,7 @@ class Guardian:
                 os.dup2(null, stream)
             if not os.read(read_end, 1):
                 sweep(self.mark, 0)
-                shutil.rmtree(self.folder, ignore_errors=True)
+                for folder in (self.folder, memory_folder(self.mark)):
+                    shutil.rmtree(folder, ignore_errors=True)
         finally:
             os._exit(0)

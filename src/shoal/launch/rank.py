@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.machinery
 import io
 import json
@@ -25,6 +27,11 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+SPARE = "SHOAL_SPARE"
+"""The environment variable that makes a process a spare, and names the file descriptor at which it waits."""
+DUMP_SIGNAL = signal.SIGRTMIN + 5
+"""The signal at which a rank writes the stacks of its threads to a file, the error file's name with `STACKS`."""
+STACKS = ".stacks"
 
 GLOO_EXIT_DELAY = 0.1
 """Seconds at exit for gloo's threads to release their tensors, which takes microseconds once they are scheduled."""
@@ -56,6 +63,8 @@ def main(argv: list[str]) -> None:
     options, target, args = RankOptions(**json.loads(argv[1])), argv[2], argv[3:]
     die_with(options.parent)
     bind_to_cores(options, int(os.environ["LOCAL_RANK"]))
+    if SPARE in os.environ:
+        wait_for_turn(int(os.environ[SPARE]))
     if options.local_rank_argument:
         args = [f"--local_rank={os.environ['LOCAL_RANK']}", *args]
     if options.kind == "program":
@@ -66,6 +75,9 @@ def main(argv: list[str]) -> None:
     faults = open(f"{path}.fault", "w") if path and not faulthandler.is_enabled() else None  # noqa: SIM115  open until exit
     if faults:
         faulthandler.enable(faults)
+    dumps = open(f"{path}{STACKS}", "w") if path else None  # noqa: SIM115  open until exit
+    if dumps:
+        faulthandler.register(DUMP_SIGNAL, dumps)
     atexit.register(destroy_gloo_groups)
     try:
         if options.as_deepspeed:
@@ -95,6 +107,28 @@ def bind_to_cores(options: RankOptions, local_rank: int) -> None:
         os.sched_setaffinity(0, options.cores[local_rank])
     if options.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(options.threads[local_rank]))
+
+
+def wait_for_turn(descriptor: int) -> None:
+    """Import what a program of Shoal imports, then wait for the environment and the streams of an attempt.
+
+    What cannot be imported is left to the program, which then fails as it would have. The process ends with its agent.
+    """
+    with contextlib.suppress(Exception):
+        for name in ("torch.distributed", "shoal.engine.build"):
+            importlib.import_module(name)
+    with os.fdopen(descriptor, "rb") as pipe:
+        text = pipe.read()
+    if not text:
+        os._exit(0)
+    order = json.loads(text)
+    os.environ.clear()
+    os.environ.update(order["variables"])
+    for stream, path in ((1, order["stdout"]), (2, order["stderr"])):
+        if path is not None:
+            opened = os.open(path, os.O_WRONLY)
+            os.dup2(opened, stream)
+            os.close(opened)
 
 
 def execute(kind: str, target: str, args: list[str]) -> None:

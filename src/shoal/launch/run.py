@@ -19,8 +19,8 @@ from shoal.errors import UsageError
 from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal
 from shoal.launch.cores import parse_cpu_list
-from shoal.launch.launch_plan import LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian
+from shoal.launch.launch_plan import MODES, LaunchPlan, check_target
+from shoal.launch.orphans import MARK, Guardian, memory_folder
 
 __all__ = ["add_arguments", "main"]
 
@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", default="shoal", help="name of the job, if several jobs share one rendezvous")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="K",
                         help="restart all ranks up to K times when one fails")
+    parser.add_argument("--watch", choices=MODES, default="auto",
+                        help="what happens to a rank that is stopped or hung: restart (it is killed, like one that "
+                             "crashed), report, off; auto (default): restart where --max-restarts allows it, else report")
+    parser.add_argument("--spares", action=argparse.BooleanOptionalAction, default=None,
+                        help="keep an interpreter ready for each rank that may restart (default: with --max-restarts)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     parser.add_argument("--no-python", action="store_true", help="SCRIPT is a program, not Python")
     parser.add_argument("--log-dir", metavar="DIR", help="also write the output of each rank to files in DIR")
@@ -82,7 +87,8 @@ def main(args: argparse.Namespace) -> int:
 
             return launch(plan, mark, folder, Terminal(plan.log_dir))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for each in (folder, memory_folder(mark)):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
@@ -135,6 +141,10 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError(f"--port: got {args.port}; choose 1 to 65535, or 0 for a free one")
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: got {args.max_restarts}; choose 0 (never restart) or more")
+    if args.watch == "restart" and not args.max_restarts:
+        raise UsageError("--watch restart: no restart is allowed; give --max-restarts K, or --watch report")
+    if args.spares and (args.no_python or not args.max_restarts):
+        raise UsageError("--spares: they wait to restart Python programs; give --max-restarts K, and drop --no-python")
     if args.grace < 0:
         raise UsageError(f"--grace: got {args.grace:g} seconds; choose 0 (kill at once) or more")
     return LaunchPlan(
@@ -145,7 +155,8 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         hosts_rendezvous=None if args.node_rank is None else args.node_rank == 0,
         job=args.job, max_restarts=args.max_restarts, log_dir=args.log_dir, bind_cores=args.bind_cores, grace=args.grace,
         as_deepspeed=args.as_deepspeed, local_rank_argument=args.local_rank_argument, port=args.port,
-        core_list=tuple(parse_cpu_list(args.core_list or "")))
+        core_list=tuple(parse_cpu_list(args.core_list or "")),
+        watch=args.watch, spares=args.max_restarts > 0 if args.spares is None else args.spares)
 
 
 def _count(option: str, text: str, *, least: int) -> int:

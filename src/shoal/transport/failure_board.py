@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from shoal.errors import PeerFailed
 from shoal.log import logger
+from shoal.recording.page import page
 from shoal.transport.stalemate import Awaited, WaitRecord, explain, stalemate
 
 __all__ = ["POLL_AFTER", "FailureBoard", "OldestWait", "abort_waits", "interruptible_wait", "peer_failed",
@@ -177,9 +178,11 @@ class interruptible_wait:
     def __enter__(self) -> None:
         self.begin()
         _waits.add(self)
+        page.begin_wait("other ranks" if self.awaited is None else self.awaited.what, len(_waits))
 
     def __exit__(self, *_: object) -> None:
         _waits.discard(self)
+        page.end_wait(len(_waits))
 
 
 class OldestWait(ABC):

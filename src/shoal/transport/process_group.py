@@ -29,6 +29,7 @@ from shoal.device import HOST, accelerator, default_backend, device_count, group
 from shoal.device import current_device as current_accelerator
 from shoal.errors import LaunchError, RanksDisagree, UsageError
 from shoal.log import logger, set_rank, warn_once
+from shoal.recording.page import PAGES, page
 from shoal.transport.launcher_env import RankInfo, discover
 
 __all__ = ["device", "init_distributed"]
@@ -70,6 +71,7 @@ def init_distributed(
     """
     if config is not None:
         warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
+    _attach_page(os.environ)
     if not dist.is_initialized():
         if dist_init_required is False:
             raise UsageError("dist_init_required is False, but torch.distributed is not initialised; "
@@ -191,6 +193,12 @@ def discover_local_rank(variables: Mapping[str, str]) -> int | None:
         if variables.get(name, "").isdecimal():
             return int(variables[name])
     return None
+
+
+def _attach_page(variables: Mapping[str, str]) -> None:
+    """Let the agent that watches this process read what it does."""
+    if PAGES in variables and variables.get("LOCAL_RANK", "").isdecimal() and not page.attached:
+        page.attach(variables[PAGES], int(variables["LOCAL_RANK"]))
 
 
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:

@@ -1,0 +1,113 @@
+"""The agent's reaction to a rank that is stopped or hung: it dumps its stacks, then kills the rank or reports it.
+
+A killed rank has failed like any other: the report shows its stacks, and the attempt ends. Stacks are those of py-spy where
+that is installed, else of Python's faulthandler, which `rank.py` has registered for a real-time signal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import LaunchError
+from shoal.launch import rank
+from shoal.launch.console import Console
+from shoal.resilience.watch import Suspicion, Verdict, Watch
+
+__all__ = ["Reaction", "WatchedRank", "stacks"]
+
+LOOK = 0.25
+"""Seconds between two looks at the ranks."""
+DUMP = 1.0
+"""Seconds to wait for the stacks of a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRank:
+    """One rank of this node."""
+
+    rank: int
+    pid: int
+    error_file: str
+
+
+class Reaction:
+    """Looks at the ranks of a node, and ends or reports those that are stopped or hung."""
+
+    def __init__(self, folder: str, console: Console, mode: str, *, whole_job: bool) -> None:
+        """`mode` is `restart`, `report` or `off`."""
+        self._watch = Watch(folder, whole_job=whole_job)
+        self._console = console
+        self._mode = mode
+        self._looked = 0.0
+        self._reported: set[tuple[int, int]] = set()
+
+    def begin_attempt(self) -> None:
+        """Forget the processes of the last attempt."""
+        self._watch.begin_attempt()
+        self._reported.clear()
+
+    def trained(self, local_ranks: int) -> bool:
+        """Whether every rank of this node has taken a step in this attempt."""
+        readings = [self._watch.reading(local_rank) for local_rank in range(local_ranks)]
+        return all(reading is not None and reading.steps > 0 for reading in readings)
+
+    def look(self, ranks: Mapping[int, WatchedRank]) -> None:
+        """Look at the ranks, by local rank, if it is time to."""
+        if self._mode == "off" or time.monotonic() - self._looked < LOOK:
+            return
+        found = self._watch.look({local_rank: each.pid for local_rank, each in ranks.items()})
+        for suspicion in found:
+            watched = ranks[suspicion.local_rank]
+            if self._mode == "restart":
+                self._kill(suspicion, watched)
+            else:
+                self._report(suspicion, watched)
+        self._looked = time.monotonic()
+
+    def _kill(self, suspicion: Suspicion, watched: WatchedRank) -> None:
+        text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.verdict is Verdict.STOPPED)
+        self._watch.double(suspicion)
+        rank.record(watched.error_file, LaunchError(str(suspicion)), text, summary=str(suspicion))
+        with suppress(ProcessLookupError):
+            os.kill(suspicion.pid, signal.SIGKILL)
+
+    def _report(self, suspicion: Suspicion, watched: WatchedRank) -> None:
+        call = (suspicion.local_rank, -1 if suspicion.reading is None else suspicion.reading.calls)
+        if call not in self._reported:
+            self._reported.add(call)
+            text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.verdict is Verdict.STOPPED)
+            self._console.status(f"shoal run: rank {watched.rank} (pid {suspicion.pid}) is {suspicion}; it goes on, because "
+                                 f"--watch does not end it\n{text}".rstrip())
+
+
+def stacks(pid: int, error_file: str, *, stopped: bool) -> str:
+    """Return the stacks of all threads of a rank; empty where they cannot be had.
+
+    A stopped process runs no signal handler, and only py-spy can read it.
+    """
+    if spy := shutil.which("py-spy"):
+        with suppress(subprocess.SubprocessError):
+            done = subprocess.run([spy, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True,
+                                  timeout=DUMP * 5, check=True)
+            return done.stdout
+    path = Path(f"{error_file}{rank.STACKS}")
+    if stopped or not error_file or not path.exists():
+        return ""
+    before = path.stat().st_size
+    with suppress(ProcessLookupError):
+        os.kill(pid, rank.DUMP_SIGNAL)
+    deadline, size = time.monotonic() + DUMP, before
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        last, size = size, path.stat().st_size
+        if size == last > before:
+            break
+    return path.read_bytes()[before:].decode(errors="replace")

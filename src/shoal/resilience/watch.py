@@ -1,0 +1,200 @@
+"""The agent watches its ranks: it reads their pages and /proc, and tells a rank that is stopped or hung from one that waits.
+
+A call is late after 10 times the median of its phase, and at least 5 s. The first call of a phase, which may compile, has
+ten times as long as the longest first one of an earlier attempt, and at least a minute; where nothing is known, `UNKNOWN`.
+
+    stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
+    hung       a call is late, and the rank waits for no other rank: it uses no processor, or is later still
+    waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
+
+A deadline at which a rank was ended doubles, so that a slow call cannot end every attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median
+
+from shoal.recording.page import Reading, TrainingPhase, read
+
+__all__ = ["Process", "Suspicion", "Verdict", "Watch", "process"]
+
+FACTOR = 10.0
+"""A call is late after so many times the median duration of its phase."""
+LEAST = 5.0
+"""Seconds after which a call may be late."""
+FIRST_LEAST = 60.0
+"""Seconds after which the first call of a phase may be late."""
+UNKNOWN = 600.0
+"""Seconds after which a call is late of whose phase nothing is known."""
+STOPPED_AFTER = 4.0
+"""Seconds for which a process is seen stopped before it counts as stopped; a debugger's stop (state t) never does."""
+BUSY_FACTOR = 10.0
+"""A rank that uses the processor is late after so many times the deadline of one that does not."""
+BUSY = 0.05
+"""The share of one processor above which a process uses it."""
+PAUSE = 3.0
+"""Seconds between two looks after which the watch itself was stopped, as by a suspended machine."""
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Verdict(Enum):
+    """The reason to end a rank."""
+
+    STOPPED = "stopped"
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process by /proc."""
+
+    state: str
+    """R (runs), S (sleeps), D (waits for a device), T (stopped), t (traced), Z (ended)."""
+    cpu: float
+    """Seconds of processor time of all threads so far."""
+
+
+def process(pid: int) -> Process | None:
+    """Return the facts of process `pid`, None where there is none (or no /proc)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Process(state=fields[0], cpu=(int(fields[11]) + int(fields[12])) / _TICKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion:
+    """A rank that is stopped or hung."""
+
+    local_rank: int
+    pid: int
+    verdict: Verdict
+    reading: Reading | None
+    seconds: float
+    """For how long the call has lasted, or the process was seen stopped."""
+    deadline: float
+
+    def __str__(self) -> str:
+        where = "before initialize" if self.reading is None else (
+            f"in {self.reading.phase.name.lower().replace('_', ' ')} after {self.reading.steps} steps")
+        if self.verdict is Verdict.STOPPED:
+            return f"stopped (state T, as by SIGSTOP) for {self.seconds:.1f} s, {where}"
+        return f"hung {where}: the call has lasted {self.seconds:.1f} s, its deadline is {self.deadline:.1f} s"
+
+
+class Watch:
+    """The watch over the ranks of one node. It outlives attempts, so that their durations count for the next one."""
+
+    def __init__(self, folder: str, *, whole_job: bool) -> None:
+        """`folder` holds the pages; `whole_job` says that no other node has ranks, so that a wait for all is a hang."""
+        self.folder = folder
+        self._whole_job = whole_job
+        self._firsts: dict[TrainingPhase, float] = {}
+        self._grace: defaultdict[TrainingPhase, float] = defaultdict(lambda: 1.0)
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        """Forget the processes of the last attempt."""
+        for name in os.listdir(self.folder):
+            if name.startswith("rank"):
+                os.unlink(os.path.join(self.folder, name))
+        self._looked = self._resumed = time.monotonic()
+        self._stopped_since: dict[int, float] = {}
+        self._cpu: dict[int, tuple[float, float]] = {}
+        self._idle_since: dict[int, float] = {}
+        self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
+
+    def reading(self, local_rank: int) -> Reading | None:
+        """Return the page of a rank."""
+        return read(os.path.join(self.folder, f"rank{local_rank}"))
+
+    def look(self, pids: Mapping[int, int]) -> list[Suspicion]:
+        """Return the ranks that are stopped or hung now; `pids` are the processes by local rank."""
+        now = time.monotonic()
+        if now - self._looked > PAUSE:  # this process was stopped, and the ranks may have been with it
+            self._resumed = now
+        self._looked = now
+        found: list[Suspicion] = []
+        late: list[Suspicion] = []
+        for local_rank, pid in pids.items():
+            facts, reading = process(pid), self.reading(local_rank)
+            if facts is None or facts.state == "Z":
+                continue
+            if reading is not None and reading.pid != pid:
+                reading = None  # a launcher between the agent and the program, or a page not attached yet
+            if reading is not None:
+                self._learn(local_rank, reading)
+            if (stopped := self._stopped(local_rank, facts, now)) is not None:
+                if stopped >= STOPPED_AFTER:
+                    found.append(Suspicion(local_rank=local_rank, pid=pid, verdict=Verdict.STOPPED, reading=reading,
+                                           seconds=stopped, deadline=STOPPED_AFTER))
+                continue
+            idle = self._is_idle(local_rank, facts, now)
+            if (suspicion := self._late(local_rank, pid, reading, now)) is None:
+                continue
+            if reading is not None and reading.waits:
+                late.append(suspicion)
+            elif idle or suspicion.seconds > BUSY_FACTOR * suspicion.deadline:
+                found.append(suspicion)
+        if not found and self._whole_job and len(late) == len(pids):
+            return late
+        return found
+
+    def double(self, suspicion: Suspicion) -> None:
+        """Double the deadlines of the phase in which a rank is ended."""
+        if suspicion.verdict is Verdict.HUNG and suspicion.reading is not None:
+            self._grace[suspicion.reading.phase] *= 2
+
+    def deadline(self, reading: Reading) -> float:
+        """Return the seconds after which the present call of a rank is late."""
+        phase = reading.phase
+        if reading.first:
+            seconds = max(FIRST_LEAST, FACTOR * self._firsts[phase]) if phase in self._firsts else UNKNOWN
+        elif phase in reading.past:
+            seconds = max(LEAST, FACTOR * median(reading.past[phase]))
+        else:  # the second of its kind
+            seconds = max(FIRST_LEAST, FACTOR * self._firsts.get(phase, 0.0))
+        return seconds * self._grace[phase]
+
+    def _late(self, local_rank: int, pid: int, reading: Reading | None, now: float) -> Suspicion | None:
+        if reading is None or reading.phase is TrainingPhase.END:  # what is no training has no deadline
+            return None
+        seconds, deadline = now - max(reading.since, self._resumed), self.deadline(reading)
+        if seconds <= deadline:
+            return None
+        return Suspicion(local_rank=local_rank, pid=pid, verdict=Verdict.HUNG, reading=reading, seconds=seconds,
+                         deadline=deadline)
+
+    def _learn(self, local_rank: int, reading: Reading) -> None:
+        """Note how long the first call of a phase took, once the next one has begun."""
+        before = self._calls.get(local_rank)
+        if before is not None and before[0] != reading.calls and before[2]:
+            self._firsts[before[1]] = max(self._firsts.get(before[1], 0.0), reading.since - before[3])
+        self._calls[local_rank] = (reading.calls, reading.phase, reading.first, reading.since)
+
+    def _stopped(self, local_rank: int, facts: Process, now: float) -> float | None:
+        """Return for how long the process has been seen stopped, None where it is not."""
+        if facts.state != "T":
+            self._stopped_since.pop(local_rank, None)
+            return None
+        return now - self._stopped_since.setdefault(local_rank, now)
+
+    def _is_idle(self, local_rank: int, facts: Process, now: float) -> bool:
+        """Whether the process has used no processor to speak of for about a second."""
+        cpu, since = self._cpu.setdefault(local_rank, (facts.cpu, now))
+        if now - since < 1.0:
+            return local_rank in self._idle_since
+        self._cpu[local_rank] = (facts.cpu, now)
+        if facts.cpu - cpu < BUSY * (now - since):
+            self._idle_since.setdefault(local_rank, now)
+        else:
+            self._idle_since.pop(local_rank, None)
+        return local_rank in self._idle_since

@@ -1,0 +1,93 @@
+"""Ranks that are stopped or hung end and restart, spares take their place, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.orphans import MARK, memory_folder
+from shoal.recording.page import PAGES
+
+TRAIN = """
+import os, sys, time, torch, shoal
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+torch.manual_seed(0)
+engine, *_ = shoal.initialize(model=torch.nn.Linear(64, 64), config=config)
+rank, attempt = engine.global_rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+steps = 12 if attempt else 10**6
+while engine.global_steps < steps:
+    engine.backward(engine(torch.ones(1, 64)).square().mean())
+    engine.step()
+    if engine.global_steps in (1, 6):
+        os.write(1, f"step {engine.global_steps} rank {rank} {os.getpid()} {attempt}\\n".encode())
+    FAULT
+    time.sleep(0.02)
+os.write(1, f"done {rank} {attempt}\\n".encode())
+"""
+HANG = "if rank == 1 and attempt == 0 and engine.global_steps == 8: hung = time.sleep(1000)"
+"""Hangs outside of the engine, while rank 0 waits for it in a collective."""
+
+
+def pids(lines: list[str]) -> dict[int, int]:
+    return {int(words[3]): int(words[4]) for words in map(str.split, lines) if words[:2] == ["step", "6"]}
+
+
+def test_a_stopped_rank_is_killed_and_spares_take_over(run, script):
+    launch = run("--ranks", "2", "--max-restarts", "1", script(TRAIN.replace("FAULT", "pass")))
+    ranks = pids(launch.read(4))
+    deadline = time.monotonic() + 60
+    while len(spares := launch.family()) < 2 * len(ranks):  # a spare for each rank
+        assert time.monotonic() < deadline, spares
+        time.sleep(0.1)
+    os.kill(ranks[1], signal.SIGSTOP)
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert "rank 1 of 2 failed: stopped (state T, as by SIGSTOP)" in err
+    after = {int(words[4]) for words in map(str.split, out.splitlines()) if words[:2] == ["step", "1"] and words[5] == "1"}
+    assert len(after) == 2
+    assert after <= set(spares)
+    launch.wait_until_gone()
+
+
+def test_a_rank_that_hangs_restarts_and_its_stack_is_shown(run, script):
+    launch = run("--ranks", "2", "--max-restarts", "1", "--no-spares", script(TRAIN.replace("FAULT", HANG)))
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert "rank 1 of 2 failed: hung in between after 8 steps" in err
+    assert ": the call has lasted 5." in err
+    assert "File" in err.split("rank 1 of 2 failed")[1]
+    assert sorted(line for line in out.splitlines() if line.startswith("done")) == ["done 0 1", "done 1 1"]
+    launch.wait_until_gone()
+
+
+def test_without_restarts_a_hang_is_reported_and_nothing_is_killed(run, script):
+    text = TRAIN.replace("FAULT", HANG.replace("1000", "7")).replace("12 if attempt else 10**6", "12")
+    launch = run("--ranks", "2", script(text))
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert err.count("is hung in between after 8 steps") == 1
+    assert "it goes on, because --watch does not end it" in err
+    assert sorted(out.splitlines()[-2:]) == ["done 0 0", "done 1 0"]
+
+
+def test_the_memory_of_a_launch_goes_with_it(run, script):
+    text = f"import os; print(os.environ[{MARK!r}], len(os.listdir(os.environ[{PAGES!r}])))"
+    launch = run("--ranks", "1", script(text))
+    code, out, _ = launch.end()
+    mark, pages = out.split()
+    assert (code, pages) == (0, "0")
+    assert not Path(memory_folder(mark)).exists()
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--watch", "restart"), "--watch restart: no restart is allowed"),
+    (("--spares",), "--spares: they wait to restart Python programs"),
+])
+def test_options_that_restart_nothing_are_refused(run, words, message):
+    code, _, err = run("--ranks", "1", *words, "x.py").end()
+    assert code == 2
+    assert message in err

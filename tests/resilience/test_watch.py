@@ -1,0 +1,172 @@
+"""The page of a rank, and the verdicts over real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.recording.page import RankPage, TrainingPhase, phase_of, read
+from shoal.resilience import watch
+from shoal.resilience.watch import Verdict, Watch, process
+
+SLEEPER = "import time; time.sleep(1000)"
+SPINNER = "while True: pass"
+
+
+def test_a_page_tells_phase_steps_waits_and_past_durations(tmp_path: Path) -> None:
+    page = RankPage()
+    page.enter(TrainingPhase.FORWARD)  # nobody reads
+    page.attach(str(tmp_path), 3)
+    assert page.attached
+    for step in range(20):
+        for phase in (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP):
+            page.enter(phase, step)
+        page.begin_wait(f"gather of unit '{step}'", 1)
+        page.end_wait(0)
+    page.begin_wait("reduce of unit 'h.1'", 2)
+    found = read(str(tmp_path / "rank3"))
+    assert found is not None
+    assert (found.pid, found.phase, found.steps, found.first) == (os.getpid(), TrainingPhase.STEP, 19, False)
+    assert (found.calls, found.waits, found.waits_for) == (61, 2, "reduce of unit 'h.1'")
+    assert {phase: len(past) for phase, past in found.past.items()} == {
+        TrainingPhase.FORWARD: 16, TrainingPhase.BACKWARD: 16, TrainingPhase.STEP: 16}
+    assert all(0 <= seconds < 1 for past in found.past.values() for seconds in past)
+    assert set(found.trail) == {f"gather of unit '{step}'" for step in range(5, 20)} | {"reduce of unit 'h.1'"}
+    assert abs(found.since - time.monotonic()) < 60
+
+
+def test_the_first_call_of_a_phase_is_marked_and_not_counted(tmp_path: Path) -> None:
+    page = RankPage()
+    page.attach(str(tmp_path), 0)
+    page.enter(TrainingPhase.FORWARD)
+    first = read(str(tmp_path / "rank0"))
+    page.enter(TrainingPhase.BACKWARD)
+    page.enter(TrainingPhase.FORWARD)
+    second = read(str(tmp_path / "rank0"))
+    assert first is not None and second is not None
+    assert (first.first, second.first, second.past) == (True, False, {})
+
+
+def test_a_page_that_nobody_wrote_is_no_reading(tmp_path: Path) -> None:
+    assert read(str(tmp_path / "rank0")) is None
+    (tmp_path / "rank0").write_bytes(b"\0" * 8192)
+    assert read(str(tmp_path / "rank0")) is None
+
+
+def test_engine_calls_have_phases() -> None:
+    assert phase_of("forward without gradients") is TrainingPhase.EVALUATE
+    assert phase_of("no such call") is TrainingPhase.OTHER
+
+
+# Verdicts
+
+
+def enter(folder: str, rank: int, pid: int, phase: TrainingPhase, *, waits: int, calls: int = 3) -> None:
+    """Write the page of `rank` as process `pid` would."""
+    page = RankPage()
+    page.attach(folder, rank, pid=pid)
+    for _ in range(calls):
+        page.enter(phase, 7)
+    if waits:
+        page.begin_wait("gather", waits)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two sleeping processes with pages whose calls are late at once."""
+    monkeypatch.setattr(watch, "LEAST", 0.2)
+    monkeypatch.setattr(watch, "STOPPED_AFTER", 0.2)
+    watched = Watch(str(tmp_path), whole_job=True)
+    processes = [subprocess.Popen([sys.executable, "-c", SLEEPER]) for _ in range(2)]
+    yield watched, processes
+    for each in processes:
+        each.kill()
+        each.wait()
+
+
+def verdicts(watched: Watch, processes: list[subprocess.Popen[bytes]], seconds: float = 2.0) -> dict[int, Verdict]:
+    """Look for `seconds`, and return all verdicts."""
+    found: dict[int, Verdict] = {}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found |= {each.local_rank: each.verdict for each in watched.look(dict(enumerate(p.pid for p in processes)))}
+        time.sleep(0.05)
+    return found
+
+
+def test_a_rank_that_waits_is_not_blamed_for_one_that_hangs(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=1)
+    enter(str(tmp_path), 1, processes[1].pid, TrainingPhase.BACKWARD, waits=0)
+    assert verdicts(watched, processes) == {1: Verdict.HUNG}
+
+
+def test_where_all_ranks_wait_all_are_hung(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    for rank, each in enumerate(processes):
+        enter(str(tmp_path), rank, each.pid, TrainingPhase.STEP, waits=1)
+    assert verdicts(watched, processes) == {0: Verdict.HUNG, 1: Verdict.HUNG}
+
+
+def test_a_stopped_process_is_told_from_a_hung_one(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
+    enter(str(tmp_path), 1, processes[1].pid, TrainingPhase.STEP, waits=0)
+    assert verdicts(watched, processes) == {0: Verdict.STOPPED, 1: Verdict.HUNG}
+
+
+def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
+    reading = watched.reading(0)
+    assert reading is not None
+    before = watched.deadline(reading)
+    time.sleep(0.3)
+    watched.look({0: processes[0].pid})
+    time.sleep(1.1)
+    (suspicion,) = watched.look({0: processes[0].pid})
+    watched.double(suspicion)
+    assert watched.deadline(reading) == 2 * before == 0.4
+    assert "hung in step after 7 steps" in str(suspicion)
+
+
+def test_a_first_call_has_a_deadline_of_its_own(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, calls=1)
+    reading = watched.reading(0)
+    assert reading is not None
+    assert watched.deadline(reading) == watch.UNKNOWN
+    assert verdicts(watched, processes[:1], 1.5) == {}
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, calls=2)
+    watched.look({0: processes[0].pid})
+    assert watched.deadline(reading) == watch.FIRST_LEAST
+
+
+def test_a_busy_process_has_longer(pair, tmp_path: Path) -> None:
+    watched, _ = pair
+    spinner = subprocess.Popen([sys.executable, "-c", SPINNER])
+    try:
+        enter(str(tmp_path), 0, spinner.pid, TrainingPhase.STEP, waits=0)
+        assert verdicts(watched, [spinner], 1.5) == {}
+    finally:
+        spinner.kill()
+        spinner.wait()
+
+
+def test_process_facts_come_from_proc() -> None:
+    facts = process(os.getpid())
+    assert facts is not None
+    assert facts.state == "R"
+    assert facts.cpu > 0
+    ended = multiprocessing.get_context("fork").Process(target=int)
+    ended.start()
+    ended.join()
+    assert process(ended.pid or 0) is None
