@@ -141,6 +141,11 @@ class Writer:
         if self._pending is not None:
             self._pending.raise_failure()
 
+    def settle(self) -> None:
+        """Wait for the running save, if any, successful or not."""
+        if self._pending is not None:
+            self._pending.settle()
+
     def write(self, folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, step: int = 0,
               shared: dict[str, object] | None = None, private: dict[str, object] | None = None, latest: bool = True,
               keep_last: int | None = None, read_back: bool = True, file_bytes: int = FILE_BYTES, streamed: bool = False,

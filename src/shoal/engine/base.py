@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -42,10 +43,12 @@ from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.recording.page import TrainingPhase, page, phase_of
+from shoal.resilience.vault import Vault
 from shoal.schedule.registry import AnySchedule
 from shoal.sequence_parallel import SequenceAxis, split_batch
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
+from shoal.transport.process_group import agent_memory
 from shoal.tree import tree_map
 from shoal.zero.reducer import BackwardPass
 from shoal.zero.sharded import ShardedModel, ShardingPlan, TiedBuffer
@@ -86,7 +89,7 @@ class BaseEngine(Accessors, nn.Module):
         """The data ranks."""
         self.device = device
         self.progress = Progress()
-        self.checkpointer = Checkpointer(config, parameter_groups, device)
+        self.checkpointer = Checkpointer(config, parameter_groups, device, _open_vault(config, parameter_groups))
         self.optimizer: ShardedOptimizer | None = None
         self.client_optimizer: object = None
         self.lr_scheduler: AnySchedule | None = None
@@ -558,6 +561,11 @@ class BaseEngine(Accessors, nn.Module):
             raise UsageError(f"{call}: this engine was destroyed, and is detached from the model; use the module itself, or "
                              f"build another engine over it by shoal.initialize")
 
+    def end_step(self) -> None:
+        """Copy the state to the vault where that is due, once a call that took a step has counted it."""
+        if self.sharded is not None:
+            self.checkpointer.copy_to_vault(self._training_objects())
+
     def end_call(self) -> None:
         """Note that the script goes on between two calls of the engine."""
         page.enter(TrainingPhase.BETWEEN, self.progress.global_steps)
@@ -576,6 +584,7 @@ class BaseEngine(Accessors, nn.Module):
         page.enter(TrainingPhase.END, self.progress.global_steps)
         self.destroyed = True
         try:
+            self.checkpointer.wait_for_copy()
             self.wait_for_checkpoint()
             if self.settings.comms_logger.enabled:
                 comm.log_summary()
@@ -598,3 +607,26 @@ class BaseEngine(Accessors, nn.Module):
                 self.optimizer.close()
         finally:
             give_back(self.sharded, self.global_rank)
+
+
+_vaults = count()
+"""Numbers of the vaults of this process; every rank builds its engines in the same order."""
+
+
+def _open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | None:
+    """Return the vault of the engine that is being built; None where the configuration asks for none, or no agent owns it.
+
+    Raises `NotSupportedYet` where the ranks are on several nodes.
+    """
+    every = config.resilience.vault.every
+    if every is None:
+        return None
+    memory = agent_memory()
+    if memory is None:
+        warn_once("resilience.vault: has no effect here, because no agent owns memory that outlives the ranks; start the "
+                  "script by `shoal run`")
+        return None
+    if not memory.whole_job:
+        raise NotSupportedYet("resilience.vault: not supported yet on several nodes; remove it, and save checkpoints where "
+                              "all nodes see them")
+    return Vault(Path(memory.folder) / f"vault{next(_vaults)}", every, parameter_groups.world)

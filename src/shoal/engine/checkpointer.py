@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import FILE_BYTES, Ranks, Snapshot, Writer, read_unpublished, rng, settle, tags
+from shoal.checkpoint import FILE_BYTES, Piece, Ranks, Snapshot, Writer, read_unpublished, rng, settle, tags
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
@@ -37,6 +37,7 @@ from shoal.log import logger, warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.masks import MASK
 from shoal.optim.sharded import ShardedOptimizer
+from shoal.resilience.vault import GENERATIONS, Vault
 from shoal.schedule.registry import AnySchedule
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
@@ -63,32 +64,83 @@ class TrainingObjects:
     """Microbatches of a step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """The parts of a checkpoint that are loaded."""
+
+    strict: bool
+    moments: bool
+    optimizer: bool
+    schedule: bool
+    everything: bool
+    """More than the weights."""
+
+
 class Checkpointer:
     """Saves and loads the training of one engine."""
 
-    def __init__(self, settings: Config, parameter_groups: ParameterGroups, device: torch.device):
+    def __init__(self, settings: Config, parameter_groups: ParameterGroups, device: torch.device,
+                 vault: Vault | None = None):
         self._settings = settings
         self._parameter_groups = parameter_groups
         self._device = device
         self._writer: Writer | None = None
+        self._vault = vault
+        self._client_state: Mapping[str, Any] = {}
+        """The client state that was saved or loaded last, which a copy in memory carries on."""
 
     def save(self, training: TrainingObjects, save_dir: str | Path, tag: str | int | None, *,
              client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool) -> None:
         """Save `training` as `save_dir/tag`; every rank calls it. See `BaseEngine.save_checkpoint`."""
         if not str(save_dir):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder that all ranks share")
-        sharded, optimizer = training.sharded, training.optimizer
+        optimizer = training.optimizer
         if optimizer is not None:
             optimizer.check_not_begun("save_checkpoint")
             if optimizer.pending:
                 warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are "
                           "not in the checkpoint")
         tag = self._agree_on_tag(tag, training.progress)
+        settings = self._settings.checkpoint
+        pieces = self._pieces(training, "save_checkpoint", exclude_frozen=exclude_frozen)
+        away = not settings.async_save or _is_away(pieces)
+        pending = self._open_writer().write(
+            save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
+            file_bytes=AWAY_BYTES if away else FILE_BYTES, streamed=not settings.async_save, keep_last=settings.keep_last,
+            shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()},
+            add_files=self._published_files(training))
+        self._client_state = client_state
+        if away:
+            pending.wait()
+
+    def copy_to_vault(self, training: TrainingObjects) -> None:
+        """Copy `training` to the vault, if there is one and a copy is due; every rank calls it after a step.
+
+        A copy that fails is logged, and training goes on. Raises `CheckpointError` at the first copy if memory has no room.
+        """
+        step = training.progress.global_steps
+        if self._vault is None or not self._vault.is_due(step):
+            return
+        pieces = self._pieces(training, "step", exclude_frozen=False)
+        writer = self._vault.writer(pieces)
+        away = _is_away(pieces)
+        try:
+            pending = writer.write(
+                self._vault.folder, f"step{step}", pieces, step=step, keep_last=GENERATIONS, read_back=False,
+                file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": rng.capture()},
+                shared=self._shared_values(training, self._client_state, exclude_frozen=False))
+            if away:
+                pending.wait()
+        except CheckpointError as error:
+            logger.warning("resilience.vault: a copy failed, and training goes on without it: %s", error)
+
+    def _pieces(self, training: TrainingObjects, call: str, *, exclude_frozen: bool) -> list[Piece]:
+        """Return the state of this rank at rest."""
+        sharded, optimizer = training.sharded, training.optimizer
         if optimizer is not None:
             optimizer.settle()
         sharded.settle()
-        sharded.refuse_replaced("save_checkpoint")
-        settings = self._settings.checkpoint
+        sharded.refuse_replaced(call)
         pieces = list(weights_to_save(sharded))
         if exclude_frozen:
             frozen = {f"weight/{member.name}" for unit in sharded.units if not isinstance(unit, TrainableUnit)
@@ -97,19 +149,17 @@ class Checkpointer:
         if optimizer is not None:
             pieces += moments_to_save(sharded, optimizer)
             pieces += compression_to_save(sharded)
-        away = not settings.async_save or any(piece.hold is not None for piece in pieces)  # written from where it rests
-        pending = self._open_writer().write(
-            save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
-            file_bytes=AWAY_BYTES if away else FILE_BYTES, streamed=not settings.async_save, keep_last=settings.keep_last,
-            shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()},
-            add_files=self._published_files(training))
-        if away:
-            pending.wait()
+        return pieces
 
     def wait(self) -> None:
         """Wait until the last save is complete; raises its `CheckpointError` on every rank if it failed."""
         if self._writer is not None:
             self._writer.wait()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the copy to the vault that is under way has ended, however it does."""
+        if self._vault is not None:
+            self._vault.settle()
 
     def load(self, training: TrainingObjects, load_dir: str | Path, tag: str | int | None, *, strict: bool,
              optimizer_states: bool, schedule_states: bool, module_only: bool) -> tuple[str | None, dict[str, Any] | None]:
@@ -118,6 +168,10 @@ class Checkpointer:
             training.optimizer.check_not_begun("load_checkpoint")
         self.wait()
         settle()  # another engine of this process may be saving the files that are to be loaded
+        wanted = _Wanted(strict=strict, moments=optimizer_states and not module_only, optimizer=optimizer_states,
+                         schedule=schedule_states, everything=not module_only)
+        if tag is None and not module_only and (copied := self._load_copy(training, Path(load_dir), wanted)) is not None:
+            return copied
         visible = self._parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
         if not any(visible):
             if complete := tags(Path(load_dir)):
@@ -130,17 +184,41 @@ class Checkpointer:
             ranks = [rank for rank, sees in enumerate(visible) if sees]
             raise CheckpointError(f"load_checkpoint: only ranks {ranks} see a file 'latest' in {load_dir}; give a folder "
                                   f"that all ranks share")
+        return self._load(training, load_dir, None if tag is None else str(tag), wanted)
+
+    def _load_copy(self, training: TrainingObjects, load_dir: Path, wanted: _Wanted,
+                   ) -> tuple[str | None, dict[str, Any] | None] | None:
+        """Load the newest intact copy of the vault that is newer than the checkpoint on disk; None where there is none."""
+        if self._vault is None:
+            return None
+        name = latest(load_dir)
+        steps = [tag.step for tag in (tags(load_dir) if load_dir.is_dir() else []) if tag.name == name]
+        on_disk = max(self._parameter_groups.world.gather_objects(max(steps, default=-1)))
+        for copy in self._vault.generations(on_disk):
+            try:
+                loaded = self._load(training, self._vault.folder, copy.name, wanted)
+            except CheckpointError as error:
+                self._vault.remove(copy, error)
+                continue
+            if self._parameter_groups.world.rank == 0:
+                logger.info("load_checkpoint: loaded the copy of step %d in memory, not %s", copy.step, load_dir)
+            return loaded
+        return None
+
+    def _load(self, training: TrainingObjects, folder: str | Path, tag: str | None, wanted: _Wanted,
+              ) -> tuple[str, dict[str, Any]]:
         training.sharded.settle()
-        moments = optimizer_states and not module_only
-        groups = group_names(training.sharded, training.optimizer) if moments and training.optimizer is not None else None
-        with open_checkpoint(load_dir, None if tag is None else str(tag), ranks=self._open_writer().ranks,
-                             groups=groups) as snapshot:
+        groups = (group_names(training.sharded, training.optimizer) if wanted.moments and training.optimizer is not None
+                  else None)
+        with open_checkpoint(folder, tag, ranks=self._open_writer().ranks, groups=groups) as snapshot:
             private = self._read_values(snapshot)
-            self._check_fit(training, snapshot, strict=strict, optimizer=moments, data=not module_only)
-            self._load_tensors(training, snapshot, strict=strict, moments=moments)
-            if not module_only:
-                self._load_values(training, snapshot, private, optimizer=optimizer_states, schedule=schedule_states)
-            return str(snapshot.path), cast("dict[str, Any]", snapshot.shared.get("client_state", {}))
+            self._check_fit(training, snapshot, strict=wanted.strict, optimizer=wanted.moments, data=wanted.everything)
+            self._load_tensors(training, snapshot, strict=wanted.strict, moments=wanted.moments)
+            client_state = cast("dict[str, Any]", snapshot.shared.get("client_state", {}))
+            if wanted.everything:
+                self._load_values(training, snapshot, private, optimizer=wanted.optimizer, schedule=wanted.schedule)
+                self._client_state = client_state
+            return str(snapshot.path), client_state
 
     def _open_writer(self) -> Writer:
         if self._writer is None:  # every rank comes here at its first save or load
@@ -313,3 +391,8 @@ class Checkpointer:
         else:
             logger.info("%s was saved by %d ranks and is loaded by %d, or on another mesh, or by DeepSpeed: random states "
                         "are not restored", snapshot.path, snapshot.ranks, self._parameter_groups.world.ranks)
+
+
+def _is_away(pieces: list[Piece]) -> bool:
+    """Whether some pieces do not rest in memory, so that they are written from where they are, while the caller waits."""
+    return any(piece.hold is not None for piece in pieces)

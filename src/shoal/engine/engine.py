@@ -175,11 +175,14 @@ class Engine(BaseEngine):
         if self._joined is not None:
             self._joined.announce(JoinedCall.STEP)
         self.progress.begin_step()
-        if self.is_gradient_accumulation_boundary():
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
             self.take_step(lr_kwargs or {})
         elif self.optimizer is not None:
             self.optimizer.check_not_begun("step within an accumulation")
         self.progress.count_microbatches()
+        if boundary:
+            self.end_step()
         self.end_call()
 
 

@@ -106,6 +106,7 @@ class PipelineEngine(BaseEngine):
             self.take_step({})
             self.progress.count_microbatches(count)
             self.agg_train_loss = self._mean(losses)
+            self.end_step()
         self.end_call()
         return self.agg_train_loss
 

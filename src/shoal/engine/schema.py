@@ -34,7 +34,7 @@ from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
 from shoal.recording.settings import CommsLoggerSettings
 from shoal.resilience.elastic import elastic_batch
-from shoal.resilience.settings import ElasticitySettings
+from shoal.resilience.settings import ElasticitySettings, ResilienceSettings
 from shoal.schedule.settings import ScheduleSettings
 from shoal.tensor_parallel.settings import TensorParallelSettings
 from shoal.tier.settings import AioSettings
@@ -137,6 +137,9 @@ class Config(Section):
 
     elasticity: ElasticitySettings = ElasticitySettings()
     """Batch sizes that stay when the number of ranks changes."""
+
+    resilience: ResilienceSettings = ResilienceSettings()
+    """Going on after a fault. (Shoal only.)"""
 
     comms_logger: CommsLoggerSettings = CommsLoggerSettings()
     """The log of collectives."""

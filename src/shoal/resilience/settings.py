@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shoal.config.section import Conflict, Count, Number, Positive, Section, Switch
 
-__all__ = ["ElasticitySettings"]
+__all__ = ["ElasticitySettings", "ResilienceSettings", "VaultSettings"]
 
 
 class ElasticitySettings(Section):
@@ -74,3 +74,17 @@ class ElasticitySettings(Section):
         if largest > self.max_train_batch_size:
             yield Conflict(keys=("micro_batch_sizes", "max_train_batch_size"),
                            message=f"got {largest}, above max_train_batch_size {self.max_train_batch_size}; give less")
+
+
+class VaultSettings(Section):
+    """Copies of the training state in the memory of the agent of `shoal run`, which outlive the ranks."""
+
+    every: Positive | None = None
+    """Steps between two copies: a restart loses at most so many; null: no copies. (Shoal only.)"""
+
+
+class ResilienceSettings(Section):
+    """Going on after a fault."""
+
+    vault: VaultSettings = VaultSettings()
+    """Copies of the training state in memory. (Shoal only.)"""

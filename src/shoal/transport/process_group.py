@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ from shoal.log import logger, set_rank, warn_once
 from shoal.recording.page import PAGES, page
 from shoal.transport.launcher_env import RankInfo, discover
 
-__all__ = ["device", "init_distributed"]
+__all__ = ["AgentMemory", "agent_memory", "device", "init_distributed"]
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def init_distributed(
     """
     if config is not None:
         warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
-    _attach_page(os.environ)
+    _attach_page()
     if not dist.is_initialized():
         if dist_init_required is False:
             raise UsageError("dist_init_required is False, but torch.distributed is not initialised; "
@@ -195,10 +196,29 @@ def discover_local_rank(variables: Mapping[str, str]) -> int | None:
     return None
 
 
-def _attach_page(variables: Mapping[str, str]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentMemory:
+    """Memory that the agent of this node owns, and that outlives its ranks."""
+
+    folder: str
+    whole_job: bool
+    """Whether all ranks of the job are on this node."""
+
+
+def agent_memory() -> AgentMemory | None:
+    """Return the memory of the agent that started this process, None where none did, or it has ended."""
+    folder = os.environ.get(PAGES, "")
+    if not os.path.isdir(folder):
+        return None
+    ranks = os.environ.get("WORLD_SIZE")
+    return AgentMemory(folder=folder, whole_job=os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks)
+
+
+def _attach_page() -> None:
     """Let the agent that watches this process read what it does."""
-    if PAGES in variables and variables.get("LOCAL_RANK", "").isdecimal() and not page.attached:
-        page.attach(variables[PAGES], int(variables["LOCAL_RANK"]))
+    memory, local_rank = agent_memory(), os.environ.get("LOCAL_RANK", "")
+    if memory is not None and local_rank.isdecimal() and not page.attached:
+        page.attach(memory.folder, int(local_rank))
 
 
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:

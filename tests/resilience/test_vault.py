@@ -1,0 +1,141 @@
+"""Copies in memory: what a restart loads, at any number of ranks, and what damage costs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine.schema import Config
+from shoal.errors import CheckpointError, ConfigError
+from shoal.recording.page import PAGES
+from shoal.resilience import vault
+from shoal.testing import run_ranks
+
+BATCH = 12
+
+
+class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 60 * BATCH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return row, row.sum()
+
+
+def train(memory: str, disk: str, stop: int, stage: int, save_at: int = 0) -> dict[str, Any]:
+    """Begin a process of an attempt: load what there is, train to step `stop`; return the first step, and the weights."""
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    torch.manual_seed(0)
+    config = {"train_batch_size": BATCH, "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+              "zero_optimization": {"stage": stage}, "resilience": {"vault": {"every": 2}}}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    engine, _, loader, _ = shoal.initialize(model=model, training_data=Rows(), config=config)
+    warnings: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    path, client_state = engine.load_checkpoint(disk)
+    first = engine.global_steps
+    assert loader is not None
+    for rows, targets in loader:
+        if engine.global_steps == stop:
+            break
+        engine.backward((engine(rows).squeeze(1) - targets).square().mean())
+        engine.step()
+        if engine.global_steps == save_at:
+            engine.save_checkpoint(disk, client_state={"saved": save_at})
+            engine.wait_for_checkpoint()
+    engine.checkpointer.wait_for_copy()
+    with shoal.gathered(engine.module):
+        weights = [p.detach().flatten().tolist() for p in engine.module.parameters()]
+    return {"first": first, "path": path, "client_state": client_state, "weights": weights, "warnings": warnings}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_restart_goes_on_from_the_newest_copy_with_the_same_bits(tmp_path: Path, stage: int) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, stage)
+    again = run_ranks(2, train, memory, disk, 10, stage)
+    undisturbed = run_ranks(2, train, str(tmp_path / "other"), disk, 10, stage)
+    assert [each["first"] for each in again] == [6, 6]
+    assert [each["first"] for each in undisturbed] == [0, 0]
+    assert again[0]["weights"] == undisturbed[0]["weights"]
+
+
+def test_another_number_of_ranks_loads_a_copy(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 6, 2)
+    for ranks in (3, 1):
+        assert [each["first"] for each in run_ranks(ranks, train, memory, disk, 6, 2)] == [6] * ranks
+
+
+def damage(memory: str, step: int) -> None:
+    """Flip one bit in the tensors of the copy of `step`."""
+    path = max(Path(memory, "vault0", f"step{step}").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_damaged_copy_is_removed_and_the_older_one_or_the_disk_is_loaded(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 2, 3)
+    assert sorted(path.name for path in Path(memory, "vault0").glob("step*")) == ["step4", "step6"]
+    damage(memory, 6)
+    again = run_ranks(2, train, memory, disk, 4, 2)
+    assert [each["first"] for each in again] == [4, 4]
+    assert any("copy of step 6 in memory cannot be used" in text for text in again[0]["warnings"])
+    assert again[0]["client_state"] == {"saved": 3}
+    damage(memory, 4)
+    again = run_ranks(2, train, memory, disk, 3, 2)
+    assert [(each["first"], each["path"]) for each in again] == [(3, f"{disk}/global_step3")] * 2
+    assert list(Path(memory, "vault0").glob("step*")) == []
+
+
+def test_a_newer_checkpoint_on_disk_is_loaded_instead(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 1, 7)
+    assert [each["first"] for each in run_ranks(2, train, memory, disk, 7, 1)] == [7, 7]
+
+
+def in_no_room(memory: str) -> str:
+    vault.shutil = namedtuple("shutil", "disk_usage")(lambda path: namedtuple("usage", "free")(1000))  # type: ignore
+    try:
+        train(memory, "/nonexistent", 3, 2)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_vault_larger_than_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    for message in run_ranks(2, in_no_room, str(tmp_path)):
+        assert message.startswith("resilience.vault: needs 0.0 MB (4 copies of 0.0 MB), and 0.0 MB of memory are free")
+        assert "remove resilience.vault and save checkpoints" in message
+
+
+def without_agent() -> list[str]:
+    warnings: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "resilience": {"vault": {"every": 2}}}
+    shoal.initialize(model=nn.Linear(2, 2), config=config)
+    return warnings
+
+
+def test_without_an_agent_a_vault_says_that_it_has_no_effect() -> None:
+    (warnings,) = run_ranks(1, without_agent)
+    assert any(text.startswith("resilience.vault: has no effect here") for text in warnings)
+
+
+def test_a_copy_every_0_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"resilience.vault.every: got 0"):
+        Config.resolve({"train_batch_size": 1, "resilience": {"vault": {"every": 0}}}, data_ranks=1)
