@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers record \
+.PHONY: chaos deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers record \
 	bench-slow-network bench-communication bench-gpu peers clients docs dist clean
 .DEFAULT_GOAL := help
 
@@ -76,6 +76,9 @@ fuzz: .venv/.installed  ## train random compositions of features and compare wit
 
 fuzz-idioms: .venv/.installed  ## run random programs of PyTorch idioms beside plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz.idioms$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
+
+chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its weights; SEED=s COUNT=n RANKS=n
+	$(BIN)/python benchmarks/faults.py$(if $(SEED), --seed $(SEED))$(if $(COUNT), --faults $(COUNT))$(if $(RANKS), --ranks $(RANKS))
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check

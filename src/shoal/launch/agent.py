@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -32,7 +33,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
 from shoal.launch.console import Console
+from shoal.launch.doctor import REPORT, page_of
 from shoal.launch.failure import Failure
+from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.orphans import memory_folder, sweep
 from shoal.launch.spares import Spares
@@ -135,7 +138,7 @@ class Agent(LocalElasticAgent):
         self._exits: dict[int, int] = {}
         """Exit codes, by process id, of the ranks of this attempt that ended before the others were stopped."""
         self._observed = 0.0
-        memory = memory_folder(mark)
+        memory = self._memory = memory_folder(mark)
         os.makedirs(memory, mode=0o700, exist_ok=True)
         automatic = "restart" if plan.max_restarts else "report"
         self._reaction = Reaction(memory, console, automatic if plan.watch == "auto" else plan.watch,
@@ -166,10 +169,20 @@ class Agent(LocalElasticAgent):
         return result
 
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
-            self, worker_group: WorkerGroup) -> dict[int, Any]:
+            self, worker_group: WorkerGroup) -> dict[int, int]:
         self._reaction.begin_attempt()
         with nullcontext() if self._spares is None else self._spares.starting():
-            return cast("dict[int, Any]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
+            pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
+        write_record(self._memory, JobRecord(
+            job=self.plan.job, agent=os.getpid(), attempt=self._attempt, attempts=self.plan.max_restarts + 1,
+            began=time.time(), command=[self.plan.target, *self.plan.args], pids=[pids[each] for each in sorted(pids)],
+            ranks=[worker.global_rank for worker in worker_group.workers],
+            error_files=[self.files.last.error_files[each] for each in sorted(pids)]))
+        return pids
+
+    @property
+    def _attempt(self) -> int:
+        return self.plan.max_restarts - self._remaining_restarts
 
     def _watch(self) -> None:
         """Look for ranks that are stopped or hung, and start spares once the ranks train."""
@@ -229,10 +242,14 @@ class Agent(LocalElasticAgent):
 
     def _report(self) -> None:
         if self.failures:
-            attempt = self.plan.max_restarts - self._remaining_restarts
-            note = (f"restarting all ranks: attempt {attempt + 2} of {self.plan.max_restarts + 1}"
+            note = (f"restarting all ranks: attempt {self._attempt + 2} of {self.plan.max_restarts + 1}"
                     if self._remaining_restarts > 0 else "")
-            self.console.report(self.failures, self._worker_group.workers[0].world_size, note)
+            ranks = self._worker_group.workers[0].world_size
+            self.console.report(self.failures, ranks, note)
+            record = read_record(Path(self._memory))
+            if self.plan.log_dir is not None and record is not None and self.plan.nodes == (1, 1):
+                page = page_of(Path(self._memory), record, with_stacks=False)
+                Path(self.plan.log_dir, REPORT).write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n")
 
 
 class SingleNodeRendezvous(RendezvousHandler):

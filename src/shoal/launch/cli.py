@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "run": "start a script on several ranks",
+    "doctor": "show what a job does, or died of: phases, waits, stacks, memory",
     "check-cluster": "examine the hosts of a job: logins, versions, clocks, links, memory, disks",
     "sbatch": "write a Slurm script whose ranks save before the time limit",
     "config": "show the resolved values of a configuration and the origin of each",

@@ -1,0 +1,260 @@
+"""Chaos: a training is disturbed at random moments, by a seed; its weights must be those of an undisturbed one.
+
+    .venv/bin/python benchmarks/faults.py --seed 1 --faults 12 --ranks 2 --stage 2
+
+Faults: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (a sleep without end), `raise` (an exception), `flip` (a bit of the newest
+copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a scheduler would).
+Of each fault it takes the seconds until it was noticed (the rank is dead), until ranks train again (the first step of the
+next attempt), and until the next new step (the first that had not been taken before). It counts hangs (no progress within
+`--patience` seconds, which it ends itself) and orphans (processes of the job that are left at the end).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from machine import ROOT
+from outcome import Outcome, Sheet, Target
+
+from shoal.launch.doctor import jobs
+from shoal.launch.job_record import JobRecord
+from shoal.recording.page import Reading, read
+
+FAULTS = ("kill", "stop", "hang", "raise", "flip", "agent")
+SCRIPT = ("steps", "stage", "every", "width", "layers", "pause")
+"""Options that the training gets."""
+TOKEN = "SHOAL_CHAOS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One fault and what followed; seconds since the fault."""
+
+    kind: str
+    step: int
+    """Steps that had been taken."""
+    noticed: float
+    """The process has ended."""
+    started: float
+    """The processes of the next attempt have begun."""
+    joined: float
+    """They have begun to build their engines."""
+    back: float
+    new: float
+    redone: int
+    """Steps that were taken twice."""
+
+
+class Job:
+    """The training, and the launcher that runs it."""
+
+    def __init__(self, options: argparse.Namespace, out: Path, restarts: int) -> None:
+        self.out = out
+        self.name = f"chaos-{secrets.token_hex(4)}"
+        self._command = [sys.executable, "-m", "shoal", "run", "--ranks", str(options.ranks), "--grace", "2",
+                         "--max-restarts", str(restarts), "--job", self.name, str(ROOT / "benchmarks" / "faulty.py"),
+                         "--out", str(out), *(f"--{name}={getattr(options, name)}" for name in SCRIPT)]
+        self.start()
+
+    def start(self) -> None:
+        """Start the launcher."""
+        self._log = (self.out / "log").open("a")
+        self.process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, start_new_session=True,
+                                        env={**os.environ, TOKEN: self.name, "OMP_NUM_THREADS": "1"})
+
+    def look(self) -> tuple[Path, JobRecord, list[Reading | None]] | None:
+        """Return the folder, the record and the pages of the attempt that runs, None where none does."""
+        for folder, record in jobs().items():
+            if record.job == self.name and record.agent == self.process.pid:
+                pages = [read(str(folder / f"rank{local_rank}")) for local_rank in range(len(record.pids))]
+                own = [page if page is not None and page.pid == pid else None
+                       for page, pid in zip(pages, record.pids, strict=True)]
+                return folder, record, own
+        return None
+
+    def orphans(self) -> list[int]:
+        """Return the processes of the job that run."""
+        word = f"{TOKEN}={self.name}".encode()
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError):
+                    if word in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+        return found
+
+
+def least(pages: list[Reading | None]) -> int:
+    """Return the steps that every rank has taken."""
+    return min((0 if page is None else page.steps for page in pages), default=0)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def inject(kind: str, job: Job, folder: Path, record: JobRecord, chance: random.Random) -> int:
+    """Commit a fault; return the process that it ends."""
+    pid = record.agent if kind == "agent" else chance.choice(record.pids)
+    if kind == "flip":
+        files = [path for tag in folder.glob("vault0/step*") for path in tag.glob("*.safetensors")]
+        newest = max(files, key=lambda path: (int(path.parent.name.removeprefix("step")), path.stat().st_size))
+        data = bytearray(newest.read_bytes())
+        data[chance.randrange(len(data) // 2, len(data))] ^= 1 << chance.randrange(8)
+        newest.write_bytes(data)
+    number = {"stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "raise": signal.SIGUSR1}.get(kind, signal.SIGKILL)
+    os.kill(pid, number)
+    return pid
+
+
+def disturb(job: Job, kind: str, chance: random.Random, options: argparse.Namespace) -> Recovery | None:
+    """Wait for a random moment, commit a fault, and follow the recovery; None where the job ended or hung."""
+    patience: float = options.patience
+    wait = options.quiet * (1 + chance.random())
+    begun: float | None = None
+    deadline = time.monotonic() + patience + wait
+    while True:
+        found = job.look()
+        if found is not None and all(page is not None and page.steps for page in found[2]):
+            begun = time.monotonic() if begun is None else begun
+            if time.monotonic() >= begun + wait and (kind != "flip" or list(found[0].glob("vault0/step*"))):
+                break
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+    folder, record, pages = found
+    step = max(page.steps for page in pages if page is not None)
+    start = time.monotonic()
+    victim = inject(kind, job, folder, record, chance)
+    noticed = started = joined = back = 0.0
+    redone = 0
+    while time.monotonic() - start < patience:
+        if not noticed and gone(victim):
+            noticed = time.monotonic() - start
+        if kind == "agent" and noticed and job.process.poll() is not None:
+            job.start()
+        found = job.look() if noticed else None
+        if found is not None and found[1].pids != record.pids:
+            started = started or time.monotonic() - start
+            if all(page is not None for page in found[2]):
+                joined = joined or time.monotonic() - start
+                steps = least(found[2])
+                if steps and not back:
+                    back, redone = time.monotonic() - start, max(0, step - steps + 1)
+                if steps > step:
+                    return Recovery(kind=kind, step=step, noticed=noticed, started=started, joined=joined, back=back,
+                                    new=time.monotonic() - start, redone=redone)
+        time.sleep(0.005)
+    return None
+
+
+def undisturbed(options: argparse.Namespace, folder: Path) -> str:
+    """Return the digest of a training without faults."""
+    out = folder / "undisturbed"
+    out.mkdir()
+    job = Job(options, out, restarts=0)
+    job.process.wait()
+    return (out / "digest").read_text()
+
+
+def main() -> int:
+    """Run the chaos, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=12)
+    parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds that the script sleeps after each step")
+    parser.add_argument("--quiet", type=float, default=10.0,
+                        help="least seconds of training before a fault, at most twice as many: copies and spares need some")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds without progress that are a hang")
+    options = parser.parse_args()
+    options.steps = int((options.faults + 1) * 2.5 * options.quiet / (options.pause + 0.02))
+    chance = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="shoal-chaos-"))
+    recoveries: list[Recovery] = []
+    hangs = 0
+    try:
+        expected = undisturbed(options, folder)
+        out = folder / "disturbed"
+        out.mkdir()
+        job = Job(options, out, restarts=options.faults + 5)
+        kinds = [options.kinds[number % len(options.kinds)] for number in range(options.faults)]
+        chance.shuffle(kinds)
+        for kind in kinds:
+            recovery = disturb(job, kind, chance, options)
+            if recovery is None:
+                hangs += job.process.poll() is None
+                print(f"{kind}: no recovery; the log is {(out / 'log').read_text()[-3000:]}", flush=True)
+                break
+            recoveries.append(recovery)
+            print(f"{len(recoveries):>3} {kind:<6} at step {recovery.step:>5}: noticed {recovery.noticed:5.2f} s, back "
+                  f"{recovery.back:5.2f} s, new step {recovery.new:5.2f} s, {recovery.redone} steps again", flush=True)
+        with suppress(subprocess.TimeoutExpired):
+            job.process.wait(options.patience * 5)
+        hangs += job.process.poll() is None
+        time.sleep(1.0)
+        orphans = job.orphans()
+        same = (out / "digest").exists() and (out / "digest").read_text() == expected
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report(options, recoveries, hangs=hangs, orphans=len(orphans), same=same)
+
+
+def report(options: argparse.Namespace, recoveries: list[Recovery], *, hangs: int, orphans: int, same: bool) -> int:
+    """Print and keep the tables; return 0 where every promise that is no duration is kept."""
+    rows: list[tuple[str, ...]] = []
+    for kind in FAULTS:
+        some = [each for each in recoveries if each.kind == kind]
+        if some:
+            rows.append((kind, str(len(some)), *(f"{statistics.median(values):.2f} / {max(values):.2f}" for values in (
+                [each.noticed for each in some], [each.started for each in some], [each.joined for each in some],
+                [each.back for each in some], [each.new for each in some])),
+                str(max(each.redone for each in some))))
+    sheet = Sheet(title="Recovery, seconds after the fault (median / longest)",
+                  columns=("fault", "count", "noticed", "processes", "join", "train", "new step", "steps again, most"),
+                  rows=tuple(rows))
+    targets = [Target(what="faults survived", measured=len(recoveries), low=options.faults, high=options.faults),
+               Target(what="hangs", measured=hangs, high=0), Target(what="orphans", measured=orphans, high=0),
+               Target(what="weights are bitwise those of an undisturbed run (1: yes)", measured=float(same), low=1, high=1)]
+    exact = list(targets)
+    if kills := [each.new for each in recoveries if each.kind == "kill"]:
+        targets.append(Target(what="SIGKILL to the next new step, median", measured=statistics.median(kills), high=3,
+                              unit=" s"))
+    if late := [each for each in recoveries if each.kind in ("stop", "hang")]:
+        noticed, back = max(each.noticed for each in late), max(each.back for each in late)
+        targets.append(Target(what="SIGSTOP or hang noticed, longest", measured=noticed, high=6, unit=" s"))
+        targets.append(Target(what="SIGSTOP or hang, ranks train again, longest", measured=back, high=10, unit=" s"))
+    note = (f"{options.ranks} ranks, stage {options.stage}, a copy every {options.every} steps, width {options.width}, "
+            f"{options.layers} layers; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors at the end")
+    Outcome(benchmark="faults", command=" ".join(sys.argv), note=note, sheets=(sheet,), targets=tuple(targets),
+            raw={"options": vars(options), "recoveries": [asdict(each) for each in recoveries]}).publish(None)
+    return 0 if all(target.met for target in exact) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""`shoal doctor` shows in one page what a job on this host does, or died of: phases, waits, stacks, memory, disk, versions.
+
+It reads the pages of the ranks and /proc. Only for stacks it asks a rank: by py-spy where that is installed, else by the
+signal at which `rank.py` dumps them, which a script does not notice. Of a job that has ended it shows the report that the
+agent left in the folder of its logs (`shoal run --log-dir`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from shoal.errors import UsageError
+from shoal.launch.job_record import JobRecord, read_record
+from shoal.launch.orphans import memory_folder
+from shoal.launch.watching import stacks
+from shoal.recording.page import Reading, read
+from shoal.resilience.watch import Process, process
+from shoal.version import __version__
+
+__all__ = ["REPORT", "add_arguments", "jobs", "main", "page_of"]
+
+REPORT = "failure.txt"
+"""The file in the folder of logs that has the last failure, and the page of that moment."""
+VAULT = "vault*/*"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal doctor`."""
+    parser.add_argument("target", nargs="?", metavar="JOB|PID|FOLDER",
+                        help="the name of a job, the process of its agent or of a rank, or the folder of its logs; default: "
+                             "the only job on this host")
+    parser.add_argument("--stacks", action=argparse.BooleanOptionalAction, default=True, help="show the stacks of the ranks")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the page; return 0. Raises `UsageError` where there is no such job, with those that there are."""
+    if args.target is not None and Path(args.target).is_dir():
+        print(_report(Path(args.target)))
+        return 0
+    folder, record = _find(args.target)
+    print(page_of(folder, record, with_stacks=args.stacks))
+    return 0
+
+
+def jobs() -> dict[Path, JobRecord]:
+    """Return the jobs on this host, by the folder of their pages."""
+    root = Path(memory_folder("")).parent
+    found = {folder: read_record(folder) for folder in sorted(root.glob("shoal-*"))}
+    return {folder: record for folder, record in found.items() if record is not None}
+
+
+def page_of(folder: Path, record: JobRecord, *, with_stacks: bool) -> str:
+    """Return the page of a job whose pages lie in `folder`."""
+    lines = [f"job {record.job}, attempt {record.attempt + 1} of {record.attempts}, for {time.time() - record.began:.0f} s; "
+             f"agent {record.agent} {'runs' if process(record.agent) else 'has ended'}",
+             f"command: {' '.join(record.command)}", *_machine(folder), ""]
+    readings = [read(str(folder / f"rank{local_rank}")) for local_rank in range(len(record.pids))]
+    lines += [f"{'rank':>4} {'pid':>8} {'state':<8} {'steps':>8} {'call':<12} {'for':>8} {'cpu s':>8} {'MB':>8}  waits for"]
+    for rank, pid, reading in zip(record.ranks, record.pids, readings, strict=True):
+        lines.append(_row(rank, pid, reading, process(pid)))
+    for rank, reading in zip(record.ranks, readings, strict=True):
+        if reading is not None and reading.trail:
+            lines.append(f"rank {rank} waited lately for: {'; '.join(sorted(set(reading.trail)))}")
+    if copies := sorted(path for path in folder.glob(VAULT) if path.is_dir() and not path.name.startswith(".")):
+        lines.append("copies in memory: " + ", ".join(f"{path.name} ({_bytes(path) / 1e6:,.1f} MB)" for path in copies))
+    for rank, pid, error_file in zip(record.ranks, record.pids, record.error_files, strict=True) if with_stacks else ():
+        facts = process(pid)
+        if facts is not None and facts.state != "Z":
+            text = stacks(pid, error_file, stopped=facts.state == "T")
+            lines += ["", f"stacks of rank {rank}:", text.rstrip() or "none: the process is stopped, or does not answer"]
+    return "\n".join(lines)
+
+
+def _machine(folder: Path) -> list[str]:
+    memory = _meminfo()
+    return [f"host {socket.gethostname()}: memory {memory.get('MemAvailable', 0) / 1e3:,.0f} of "
+            f"{memory.get('MemTotal', 0) / 1e3:,.0f} MB available, {shutil.disk_usage(folder).free / 1e6:,.0f} MB free in "
+            f"{folder.parent}, {shutil.disk_usage('.').free / 1e6:,.0f} MB in {os.getcwd()}; load {os.getloadavg()[0]:.1f} "
+            f"on {os.cpu_count()} processors",
+            f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, Shoal {__version__}"]
+
+
+def _row(rank: int, pid: int, reading: Reading | None, facts: Process | None) -> str:
+    states = {"R": "runs", "S": "sleeps", "D": "disk", "T": "stopped", "t": "traced", "Z": "ended"}
+    state = "ended" if facts is None else states.get(facts.state, facts.state)
+    cpu, resident = (0.0, 0.0) if facts is None else (facts.cpu, _resident(pid) / 1e6)
+    call, since, steps, waits = "(no engine)", "", "", ""
+    if reading is not None:
+        call, steps = reading.phase.name.lower().replace("_", " "), str(reading.steps)
+        since = f"{time.monotonic() - reading.since:.1f} s"
+        waits = f"{reading.waits_for}, {time.monotonic() - reading.waits_since:.1f} s" if reading.waits else ""
+    return f"{rank:>4} {pid:>8} {state:<8} {steps:>8} {call:<12} {since:>8} {cpu:>8.1f} {resident:>8.0f}  {waits}".rstrip()
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _meminfo() -> dict[str, int]:
+    """Return the system's memory in units of 1,000 bytes (nearly: its kB are 1,024)."""
+    try:
+        return {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
+    except OSError:
+        return {}
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _report(folder: Path) -> str:
+    """Return the report of a job that has ended. Raises `UsageError` where the folder has none."""
+    if not (folder / REPORT).exists():
+        raise UsageError(f"{folder}: has no {REPORT}, so no job with these logs has failed; give the name or a process of a "
+                         f"job that runs: {_known()}")
+    return (folder / REPORT).read_text()
+
+
+def _find(target: str | None) -> tuple[Path, JobRecord]:
+    """Return the job that a name or a process means; None: the only one."""
+    pid = int(target) if target is not None and target.isdecimal() else None
+    found = [(folder, record) for folder, record in jobs().items()
+             if target in (None, record.job, folder.name) or pid in (record.agent, *record.pids)]
+    match found:
+        case [one]:
+            return one
+        case []:
+            wanted = "no job" if target is None else f"no job, process or folder {target!r}"
+            raise UsageError(f"{wanted} on {socket.gethostname()}: {_known()}; of a job that has ended, give the folder of "
+                             f"its logs (shoal run --log-dir)")
+        case _:
+            raise UsageError(f"{len(found)} jobs fit; give the process of an agent: "
+                             f"{', '.join(str(record.agent) for _, record in found)}")
+
+
+def _known() -> str:
+    names = [f"{record.job} (agent {record.agent})" for record in jobs().values()]
+    return f"there are {', '.join(names)}" if names else "none runs here under `shoal run`"

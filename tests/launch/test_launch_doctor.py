@@ -1,0 +1,98 @@
+"""`shoal doctor` on live jobs, dead ones and none, and a job that survives a killed rank by its copies in memory."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.launch.cli import main
+from shoal.launch.doctor import REPORT
+
+WAIT = """
+import os, time, torch, shoal
+engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1,
+                                                                   "optimizer": {"type": "AdamW"}})
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+os.write(1, f"ready {engine.global_rank} {os.getpid()}\\n".encode())
+if engine.global_rank == 0:
+    engine.backward(engine(torch.ones(1, 4)).sum())
+def lurk():
+    time.sleep(1000)
+lurk()
+"""
+
+SURVIVE = """
+import os, signal, sys, torch, shoal
+torch.manual_seed(0)
+data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
+config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2},
+          "resilience": {"vault": {"every": 5}}}
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+engine, _, loader, _ = shoal.initialize(model=model, training_data=data, config=config)
+engine.load_checkpoint("nowhere")
+first = engine.global_steps
+for rows in loader:
+    engine.backward(engine(rows).square().mean())
+    engine.step()
+    if sys.argv[1] == "kill" and engine.global_steps == 13 and first == 0:
+        engine.checkpointer.wait_for_copy()
+        if engine.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if engine.global_steps == 20:
+        break
+total = sum(p.detach().double().sum().item() for p in model.parameters())
+os.write(1, f"rank {engine.global_rank} from {first}: {total.hex()}\\n".encode())
+"""
+
+
+def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys):
+    launch = run("--ranks", "2", "--job", "herring", "--watch", "off", script(WAIT))
+    pids = {int(words[1]): int(words[2]) for words in map(str.split, launch.read(2))}
+    assert main(["doctor", str(pids[1])]) == 0
+    page = capsys.readouterr().out
+    lines = page.splitlines()
+    assert lines[0].startswith("job herring, attempt 1 of 1, for ")
+    rows = {int(line.split()[0]): line for line in lines if line.split()[1:2] in ([str(pids[0])], [str(pids[1])])}
+    assert sorted(rows) == [0, 1]
+    assert " between " in rows[1]
+    assert "stacks of rank 1:" in page
+    assert "in lurk" in page
+    assert main(["doctor", "herring", "--no-stacks"]) == 0
+    assert "stacks of" not in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"there are .*herring"):
+        from shoal.launch import doctor
+
+        doctor._find("mackerel")
+    launch.kill()
+
+
+def test_doctor_reads_the_report_that_a_failed_job_left(run, script, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    code, _, _ = run("--ranks", "1", "--log-dir", str(logs), script("raise ValueError('no such herring')")).end()
+    assert code == 1
+    assert (logs / REPORT).exists()
+    assert main(["doctor", str(logs)]) == 0
+    report = capsys.readouterr().out
+    assert "rank 0 of 1 failed: ValueError: no such herring" in report
+    assert "attempt 1 of 1" in report
+    assert "torch " in report
+
+
+def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):
+    assert main(["doctor", "no-such-job"]) == 2
+    assert "no job, process or folder 'no-such-job' on" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "no job with these logs has failed" in capsys.readouterr().err
+
+
+def test_a_killed_rank_costs_only_the_steps_since_the_last_copy(run, script, tmp_path):
+    code, out, err = run("--ranks", "2", "--max-restarts", "1", script(SURVIVE), "kill", folder=str(tmp_path)).end()
+    assert code == 0, err
+    assert f"rank 1 of 2 failed: killed by {signal.SIGKILL.name}" in err
+    code, undisturbed, err = run("--ranks", "2", script(SURVIVE), "run", folder=str(tmp_path)).end()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [line.replace("from 0", "from 10") for line in sorted(undisturbed.splitlines())]
