@@ -35,8 +35,8 @@ def test_the_version_is_the_packages(capsys):
 
 def test_a_mistyped_command_suggests_the_nearest_one(capsys):
     message = error_of(capsys, "rnu")
-    assert ("there is no command 'rnu'; choose run, doctor, check-cluster, sbatch, config, checkpoint, disk, pipeline, attention; "
-            "did you mean `shoal run`?" in message)
+    assert ("there is no command 'rnu'; choose run, doctor, check-cluster, sbatch, config, checkpoint, disk, pipeline, "
+            "attention; did you mean `shoal run`?" in message)
 
 
 def test_a_script_without_run_gets_a_hint(capsys):

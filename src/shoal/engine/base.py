@@ -37,7 +37,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
-from shoal.log import logger
+from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
