@@ -1,6 +1,7 @@
 """Layers that compute the same as torch's in less time and memory; each has a plain torch path, which is its oracle."""
 
 from shoal.nn.causal_lm import use_tiled_loss
+from shoal.nn.fused import rms_norm, rotary, swiglu
 from shoal.nn.heads import TiledHead, TiledVocabularyHead, tiled_head
 from shoal.nn.injection import inject_transformer_layers, restore_transformer_layers
 from shoal.nn.linear import set_linear_kernels
@@ -9,5 +10,5 @@ from shoal.nn.tiled_module import TiledMLP, in_tiles
 from shoal.nn.transformer_layer import TransformerConfig, TransformerLayer
 
 __all__ = ["TiledHead", "TiledLoss", "TiledMLP", "TiledVocabularyHead", "TransformerConfig", "TransformerLayer", "WordSlice",
-           "in_tiles", "inject_transformer_layers", "restore_transformer_layers", "set_linear_kernels",
-           "tiled_cross_entropy", "tiled_head", "use_tiled_loss"]
+           "in_tiles", "inject_transformer_layers", "restore_transformer_layers", "rms_norm", "rotary", "set_linear_kernels",
+           "swiglu", "tiled_cross_entropy", "tiled_head", "use_tiled_loss"]

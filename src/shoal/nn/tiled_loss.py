@@ -41,8 +41,9 @@ from shoal.transport.reduction import wide_dtype
 __all__ = ["TiledLoss", "WordSlice", "cross_entropy", "tiled_cross_entropy"]
 
 _REDUCTIONS = ("mean", "sum", "none")
-_PART = 8192
-"""Words whose part of the weight's gradient is computed at a time, where it is added to the others."""
+_PART = 512
+"""Words whose part of the weight's gradient is computed at a time and added to that of earlier tiles. With 192 tokens in a
+tile and 768 inputs, all words at once took 3 times as long by oneDNN as in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,10 +263,11 @@ class _Gradients:
         if self._of_weight is not None:
             if self._products.weight_gradient == "torch" and of_logits.dtype == self._of_weight.dtype:
                 self._of_weight.addmm_(of_logits.t(), self._rows[tile])
-            else:  # in parts, so that no second tensor of the weight's size is made
+            else:  # in parts that stay in the cache until they are added, so that no second tensor of that size is made
+                transposed = self._rows[tile].t().contiguous()
                 for words in range(0, len(self._of_weight), _PART):
                     part = slice(words, words + _PART)
-                    self._of_weight[part] += self._products.gradient_of_weight(of_logits[:, part], self._rows[tile])
+                    self._of_weight[part] += self._products.linear(of_logits[:, part].t(), transposed)
         if self._of_bias is not None:
             self._of_bias += of_logits.sum(0, dtype=self._of_bias.dtype)
 

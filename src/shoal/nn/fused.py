@@ -1,0 +1,118 @@
+"""RMSNorm, SwiGLU and rotary embedding as one autograd node each, which saves its operands alone.
+
+    rms_norm(x)        x gain / sqrt(mean(x^2) + eps)                       saves x, and one number a row
+    swiglu(g, u)       silu(g) u                                            saves g and u
+    rotary(x)          pairs (i, i + dim / 2) turned by their angle         saves the angles
+
+fp32 in host memory is computed natively (layers.cpp), but for SwiGLU; other tensors by torch. Zhang and Sennrich 2019 (arXiv
+1910.07467); Shazeer 2020 (arXiv 2002.05202); Su et al. 2021 (arXiv 2104.09864), in the pairing of Hugging Face's Llama.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# (once_differentiable hides the signature of the backward that it guards.)
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shoal.errors import UsageError
+from shoal.native import layers as native
+
+__all__ = ["rms_norm", "rotary", "swiglu"]
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return `x` (..., columns) over its root mean square, times `gain` (columns,). Computed in fp32."""
+    if gain.shape != x.shape[-1:]:
+        raise UsageError(f"rms_norm: got x {tuple(x.shape)} and a gain {tuple(gain.shape)}; the gain is {(x.shape[-1],)}")
+    return cast(Tensor, _RmsNorm.apply(x, gain, eps))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, of one shape."""
+    if gate.shape != up.shape:
+        raise UsageError(f"swiglu: got a gate {tuple(gate.shape)} and {tuple(up.shape)}; both have one shape")
+    return cast(Tensor, _SwiGlu.apply(gate, up))
+
+
+def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Return `x` (..., length, dim) with pairs (i, i + dim / 2) turned by the angles of their position.
+
+    `cosines` and `sines` of the angles are (length, dim / 2) and get no gradient.
+    """
+    wanted = (*x.shape[-2:-1], x.shape[-1] // 2)
+    if cosines.shape != wanted or sines.shape != wanted or x.shape[-1] % 2:
+        raise UsageError(f"rotary: got x {tuple(x.shape)}, cosines {tuple(cosines.shape)} and sines {tuple(sines.shape)}; "
+                         f"they are (..., length, dim), and (length, dim / 2)")
+    return cast(Tensor, _Rotary.apply(x, cosines, sines))
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if _native(x, gain):
+            output, rates = native.rms_norm(rows.contiguous(), gain.contiguous(), eps)
+        else:
+            wide = rows.float()
+            rates = wide.square().mean(-1).add_(eps).rsqrt_()
+            output = (wide * rates[:, None]).mul_(gain).to(x.dtype)
+        ctx.save_for_backward(x, gain, rates)
+        return output.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, gain, rates = ctx.saved_tensors
+        rows, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
+        if _native(x, gain) and gradient.dtype == torch.float32:
+            of_x, of_gain = native.rms_norm_backward(flat.contiguous(), rows.contiguous(), gain.contiguous(), rates)
+        else:
+            unit = rows.float() * rates[:, None]
+            scaled = flat.float() * gain
+            of_x = (scaled - unit * (scaled * unit).mean(-1, keepdim=True)).mul_(rates[:, None])
+            of_gain = (flat.float() * unit).sum(0)
+        return of_x.view(x.shape).to(x.dtype), of_gain.to(gain.dtype), None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _turn(x, cosines, sines, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(gradient, *ctx.saved_tensors, back=True), None, None
+
+
+def _turn(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool) -> Tensor:
+    if _native(x, cosines, sines):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return native.rotary(rows, cosines.contiguous(), sines.contiguous(), back=back).view(x.shape)
+    sines = -sines if back else sines
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1).to(x.dtype)
+
+
+def _native(*tensors: Tensor) -> bool:
+    return native.available() and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors)
