@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: chaos deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers record \
-	bench-slow-network bench-communication bench-gpu peers clients docs dist clean
+	bench-slow-network bench-communication bench-gpu peers clients ray docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -119,6 +119,9 @@ peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make b
 clients: .venv-clients/.installed  ## run Trainer, Accelerate, Lightning, PEFT and TRL scripts in .venv-clients; ONLY=word PEERS=1 TIMES=n
 	.venv-clients/bin/python -m tests.clients$(if $(ONLY), --only '$(ONLY)')$(if $(PEERS), --peers)$(if $(TIMES), --times $(TIMES))
 
+ray: .venv-ray/.installed  ## train on a Ray of this machine: Ray Train starts the ranks, and starts them again after a failure
+	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python examples/cluster/ray_train.py --fail-at 25
+
 docs: .venv/.docs  ## build the documentation site in out/site; check its links, and that it loads nothing from other hosts
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python tools/check_site.py out/site
@@ -152,6 +155,12 @@ clean:  ## remove what was made, but for the environments
 		datasets pytest --editable .
 	$(BIN)/python tools/deepspeed_wheel.py dist/deepspeed
 	.venv-clients/bin/pip install --quiet --no-deps --force-reinstall dist/deepspeed/deepspeed-*.whl
+	@touch $@
+
+.venv-ray/.installed: .venv/.installed
+	test -x .venv-ray/bin/pip || $(BIN)/python -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet --constraint constraints.txt $(TORCH)
+	.venv-ray/bin/pip install --quiet --constraint constraints.txt 'ray[train]>=2.60' --editable .
 	@touch $@
 
 .venv/.docs: .venv/.installed
