@@ -37,7 +37,7 @@ def main() -> None:
 def pictures() -> dict[str, str]:
     """Return the text of each picture by file name."""
     return {"stages.svg": page(960, 400, *stages()), "step.svg": page(960, 420, *step()),
-            "life.svg": page(960, 330, *life())} | {
+            "life.svg": page(960, 330, *life()), "recovery.svg": page(960, 270, *recovery())} | {
         f"pipeline-{name}.svg": pipeline(name) for name in SCHEDULES} | {
         f"attention-{name}.svg": attention(name) for name in STRUCTURES}
 
@@ -297,6 +297,33 @@ def life() -> Iterator[str]:
             yield box(x, y, pitch - 8, 36, colour if value else "#f8f9fa", radius=3,
                       extra="" if value in ("", "whole", "addend", "stepped") else "opacity='0.6'")
             yield text(x + (pitch - 8) / 2, y + 22, value, size=10.5, fill="#ffffff", anchor="middle")
+
+
+# A recovery
+
+
+def recovery() -> Iterator[str]:
+    """Draw what the ranks and their agent do between a fault and the next new step."""
+    left, lanes = 120, {"rank 0": 76, "rank 1": 116, "agent": 156, "spares": 196}
+    yield text(30, 36, "A recovery: rank 1 is killed; the copy of step 90 is loaded, and step 94 is the next new one "
+                       "(not to scale)", size=16, weight=600)
+    for lane, y in lanes.items():
+        yield text(30, y + 20, lane, size=12, fill="#495057")
+        yield box(left, y, 810, 30, "#f8f9fa", radius=3)
+    for lane, start, stop, colour, words in (
+            ("rank 0", 0, 150, WEIGHT, "steps 91 to 93"), ("rank 0", 150, 270, MUTED, "waits for rank 1"),
+            ("rank 1", 0, 150, WEIGHT, "steps 91 to 93"), ("agent", 150, 210, GRADIENT, "sees it"),
+            ("agent", 210, 330, GRADIENT, "ends the others"), ("agent", 330, 400, GRADIENT, "new store"),
+            ("spares", 0, 400, MUTED, "have imported torch, and wait"),
+            *((lane, *phase) for lane in ("rank 0", "rank 1") for phase in (
+                (400, 480, MOMENTS, "join, build"), (480, 580, MASTER, "load the copy"),
+                (580, 700, WEIGHT, "91 to 93 again"), (700, 810, WEIGHT, "step 94, ..."))),
+            ("spares", 620, 810, MUTED, "the next ones import torch")):
+        yield box(left + start + 0.5, lanes[lane], stop - start - 1, 30, colour)
+        yield text(left + (start + stop) / 2, lanes[lane] + 19, words, size=10.5, fill="#ffffff", anchor="middle")
+    for at, words in ((150, "fault"), (210, "noticed"), (400, "processes"), (480, "joined"), (700, "new step")):
+        yield box(left + at - 0.5, 66, 1, 168, INK)
+        yield text(left + at, 250, words, size=11, anchor="middle")
 
 
 if __name__ == "__main__":
