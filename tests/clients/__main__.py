@@ -63,6 +63,7 @@ def rows() -> Iterator[Row]:
         yield Row("Accelerate sequence", "sequence_loop.py", ("--stage", stage), 2)
         yield Row("Trainer sequence", "sequence_loop.py", ("--stage", stage, "--trainer"), 2)
     yield Row("from_pretrained", "from_pretrained.py", ("--stage", "3"), 2)
+    yield Row("ShoalAccelerator", "own_accelerator.py", ("--stage", "3", "--accumulation", "2"), 2)
     yield Row("ShoalStrategy", "lightning_fit.py", ("--stage", "3", "--own", "--devices", "2"), 2)
 
 
@@ -118,7 +119,7 @@ def main() -> int:
         row = replace(row, options=(*row.options, *options))
         for _ in range(args.times):
             found = run(row, ROOT / ".venv-clients/bin/python", ROOT / "out/clients/ours")
-            comparable = args.peers and row.client not in ("ShoalStrategy",)
+            comparable = args.peers and row.client not in ("ShoalAccelerator", "ShoalStrategy")
             peer = run(row, ROOT / ".venv-peers/bin/python", ROOT / "out/clients/published") if comparable else None
             failed += "error" in found
             print(line(row, found, peer), flush=True)

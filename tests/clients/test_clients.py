@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".venv-clients/.installed").exists()
     Row("Accelerate", "accelerate_loop.py", ("--stage", "2")),
     Row("Trainer", "trainer.py", ("--stage", "3")),
     Row("PEFT", "peft_lora.py", ("--stage", "3")),
+    Row("ShoalAccelerator", "own_accelerator.py", ("--stage", "2")),
     Row("ShoalStrategy", "lightning_fit.py", ("--stage", "2", "--own")),
 ], ids=lambda row: row.client)
 def test_a_client_trains_saves_and_resumes(row: Row, tmp_path: Path) -> None:
