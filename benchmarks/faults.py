@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=12)
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=2, help="they share batches of 4")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--width", type=int, default=64)
