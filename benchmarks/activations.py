@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outcome import Outcome, Sheet, Target, quartiles
 from progress import progress
+from results import Outcome, Sheet, Target, quartiles
 from workloads import workload
 
 import shoal

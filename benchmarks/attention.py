@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from outcome import Outcome, Sheet, Target
 from progress import progress
+from results import Outcome, Sheet, Target
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -167,7 +167,7 @@ THROUGH = 20
 
 FROM_THE_START = {f"{name}-{stage}-through": row.at(stage, row.schedule(THROUGH), title=", from its first step")
                   for name, row in COMPRESSING.items() for stage in row.stages if "freeze_step" in row.compressed}
-"""The compressing systems of through.py."""
+"""The compressing systems of whole_training.py."""
 
 
 @cache

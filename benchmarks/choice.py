@@ -18,7 +18,7 @@ from typing import Any
 
 from catalogue import DDP_COMPRESSING, SYSTEMS, TRAINING_STEPS
 from communication import LATE_TITLE
-from outcome import FOLDER, Outcome, Sheet, Target, spread_ratio
+from results import FOLDER, Outcome, Sheet, Target, spread_ratio
 
 WITHIN = 0.5  # percent above AdamW
 LEAD = 1.25

@@ -7,7 +7,7 @@ Hosts are those of hosts.py, with one rank of one thread each. Few sequences mak
 communication: DDP, plain and with the hooks that torch offers, our AdamW, and each optimizer that compresses (COMPRESSING in
 catalogue.py), in a step that is compressed. The speed of a training follows from the seconds of such a step, of one that is
 not, and the share of both in the very training in which convergence.py measures quality. A short training whose every step
-counts is run too, at the lowest rate (through.py).
+counts is run too, at the lowest rate (whole_training.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 
 import link
 from catalogue import BASELINE, COMPRESSED, DDP_COMPRESSING, FREEZE, SYSTEMS, TRAINING_STEPS, exact_share
-from crossing import picture
 from ddp_hooks import LATE
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from link import FRAME, PAYLOAD
 from machine import ROOT
-from outcome import FOLDER, Outcome, Sheet, Target, spread_ratio
 from progress import progress
+from rate_curves import picture
+from results import FOLDER, Outcome, Sheet, Target, spread_ratio
 from speeds import curve, fitting, interface, round_times, sent, times
 from sweep import Cell, Found, add_arguments, sweep
-from through import Through, through
+from whole_training import Through, through
 from workloads import parameters
 
 RATES = ("200mbit", "1gbit", link.UNLIMITED)

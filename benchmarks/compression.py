@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from outcome import Outcome, Sheet, Target
 from progress import progress
+from results import Outcome, Sheet, Target
 
 from shoal.onebit import difference, pack, packed_bytes, reference, unpack
 

@@ -22,11 +22,11 @@ from typing import Any
 from catalogue import TRAINING_STEPS
 from ddp_hooks import BY_NAME
 from interrupts import leaving
-from learned import Learned, band, picture
 from machine import ROOT
-from outcome import FOLDER, Outcome, Sheet, Target
 from progress import progress
+from results import FOLDER, Outcome, Sheet, Target
 from runs import Run, RunFailed
+from training_quality import Learned, band, picture
 
 from shoal.config.load import read
 

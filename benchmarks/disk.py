@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from outcome import Outcome, Sheet, Target, quartiles, spread_ratio
+from results import Outcome, Sheet, Target, quartiles, spread_ratio
 from torch import Tensor
 
 from shoal.tier.disk_span import CHUNK, DiskSpan

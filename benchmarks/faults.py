@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from machine import ROOT
-from outcome import Outcome, Sheet, Target
+from results import Outcome, Sheet, Target
 
 from shoal.launch.doctor import jobs
 from shoal.launch.job_record import JobRecord

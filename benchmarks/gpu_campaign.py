@@ -105,7 +105,7 @@ def _child(file: str, name: str, row: Row, seconds: float, options: argparse.Nam
 
 
 def _publish(benchmark: str, scale: Scale, found: dict[str, Measured], out: Path | None) -> None:
-    from outcome import Outcome, Sheet
+    from results import Outcome, Sheet
 
     rows = tuple((name, _shown(measured)) for name, measured in found.items())
     name = torch.cuda.get_device_name() if scale.device.type == "cuda" else str(scale.device)

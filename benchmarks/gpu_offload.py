@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outcome import Outcome, Sheet
+from results import Outcome, Sheet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from workloads import _example

@@ -29,10 +29,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import link
-import reached
-from crew import Rank, RankFailed, end, finish
+import link_rates
 from interrupts import deferred, leaving
 from namespaces import HostsUnavailable, entering, make, name, remove, sweep, tool, why_not
+from rank_group import Rank, RankFailed, end, finish
 
 INTERFACE = "eth0"
 COUNTERS = f"/sys/class/net/{INTERFACE}/statistics"
@@ -130,7 +130,7 @@ class Hosts:
                seconds: float = 600.0) -> list[list[dict[str, Any]]]:
         """Run a Python script, with its arguments, as ranks on every host; return the JSON lines that each printed, by rank.
 
-        Raises `crew.RankFailed`, with what the ranks said, when one ends badly or after `seconds`; then all are ended.
+        Raises `rank_group.RankFailed`, with what the ranks said, when one ends badly or after `seconds`; then all are ended.
         """
         with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
             ranks = self.start([sys.executable, *script], ranks_per_host, env=env, folder=Path(folder))
@@ -224,7 +224,7 @@ def main() -> None:
     try:
         with Hosts(options.hosts, rate=options.rate, delay=options.delay) as hosts:
             if options.check:
-                reached.check(hosts, options.rates, out=options.out)
+                link_rates.check(hosts, options.rates, out=options.out)
             else:
                 finish(hosts.start(options.command, options.ranks), seconds=float("inf"))
     except HostsUnavailable as reason:
@@ -242,8 +242,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rate", default=link.UNLIMITED, help="of each link, each way: 200mbit, 2.5gbit ... (unlimited)")
     parser.add_argument("--delay", help="of each link, each way: 5ms ... (none)")
     parser.add_argument("--check", action="store_true", help="measure what is reached of --rates")
-    parser.add_argument("--rates", nargs="+", default=reached.RATES, metavar="RATE",
-                        help=f"rates to check ({' '.join(reached.RATES)})")
+    parser.add_argument("--rates", nargs="+", default=link_rates.RATES, metavar="RATE",
+                        help=f"rates to check ({' '.join(link_rates.RATES)})")
     parser.add_argument("--out", type=Path, help="where the JSON of --check goes (out/benchmarks/hosts.json)")
     parser.add_argument("command", nargs="*", help="what every rank runs, after --")
     options = parser.parse_args()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from catalogue import SYSTEMS
 from interleave import Plan, Result, measure
-from outcome import Outcome, Sheet, Target
 from progress import progress
+from results import Outcome, Sheet, Target
 from workloads import LAYERS
 
 PLAIN, PEER, OURS = "plain", "fsdp2", "shoal-3"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import resting
+import memory_rank
 import torch
-from outcome import Outcome, Sheet, Target
 from progress import progress
+from results import Outcome, Sheet, Target
 
 from shoal.testing import run_ranks
 from shoal.zero.placement import state_bytes
@@ -94,7 +94,7 @@ def _states(model: str, every: list[int], tell: Tell) -> Iterator[State]:
         for name, dtype in DTYPES.items():
             for stage in STAGES:
                 tell(f"model state: {model}, {ranks} ranks, {name}, stage {stage}")
-                found = run_ranks(ranks, resting.state, model, stage, name, 2)
+                found = run_ranks(ranks, memory_rank.state, model, stage, name, 2)
                 most = max(found, key=lambda facts: sum(facts[kind] for kind in KINDS))
                 total = sum(most[kind] for kind in KINDS)
                 formula = state_bytes(stage, most["parameters"], ranks, compute=dtype).total
@@ -109,7 +109,7 @@ def _growths(steps: int, tell: Tell) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yield a row and final / settled resident memory for each stage."""
     for stage in STAGES:
         tell(f"resident memory over {steps} steps: stage {stage}")
-        samples = run_ranks(2, resting.resident, "tiny", stage, steps, EVERY)[0]
+        samples = run_ranks(2, memory_rank.resident, "tiny", stage, steps, EVERY)[0]
         settled = samples[SETTLED // EVERY - 1:]
         x = torch.arange(len(settled), dtype=torch.float64) * EVERY
         y = torch.tensor(settled, dtype=torch.float64)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 from machine import PEERS
-from outcome import FOLDER, Outcome, Sheet, Target
 from progress import progress
+from results import FOLDER, Outcome, Sheet, Target
 from torch import Tensor
 
 from shoal.native.step import Rule, step

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from outcome import Outcome, Sheet, Target, quartiles
+from results import Outcome, Sheet, Target, quartiles
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from machine import BEFORE, ROOT
-from outcome import FOLDER
+from results import FOLDER
 from sections import SECTIONS
 
 import report

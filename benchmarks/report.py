@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, changes_since
-from outcome import FOLDER, Sheet, targets_sheet
+from results import FOLDER, Sheet, targets_sheet
 from sections import SECTIONS
 
 PAGE = ROOT / "docs" / "measurements.md"

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from learned import Learned
 from machine import ROOT
+from training_quality import Learned
 
 SCRIPT = ROOT / "examples" / "gpt" / "train.py"
 DDP = ROOT / "benchmarks" / "ddp_train.py"

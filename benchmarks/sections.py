@@ -33,7 +33,7 @@ SECTIONS = {
                               "shoal-1-sockets shoal-2-sockets shoal-3-sockets --best out/benchmarks/tuning-2.json",
                       minutes=8, code=CORE, needs="after tuning-2"),
     "layers": Section(command="layers.py --rounds 2", minutes=6, code=CORE),
-    "memory": Section(command="memory.py", minutes=12, code=(*CORE, "benchmarks/resting.py")),
+    "memory": Section(command="memory.py", minutes=12, code=(*CORE, "benchmarks/memory_rank.py")),
     "startup": Section(command="startup.py", minutes=3, code=("src/shoal",)),
     "optimizer": Section(command="optimizer.py", minutes=1, code=("src/shoal/native",), needs="make peers"),
     "pipeline": Section(command="pipeline.py --rounds 9", minutes=3, code=("src/shoal/pipeline",)),

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import link
 from catalogue import BASELINE, SYSTEMS
-from crossing import Point, crossover, picture, where
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from machine import ROOT
-from outcome import Outcome, Sheet, Target, spread_ratio
 from progress import progress
+from rate_curves import Point, crossover, picture, where
+from results import Outcome, Sheet, Target, spread_ratio
 from speeds import check_memory, curve, interface, round_times, sent, times
 from sweep import Found, add_arguments, sweep
 from workloads import parameters

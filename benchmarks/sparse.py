@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
-from outcome import Outcome, Sheet, Target, quartiles, spread_ratio
 from progress import progress
+from results import Outcome, Sheet, Target, quartiles, spread_ratio
 from sweep import Found, sweep
 from workloads import parameters
 

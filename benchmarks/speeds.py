@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from catalogue import BASELINE, SYSTEMS
-from crossing import Point
 from ddp_hooks import power_sgd_elements
 from interleave import PARAMETER, PROCESS, Plan
 from machine import available
+from rate_curves import Point
 from sweep import Found
 from workloads import parameters, shapes, workload
 

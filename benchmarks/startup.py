@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outcome import Outcome, Sheet, Target
 from progress import progress
+from results import Outcome, Sheet, Target
 
 BIN = Path(sys.executable).parent
 NO_DEVICE = "import torch, shoal; assert not torch.cuda.is_initialized(); assert not torch.distributed.is_initialized()"

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from outcome import Outcome, Sheet, Target
+from results import Outcome, Sheet, Target
 from torch import nn
 
 import shoal

@@ -26,9 +26,9 @@ from typing import Any, Self
 
 import torch
 from machine import PEERS
-from outcome import FOLDER, Outcome, Sheet, Target, spread_ratio
 from progress import progress
 from replay import Replay
+from results import FOLDER, Outcome, Sheet, Target, spread_ratio
 from workloads import _example
 
 import shoal

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from outcome import Outcome, Sheet, Target
+from results import Outcome, Sheet, Target
 from torch import Tensor, nn
 from torch.nn import functional as F
 from workloads import workload

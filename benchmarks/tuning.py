@@ -20,8 +20,8 @@ from typing import Self
 from catalogue import BASELINE, SYSTEMS
 from interleave import PARAMETER, PROCESS, Plan, Result, measure
 from machine import available
-from outcome import FOLDER, Outcome, Sheet, quartiles
 from progress import progress
+from results import FOLDER, Outcome, Sheet, quartiles
 from workloads import parameters
 
 FAMILIES = tuple(dict.fromkeys(system.family for system in SYSTEMS.values() if system.family))

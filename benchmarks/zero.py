@@ -17,8 +17,8 @@ from pathlib import Path
 
 from catalogue import BASELINE, SYSTEMS
 from interleave import PARAMETER, PROCESS, Plan, Result, measure
-from outcome import Outcome, Sheet, Target, quartiles
 from progress import progress
+from results import Outcome, Sheet, Target, quartiles
 from tuning import Best, fitting_groups, tuning_file
 from workloads import parameters
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from catalogue import BY_SYSTEM, COMPRESSED, COMPRESSING, FREEZE, SYSTEMS, THROUGH, exact_share
 from communication import CHOICES, Results, collected, draw, outcome, targets
-from crossing import Point, ratios
 from ddp_hooks import power_sgd_elements
 from hosts import Hosts, Traffic, unavailable
 from interleave import Count, Plan, Team, Turn
 from packing import Packing
+from rate_curves import Point, ratios
 from speeds import curve, groups, interface, sent, times
 from sweep import WORDS, Cell, Found, sweep, take_turn
-from through import Through, through
+from whole_training import Through, through
 from workloads import parameters
 
 from shoal.onebit import packed_bytes
@@ -242,7 +242,7 @@ class Counting(Team):
 
 @pytest.mark.skipif(bool(missing), reason=f"no hosts: {missing}")
 def test_a_training_from_its_first_step_warms_up_and_then_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("through.Team", Counting)
+    monkeypatch.setattr("whole_training.Team", Counting)
     with Hosts(2) as hosts:
         trained = through(("ddp", "onebit-adam-1"), TINY, "unlimited", hosts, lambda text: None)
     assert not trained.failures and {len(seconds) for seconds in trained.seconds.values()} == {THROUGH}

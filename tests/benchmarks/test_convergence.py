@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from convergence import COUNTERPARTS, Case, above, noise, outcome, ratios, train
-from learned import Learned, band, picture
 from runs import Run, RunFailed
+from training_quality import Learned, band, picture
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt"
 TRAINED = """

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import link
+import link_rates
 import namespaces
 import pytest
-import reached
-from crew import RankFailed
 from hosts import Hosts, HostsUnavailable, unavailable
+from rank_group import RankFailed
 
 HERE = Path(__file__).parent
 BENCHMARKS = HERE.parents[1] / "benchmarks"
@@ -93,7 +93,7 @@ def test_the_kernel_holds_each_link_to_the_rate_that_was_set_last(hosts: Hosts) 
 
 @real
 def test_what_a_link_reaches_is_measured_each_way(hosts: Hosts) -> None:
-    found = reached.measure(hosts, "400mbit", seconds=0.1, tell=lambda text: None)
+    found = link_rates.measure(hosts, "400mbit", seconds=0.1, tell=lambda text: None)
     assert found.rate == "400mbit" and found.asked == 400e6
     assert min(found.one_way, found.both_ways, found.idle, found.loaded) > 0
 

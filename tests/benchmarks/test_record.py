@@ -8,7 +8,7 @@ from pathlib import Path
 import choice
 import pytest
 from catalogue import SYSTEMS
-from outcome import Target, quartiles, spread_ratio
+from results import Target, quartiles, spread_ratio
 from sections import SECTIONS
 from tuning import Best
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from crossing import Point, crossover, picture, where
 from hosts import Hosts, unavailable
 from interleave import Plan
+from rate_curves import Point, crossover, picture, where
 from speeds import sent
 from sweep import sweep
 from torch import nn

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import link
-from outcome import Outcome, Sheet, Target
 from progress import progress
+from results import Outcome, Sheet, Target
 
 if TYPE_CHECKING:
     from hosts import Hosts

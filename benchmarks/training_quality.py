@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crossing import COLOURS
+from rate_curves import COLOURS
 
 POINTS = 50  # of a curve: each is the mean of as many steps
 

@@ -16,7 +16,7 @@ import link
 from catalogue import BASELINE, FROM_THE_START, SYSTEMS, THROUGH
 from hosts import Hosts
 from interleave import Plan, Team, TeamFailed
-from outcome import Sheet, Target
+from results import Sheet, Target
 from sweep import settled
 
 
