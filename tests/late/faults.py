@@ -43,7 +43,7 @@ FAULTS = (
     Fault(name="the host does not ask whether a gradient arrived", where="tier.device_mirror:_MirroredSpan.fetch",
           removes="self._mirror.finish_copies()", program="offloaded"),
     Fault(name="a mirror comes back before it has gone", where="tier.device_mirror:DeviceMirror.fetch",
-          removes="self.finish_commit()", program="accumulated off the device"),
+          removes="self.finish_commit()", program="a mirror brought back"),
     Fault(name="a mirror is freed under its own copy", where="tier.device_mirror:DeviceMirror.commit",
           removes="self._arriving.wait()", program="a mirror freed unused"),
     Fault(name="host memory is written while a mirror reads it", where="tier.device_mirror:DeviceMirror.finish_copies",

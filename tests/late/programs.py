@@ -132,6 +132,20 @@ def _mirror_written_on_host() -> list[Tensor]:
     return [each.cpu() for each in found]
 
 
+def _mirror_brought_back() -> list[Tensor]:
+    """A span of the device goes down to the host, and comes back at once."""
+    span, _ = mirrored(current_device(), _host(), 1024, torch.float32, "gradient")
+    found: list[Tensor] = []
+    for value in range(3):
+        span.fetch(fresh=True).wait()
+        span.tensor.fill_(value)
+        span.commit()
+        span.fetch().wait()
+        found.append(span.tensor.clone())
+        span.commit(changed=False)
+    return [each.cpu() for each in found]
+
+
 def _mirror_freed_unused() -> list[Tensor]:
     """A span is brought to the device and given up unused; what then has its memory keeps what it is given."""
     span, rest = mirrored(current_device(), _host(), 1024, torch.float32, "gradient")
@@ -205,6 +219,7 @@ PROGRAMS: dict[str, Program] = {
     "pipeline": Program(ranks=2, run=_pipeline),
     "tensor parallel": Program(ranks=2, run=_tensor_parallel),
     "written on the host": Program(ranks=1, run=_written_on_host),
+    "a mirror brought back": Program(ranks=1, run=_mirror_brought_back),
     "a mirror freed unused": Program(ranks=1, run=_mirror_freed_unused),
     "a mirror written on the host": Program(ranks=1, run=_mirror_written_on_host),
 }

@@ -243,7 +243,7 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "odd blocks": (odd_blocks, "2 ranks do not divide 5 blocks of 16; pad the sequence to a multiple of 32"),
     "unknown exchange": (unknown_exchange, "exchange is one of auto, heads, blocks; got 'ring'"),
     "odd length": (odd_length, "length 63 is not divided by the 2 sequence ranks; pad it to 64"),
-    "the oracle": (oracle, "choose among auto, gather, native on a sequence axis"),
+    "the oracle": (oracle, "choose among auto, gather, native, triton on a sequence axis"),
     "half a mask": (half_a_mask, "key_padding is (batches, kv_length), here (1, 128); got (1, 64)"),
 }  # fmt: skip
 
