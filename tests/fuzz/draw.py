@@ -188,7 +188,8 @@ def _with_own_optimizer(random: Random, drawn: Composition) -> Composition:
         for job in (drawn.first, drawn.second))
     if first.data * first.tensor * second.data * second.tensor == 1:
         drawn = replace(drawn, arguments=drawn.arguments | PAST_WARM_UP[name])
-    return replace(drawn, first=first, second=second, given="name" if drawn.given == "function" else drawn.given)
+    named = drawn.given == "function" or max(first.pipeline, second.pipeline) > 1  # a stage without weights has no instance
+    return replace(drawn, first=first, second=second, given="name" if named else drawn.given)
 
 
 def _in_backward(random: Random, drawn: Composition, job: JobDraw) -> JobDraw:

@@ -115,14 +115,14 @@ def _engine(composition: Composition, job: JobDraw, folder: str) -> Any:
     if job.tensor > 1:
         parallelize(model, mesh.group("tensor"), plan(composition.model), stages=mesh.group("pipeline"))
     optimizer: Any = None
-    if composition.given == "instance":
+    if composition.given == "instance" and any(each.requires_grad for each in model.parameters()):
         optimizer = optimizer_of(composition, model)
-    elif composition.given == "function":
+    elif composition.given != "name":  # a stage that trains nothing has no parameters for an instance
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             return build_optimizer(composition, parameters)
     return shoal.initialize(
         model=model, config=config, mpu=mesh, optimizer=optimizer,
-        model_parameters=groups(model) if composition.groups and composition.given != "instance" else None,
+        model_parameters=groups(model) if composition.groups and not isinstance(optimizer, torch.optim.Optimizer) else None,
         lr_scheduler=None if composition.decay is None else lambda inner: schedule_of(composition, inner))[0]
 
 
