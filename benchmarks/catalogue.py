@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -134,10 +135,12 @@ class Compressing:
 
     def schedule(self, steps: int) -> dict[str, int]:
         """Return the options of its schedule of compression in a training of so many steps, as examples/gpt stretches
-        them."""
-        from shoal.config.load import read
+        them.
 
-        config: dict[str, Any] = read(EXAMPLES / f"{self.config}.json")
+        The peers' environment imports this file, too, and has no Shoal that reads the comments of the file.
+        """
+        lines = (EXAMPLES / f"{self.config}.json").read_text().splitlines()
+        config: dict[str, Any] = json.loads("".join(line for line in lines if not line.lstrip().startswith("//")))
         total, params = config["scheduler"]["params"]["total_num_steps"], config["optimizer"]["params"]
         stretched = {key: max(1, params[key] * steps // total) for key in STRETCHED if key in params}
         return stretched | {key: params[key] for key in ("local_step_clipper",) if key in params}
