@@ -99,8 +99,7 @@ def test_resting_bytes_equal_the_formula(dtype: str, ranks: int) -> None:
 
 
 def released() -> dict[str, int]:
-    """The most units that are gathered during a forward at stage 3; what the pool holds after backward; what a step
-    leaves."""
+    """The most units that are gathered during a forward at stage 3, and what the pool holds."""
     model = Wide()
     engine = engine_of(model, 3, zero={"stage3_prefetch_bucket_size": 1})
     units = engine.sharded.units
@@ -110,11 +109,9 @@ def released() -> dict[str, int]:
     pools = []
     for _ in range(3):
         engine.backward(engine(torch.randn(2, 64)).pow(2).mean())
-        pools.append(engine.sharded.pool.bytes)
         engine.step()
-    at_rest = engine.sharded.pool.bytes + sum(4 * unit.layout.size for unit in units if unit.phase is not Phase.RELEASED)
-    return {"gathered": max(seen), "unit": units[0].layout.size * 4, "grows": pools[-1] - pools[0], "pool": pools[-1],
-            "at rest": at_rest, "largest": max(4 * unit.layout.size for unit in units)}
+        pools.append(engine.sharded.pool.bytes)
+    return {"gathered": max(seen), "unit": units[0].layout.size * 4, "grows": pools[-1] - pools[0], "pool": pools[-1]}
 
 
 def test_stage_3_holds_the_root_one_block_and_the_next() -> None:
@@ -122,7 +119,6 @@ def test_stage_3_holds_the_root_one_block_and_the_next() -> None:
     assert found["gathered"] <= 3
     assert found["grows"] == 0
     assert found["pool"] <= 6 * found["unit"]
-    assert 0 < found["at rest"] <= found["largest"], "between steps: the weights that the next forward uses first"
 
 
 def trained(feature: str, stage: int, overlap: bool) -> dict[str, Tensor]:

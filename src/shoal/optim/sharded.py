@@ -262,7 +262,6 @@ class ShardedOptimizer(Optimizer):
                 self.discard_gradients()
                 self.rescale(self.scaler.value / loss_scale)
         self.set_compression()
-        self._model.pool.clear()  # until the next backward pass the memory is the forward's
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow

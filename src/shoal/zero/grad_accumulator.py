@@ -15,14 +15,14 @@ from torch import Tensor
 
 from shoal.device import follow, stream_of_thread
 from shoal.sparse.row_exchange import RowExchange, to_dense
-from shoal.tier import FetchOnce
+from shoal.tier import FetchOnce, zeros
 from shoal.zero.layout import Layout
 
 __all__ = ["GradAccumulator", "Pool", "ResidualAccumulator", "RowsAccumulator"]
 
 
 class Pool:
-    """Lends flat tensors of any dtype and keeps returned ones until `clear`: its memory is that of the most lent at once.
+    """Lends flat tensors of any dtype and keeps returned ones, so its memory is that of the most tensors lent at once.
 
     On an accelerator a tensor is returned while its last work is still queued. A borrower in another stream waits for that.
     """
@@ -42,7 +42,7 @@ class Pool:
         self._free = [other for other in self._free if other is not block]
         former = None if block is None else self._streams.pop(block.data_ptr())
         if block is None or not fitting:
-            block = torch.empty(size, dtype=torch.uint8, device=self.device)
+            block = zeros(size, torch.uint8, self.device)
         elif former != stream_of_thread(self.device):
             follow(former, block)
         tensor = block[:elements * dtype.itemsize].view(dtype)
@@ -54,13 +54,6 @@ class Pool:
         block = self._lent.pop(id(tensor))
         self._streams[block.data_ptr()] = stream_of_thread(self.device)
         self._free.append(block)
-
-    def clear(self) -> None:
-        """Free what is not lent."""
-        for block in self._free:
-            if (former := self._streams.pop(block.data_ptr())) != stream_of_thread(self.device):
-                follow(former, block)
-        self._free = []
 
     @property
     def bytes(self) -> int:
