@@ -105,7 +105,7 @@ DDP_COMPRESSING = {
         warm_up="ddp",
         build=ddp(hook=power_sgd(rank, waiting=True))) for rank in (1, 4)},
 }
-"""What plain torch offers for a slow link: the stock hooks of DDP."""
+"""The stock communication hooks of DDP, which plain torch offers for a slow link."""
 
 
 EXAMPLES = ROOT / "examples" / "gpt"

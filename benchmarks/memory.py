@@ -77,7 +77,7 @@ def _options() -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What the rank with the most model state holds at rest, in bytes, and a row about it."""
+    """The bytes that the rank with the most model state holds at rest, and a row about it."""
 
     stage: int
     total: int

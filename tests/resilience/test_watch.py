@@ -22,7 +22,7 @@ SPINNER = "while True: pass"
 
 def test_a_page_tells_phase_steps_waits_and_past_durations(tmp_path: Path) -> None:
     page = RankPage()
-    page.enter(TrainingPhase.FORWARD)  # nobody reads
+    page.enter(TrainingPhase.FORWARD)  # without a reader
     page.attach(str(tmp_path), 3)
     assert page.attached
     for step in range(20):

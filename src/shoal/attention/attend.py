@@ -275,13 +275,15 @@ def _triton_agrees(device: torch.device) -> bool:
     """Return whether Triton compiles here and gives the numbers of gather, by one small call; warn where it does not."""
     blocks = Blocks.of(torch.ones(1, 2, 2).tril(), 16)
     generator = torch.Generator().manual_seed(0)
-    operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
+    with torch.inference_mode(False):
+        operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
     results: list[list[Tensor]] = []
     try:
         for backend in ("gather", "triton"):
-            query, key, value = (each.clone().requires_grad_() for each in operands[:3])
-            output = attend(query, key, value, blocks, dropout=0.5, seed=1, causal=True, backend=backend)
-            results.append([output, *torch.autograd.grad(output, (query, key, value), operands[3])])
+            with torch.inference_mode(False), torch.enable_grad():  # the first call may be one of an evaluation
+                query, key, value = (each.clone().requires_grad_() for each in operands[:3])
+                output = attend(query, key, value, blocks, dropout=0.5, seed=1, causal=True, backend=backend)
+                results.append([output, *torch.autograd.grad(output, (query, key, value), operands[3])])
         largest = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
     except Exception as error:  # a compiler fails in many ways
         warn_once(f"attention on {device} is computed by torch operations: Triton's kernels failed: {error}")

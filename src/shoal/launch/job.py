@@ -17,7 +17,7 @@ class ClusterJob:
     """One job, as it travels to each of its hosts: as JSON, on standard input or in a file that only its owner reads."""
 
     secret: str
-    """The name of the job, which nobody else knows; it proves who has read this."""
+    """The secret name of the job: a process that knows it has read this file."""
     hosts: tuple[Host, ...]
     environment: dict[str, str]
     """Variables that the job adds to those of each host; bytes that are not UTF-8 are surrogates, as in `os.environ`."""

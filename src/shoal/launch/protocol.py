@@ -210,5 +210,5 @@ class Channel:
 
 
 def answer(secret: str, nonce: bytes) -> bytes:
-    """Return the proof that a process has read the job's file, which nobody else can."""
+    """Return the proof that a process has read the job's file, which only the job's user can."""
     return hmac.new(secret.encode(), nonce, "sha256").hexdigest().encode()

@@ -7,7 +7,7 @@ A write is a store to memory: no system call, no lock, nothing to wait for. The 
     the past       how long the last calls of each phase took, from which the agent learns how long is too long
     the trail      the collectives that were waited for last
 
-A process that nobody watches writes the same fields into memory of its own.
+A process without an agent writes the same fields into memory of its own.
 """
 
 from __future__ import annotations

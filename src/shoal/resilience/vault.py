@@ -79,7 +79,7 @@ class Vault:
         if self._ranks.rank == 0:
             logger.warning("the copy of step %d in memory cannot be used, and is removed: %s", damaged.step, error)
             shutil.rmtree(damaged.path, ignore_errors=True)
-        self._ranks.gather_objects(None)  # nobody looks for generations before it is gone
+        self._ranks.gather_objects(None)  # no rank looks for generations before it is gone
 
     def _measure(self, pieces: Sequence[Piece]) -> VaultBytes:
         own = sum((piece.stop - piece.start) * piece.data.dtype.itemsize for piece in pieces)
