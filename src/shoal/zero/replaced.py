@@ -70,8 +70,9 @@ class ReplacedParameters:
     def refuse(self, call: str) -> None:
         """Raise `UsageError` from `call` for a parameter that has other values than the buffer."""
         for unit in self._units:
-            views = unit.layout.views(unit.full)
-            for slot in replaced_slots(unit):
+            slots = replaced_slots(unit)
+            views = unit.layout.views(unit.full) if slots else []  # the buffer of a released unit may have no memory
+            for slot in slots:
                 name, value = unit.members[slot].name, unit.members[slot].parameter.detach()
                 if value.dtype != views[slot].dtype or not torch.equal(value, views[slot]):
                     raise UsageError(f"{call}: parameter '{name}' was given other memory since the last step (p.data = "
