@@ -44,6 +44,8 @@ class LayerDraw:
     kind: str
     """A key of `model.KINDS`."""
     hidden: int = 0
+    heads: int = 0
+    """Of attention, which divide `hidden`."""
     key: str | None = None
     """Layers of one key share the weights `shared`."""
     shared: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ class JobDraw:
     """A topology, and the settings of a training on it."""
 
     pipeline: int
+    sequence: int
     tensor: int
     data: int
     replica: int
@@ -105,7 +108,7 @@ class JobDraw:
 
     @property
     def ranks(self) -> int:
-        return self.pipeline * self.tensor * self.data
+        return self.pipeline * self.sequence * self.tensor * self.data
 
     @property
     def microbatches(self) -> int:
@@ -113,8 +116,9 @@ class JobDraw:
         return self.accumulation * self.data
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{axis} {size}" for axis, size in (("pipeline", self.pipeline), ("tensor", self.tensor),
-                                                              ("data", self.data)) if size > 1) or "1 rank"
+        axes = " x ".join(f"{axis} {size}" for axis, size in (
+            ("pipeline", self.pipeline), ("sequence", self.sequence), ("tensor", self.tensor), ("data", self.data))
+            if size > 1) or "1 rank"
         words = [axes, self.dtype, f"ZeRO {dict(self.zero)['stage']}", f"{self.accumulation} microbatches"]
         words += [f"{self.schedule} ({self.stages_per_rank})"] if self.schedule else []
         words += [f"replicas {self.replica}"] if self.replica > 1 else []
@@ -186,7 +190,7 @@ def _with_own_optimizer(random: Random, drawn: Composition) -> Composition:
         job, replica=1, tiers=(), zero=tuple((key, min(value, 2) if key == "stage" else value) for key, value in job.zero),
         settings=tuple(each for each in job.settings if each[0] != "sparse_gradients"))
         for job in (drawn.first, drawn.second))
-    if first.data * first.tensor * second.data * second.tensor == 1:
+    if all(job.data * job.sequence * job.tensor == 1 for job in (first, second)):
         drawn = replace(drawn, arguments=drawn.arguments | PAST_WARM_UP[name])
     named = drawn.given == "function" or max(first.pipeline, second.pipeline) > 1  # a stage without weights has no instance
     return replace(drawn, first=first, second=second, given="name" if named else drawn.given)
@@ -204,6 +208,7 @@ class _Shape:
     """The axes of a topology, and the stages of a pipeline on it."""
 
     pipeline: int
+    sequence: int
     tensor: int
     data: int
     schedule: str | None
@@ -218,9 +223,10 @@ def _shape(random: Random) -> _Shape:
     ranks = random.choices((1, 2, 3, 4), weights=(1, 4, 2, 4), k=1)[0]
     pipeline = random.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
     tensor = random.choice([size for size in (1, 2, 3) if ranks // pipeline % size == 0])
+    sequence = random.choice([size for size in range(1, ranks + 1) if ranks // pipeline // tensor % size == 0])
     schedule = random.choice([*STAGES_PER_RANK]) if pipeline > 1 or random.random() < 0.3 else None
-    return _Shape(pipeline=pipeline, tensor=tensor, data=ranks // pipeline // tensor, schedule=schedule,
-                  stages_per_rank=random.choice(STAGES_PER_RANK[schedule]) if schedule else 1)
+    return _Shape(pipeline=pipeline, sequence=sequence, tensor=tensor, data=ranks // pipeline // tensor // sequence,
+                  schedule=schedule, stages_per_rank=random.choice(STAGES_PER_RANK[schedule]) if schedule else 1)
 
 
 def _model(random: Random, shapes: list[_Shape]) -> ModelDraw:
@@ -231,15 +237,17 @@ def _model(random: Random, shapes: list[_Shape]) -> ModelDraw:
     keyed: dict[str, LayerDraw] = {}
 
     def layer() -> LayerDraw:
-        kind = random.choices(("block", "mix", "gain"), weights=(5, 4, 1), k=1)[0]
+        kind = random.choices(("block", "mix", "gain", "attend"), weights=(4, 3, 1, 4), k=1)[0]
         key = f"{kind} {random.choice('ab')}" if kind != "gain" and random.random() < 0.45 else None
         if key in keyed:
             return keyed[key]
-        hidden = cuts * random.randint(2, 9)
-        names = {"block": ("up.weight", "down.weight"), "mix": ("mix.weight", "mix.bias"), "gain": ()}[kind]
+        heads = cuts * random.randint(1, 2) if kind == "attend" else 0
+        hidden = (heads or cuts) * random.randint(2, 9)
+        names = {"block": ("up.weight", "down.weight"), "mix": ("mix.weight", "mix.bias"), "gain": (),
+                 "attend": ("query.weight", "out.weight")}[kind]
         shared = names if random.random() < 0.3 else names[:1]
-        cut = cuts > 1 and (kind == "block" or (kind == "mix" and width % cuts == 0 and random.random() < 0.5))
-        drawn = LayerDraw(kind=kind, hidden=hidden, key=key, shared=shared if key else (), cut=cut,
+        cut = cuts > 1 and (kind in ("block", "attend") or (kind == "mix" and width % cuts == 0 and random.random() < 0.5))
+        drawn = LayerDraw(kind=kind, hidden=hidden, heads=heads, key=key, shared=shared if key else (), cut=cut,
                           frozen=key is None and random.random() < 0.1, spare=key is None and random.random() < 0.1)
         if key is not None:
             keyed[key] = drawn
@@ -257,7 +265,7 @@ def _job(random: Random, shape: _Shape, model: ModelDraw, dtype: str, clipping: 
         boundaries = (0, *sorted(random.sample(range(1, model.depth), shape.stages - 1)), model.depth)
     alone = shape.schedule is None
     return JobDraw(
-        pipeline=shape.pipeline, tensor=shape.tensor, data=shape.data,
+        pipeline=shape.pipeline, sequence=shape.sequence, tensor=shape.tensor, data=shape.data,
         replica=2 if shape.data % 2 == 0 and random.random() < 0.3 else 1,
         schedule=shape.schedule, stages_per_rank=shape.stages_per_rank, boundaries=boundaries, dtype=dtype,
         accumulation=random.randint(1, 5), recompute=random.choice((0, 0, 1, 2, 3)),

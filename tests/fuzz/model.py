@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from shoal.sequence_parallel import SequenceAxis, attend_sequence, cross_entropy
 from shoal.tensor_parallel import Column, Head, Plan, Row, Vocabulary, Whole
 
 from .draw import LayerDraw, ModelDraw
@@ -26,8 +27,9 @@ class Embed(nn.Module):
         self.places = nn.Parameter(torch.randn(LONGEST, width) * 0.1)
         self.words.requires_grad_(not frozen)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places[:tokens.shape[1]]
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, positions = inputs
+        return self.words(tokens) + self.places[positions]
 
 
 class Block(nn.Module):
@@ -56,6 +58,30 @@ class Mix(nn.Module):
         return x + torch.tanh(self.mix(x))
 
 
+class Attend(nn.Module):
+    """Causal attention over the whole sequence, of which `axis` says who has the other parts."""
+
+    def __init__(self, width: int, layer: LayerDraw, axis: SequenceAxis | None = None):
+        super().__init__()
+        self.query, self.value = nn.Linear(width, layer.hidden), nn.Linear(width, layer.hidden)
+        self.key = nn.Linear(width, layer.hidden, bias=False)  # whose gradient would be rounding error alone
+        self.out = nn.Linear(layer.hidden, width)
+        self.dim = layer.hidden // layer.heads
+        self.axis = axis
+        if layer.spare:
+            self.spare = nn.Parameter(torch.randn(3))
+        self.requires_grad_(not layer.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (each(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+                             for each in (self.query, self.key, self.value))
+        if self.axis is None:
+            seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            seen = attend_sequence(query, key, value, self.axis, causal=True)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
 class Gain(nn.Module):
     def __init__(self, width: int, layer: LayerDraw):
         super().__init__()
@@ -76,7 +102,7 @@ class Output(nn.Module):
         return self.words(self.norm(x))
 
 
-KINDS: dict[str, Callable[[int, LayerDraw], nn.Module]] = {"block": Block, "mix": Mix, "gain": Gain}
+KINDS: dict[str, Callable[..., nn.Module]] = {"block": Block, "mix": Mix, "gain": Gain, "attend": Attend}
 
 
 class Line(nn.Sequential):
@@ -85,7 +111,7 @@ class Line(nn.Sequential):
     recompute = 0
     reentrant = False
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, value: Any) -> Tensor:
         layers = list(self)
         if not self.recompute:
             return super().forward(value)
@@ -97,14 +123,14 @@ class Line(nn.Sequential):
         return value
 
 
-def _run(layers: list[nn.Module], value: Tensor) -> Tensor:
+def _run(layers: list[nn.Module], value: Any) -> Tensor:
     for layer in layers:
         value = layer(value)
     return value
 
 
-def specs(model: ModelDraw) -> list[shoal.LayerSpec]:
-    """Return the layers for a pipeline."""
+def specs(model: ModelDraw, axis: SequenceAxis | None = None) -> list[shoal.LayerSpec]:
+    """Return the layers for a pipeline; with `axis` their attention is over sequences of which each rank has a part."""
     def tied(key: str | None, attributes: tuple[str, ...], kind: Any, *args: Any, **keywords: Any) -> shoal.LayerSpec:
         if key is None:
             return shoal.LayerSpec(kind, *args, **keywords)
@@ -112,15 +138,16 @@ def specs(model: ModelDraw) -> list[shoal.LayerSpec]:
 
     words, key = ("words.weight",), "words" if model.tied else None
     return [tied(key, words, Embed, model.words, model.width, rows=model.rows, frozen=model.frozen),
-            *(tied(layer.key, layer.shared, KINDS[layer.kind], model.width, layer) for layer in model.layers),
+            *(tied(layer.key, layer.shared, KINDS[layer.kind], model.width, layer,
+                   **({"axis": axis} if layer.kind == "attend" else {})) for layer in model.layers),
             tied(key, words, Output, model.words, model.width)]
 
 
-def line(model: ModelDraw) -> Line:
+def line(model: ModelDraw, axis: SequenceAxis | None = None) -> Line:
     """Return all layers as one module, with the weights that every division of a pipeline starts from."""
     layers, first = Line(), dict[tuple[str, int], nn.Parameter]()
     with torch.random.fork_rng():
-        for number, spec in enumerate(specs(model)):
+        for number, spec in enumerate(specs(model, axis)):
             torch.manual_seed(model.seed + number)
             layers.append(spec.build())
     for layer, spec in zip(layers, specs(model), strict=True):
@@ -143,6 +170,9 @@ def _kinds(model: ModelDraw) -> Iterator[tuple[str, Any]]:
             case "block":
                 yield f"{number}.up", Column()
                 yield f"{number}.down", Row()
+            case "attend":
+                yield from ((f"{number}.{name}", Column()) for name in ("query", "key", "value"))
+                yield f"{number}.out", Row()
             case "mix":
                 yield f"{number}.mix", Column(gather_output=True) if layer.cut else Whole()
             case _:
@@ -156,13 +186,16 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
             {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0}]
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_of(logits: Tensor, labels: Tensor, axis: SequenceAxis | None = None) -> Tensor:
+    if axis is not None:
+        return cross_entropy(logits.float(), labels, axis)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def microbatch(model: ModelDraw, samples: int, step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
-    """Return one microbatch (inputs, labels) of a data rank, of a length of its own."""
+def microbatch(model: ModelDraw, samples: int, step: int, rank: int,
+               number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return one microbatch ((tokens, positions), labels) of a data rank, of a length of its own."""
     random = torch.Generator().manual_seed(model.seed + 10_000 * step + 100 * rank + number)
     length = int(torch.randint(3, LONGEST + 1, (), generator=random))
     tokens = torch.randint(model.words, (samples, length), generator=random)
-    return tokens[:, :-1], tokens[:, 1:]
+    return (tokens[:, :-1], torch.arange(length - 1).expand(samples, -1)), tokens[:, 1:]

@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
+from shoal.sequence_parallel import SequenceAxis
 from shoal.tensor_parallel import parallelize
 from shoal.testing import RankFailed, run_ranks
 
@@ -110,9 +112,9 @@ def settings(composition: Composition, job: JobDraw, folder: str) -> dict[str, A
 
 
 def _engine(composition: Composition, job: JobDraw, folder: str) -> Any:
-    mesh = shoal.Mesh(pipeline=job.pipeline, tensor=job.tensor, replica=job.replica)
+    mesh = shoal.Mesh(pipeline=job.pipeline, sequence=job.sequence, tensor=job.tensor, replica=job.replica)
     config = settings(composition, job, folder)
-    model = _model(composition, job, config)
+    model = _model(composition, job, config, SequenceAxis(mesh.group("sequence")) if job.sequence > 1 else None)
     if job.tensor > 1:
         parallelize(model, mesh.group("tensor"), plan(composition.model), stages=mesh.group("pipeline"))
     optimizer: Any = None
@@ -127,15 +129,16 @@ def _engine(composition: Composition, job: JobDraw, folder: str) -> Any:
         lr_scheduler=None if composition.decay is None else lambda inner: schedule_of(composition, inner))[0]
 
 
-def _model(composition: Composition, job: JobDraw, config: dict[str, Any]) -> nn.Module:
+def _model(composition: Composition, job: JobDraw, config: dict[str, Any], axis: SequenceAxis | None) -> nn.Module:
     drawn = composition.model
     if job.schedule is not None:
         return shoal.PipelineModule(
-            specs(drawn), num_stages=job.pipeline, loss_fn=loss_of, seed_layers=True, base_seed=drawn.seed,
-            partition_method=job.boundaries, schedule=job.schedule, stages_per_rank=job.stages_per_rank,
+            specs(drawn, axis), num_stages=job.pipeline, loss_fn=partial(loss_of, axis=axis), seed_layers=True,
+            base_seed=drawn.seed, partition_method=job.boundaries, schedule=job.schedule,
+            stages_per_rank=job.stages_per_rank,
             activation_checkpoint_interval=job.recompute)
     with shoal.zero.Init(config=config, enabled=job.sharded_build):
-        model = line(drawn)
+        model = line(drawn, axis)
     model.recompute, model.reentrant = job.recompute, job.reentrant
     return model
 
@@ -144,16 +147,26 @@ def _step(engine: Any, composition: Composition, job: JobDraw, step: int) -> flo
     """Train one step; return its mean loss over all ranks."""
     rank = engine.mesh.rank("data")
     batches = [microbatch(composition.model, composition.micro, step, rank, number) for number in range(job.accumulation)]
+    axis = engine.sequence if job.sequence > 1 else None
+    if axis is not None:
+        batches = [_part(engine, *batch) for batch in batches]
     if job.schedule is not None:
         return engine.train_batch(iter(batches)).item()
     total = torch.zeros((), dtype=torch.float64)
     for inputs, labels in batches:
-        loss = loss_of(engine(inputs), labels)
+        loss = loss_of(engine(inputs), labels, axis)
         engine.backward(loss)
         engine.step()
         total += loss.item()
     dist.all_reduce(total)
     return total.item() / (job.accumulation * job.ranks)
+
+
+def _part(engine: Any, inputs: tuple[Tensor, Tensor], labels: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return this rank's part of a microbatch, padded so that the sequence ranks divide it."""
+    tokens, positions = inputs
+    part = engine.split_sequence({"input_ids": tokens, "position_ids": positions, "shift_labels": labels})
+    return (part["input_ids"], part["position_ids"]), part["shift_labels"]
 
 
 def _compare(job: JobDraw, composition: Composition, start: dict[str, Tensor], ranks: list[Trained],

@@ -59,6 +59,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     exchange: Any = "auto"
     backend: Any = "auto"
+    masked: bool = False
+    """Whether there is a mask of each query and key, and a bias of each head, which has a gradient."""
 
     def blocks(self) -> Blocks | None:
         return LAYOUTS[self.layout](self.heads)
@@ -68,12 +70,17 @@ class Case:
         counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return [torch.randn(BATCH, count, LENGTH, DIM, generator=generator).to(self.dtype) for count in counts]
 
+    def bias(self) -> Tensor | None:
+        generator = torch.Generator().manual_seed(4)
+        return torch.randn(self.heads, LENGTH, LENGTH, generator=generator).requires_grad_() if self.masked else None
+
     def options(self) -> dict[str, Any]:
+        mask = (torch.arange(LENGTH)[:, None] * 7 + torch.arange(LENGTH)) % 5 > 0 if self.masked else None
         padding = torch.ones(BATCH, LENGTH, dtype=torch.bool)
         padding[0, -40:] = False
         padding[1, :20] = False
         return {"causal": self.causal, "key_padding": padding if self.padded else None, "dropout": self.dropout, "seed": 11,
-                "backend": self.backend}
+                "mask": mask, "backend": self.backend}
 
 
 @cache
@@ -82,9 +89,11 @@ def whole(case: Case) -> list[Tensor]:
     query, key, value, gradient = case.operands()
     leaves = [each.requires_grad_() for each in (query, key, value)]
     blocks = case.blocks() or Blocks.dense(LENGTH, LENGTH, 64)
-    attend(*leaves, blocks, **case.options()).backward(gradient)
-    output = attend(*leaves, blocks, **case.options()).detach()
-    return [output, *(each.grad for each in leaves if each.grad is not None)]
+    bias = case.bias()
+    attend(*leaves, blocks, bias=bias, **case.options()).backward(gradient)
+    output = attend(*leaves, blocks, bias=bias, **case.options()).detach()
+    return [output, *(each.grad for each in leaves if each.grad is not None),
+            *([] if bias is None or bias.grad is None else [bias.grad])]
 
 
 def split(cases: list[Case]) -> list[list[Tensor]]:
@@ -97,11 +106,13 @@ def split(cases: list[Case]) -> list[list[Tensor]]:
         leaves = [each.clone().requires_grad_() for each in (query, key, value)]
         blocks = case.blocks()
         before = traffic.bytes_sent
-        output = attend_sequence(*leaves, axis, blocks, exchange=case.exchange, **case.options())
+        bias = case.bias()
+        output = attend_sequence(*leaves, axis, blocks, exchange=case.exchange, bias=bias, **case.options())
         forward = traffic.bytes_sent - before
         output.backward(gradient)
         both = traffic.bytes_sent - before
         results.append([output.detach(), *(each.grad for each in leaves if each.grad is not None),
+                        *([] if bias is None else [torch.zeros_like(bias) if bias.grad is None else bias.grad]),
                         torch.tensor([forward, both - forward])])
     return results
 
@@ -118,6 +129,7 @@ CASES = [
     Case("longformer", 5, 5, dtype=torch.bfloat16, exchange="blocks"),
     Case("longformer", 5, 1, dtype=torch.bfloat16, exchange="heads"),
     Case("window", causal=True), Case("bigbird", padded=True),
+    Case("bigbird", 5, 5, masked=True, padded=True), Case("dense", 3, 1, masked=True, causal=True, dropout=0.2),
 ]  # fmt: skip
 
 
@@ -132,7 +144,8 @@ def test_split_attention_is_that_of_one_rank(ranks: int) -> None:
     for number, case in enumerate(CASES):
         tolerance = 4e-2 if case.dtype == torch.bfloat16 else 2e-5
         for index, expected in enumerate(whole(case)):
-            got = torch.cat([results[number][index] for results in by_rank], dim=2)
+            parts = [results[number][index] for results in by_rank]  # rows of each rank; of the bias, the heads of each
+            got = torch.cat(parts, dim=2) if index < 4 else torch.stack(parts).sum(0)
             torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * float(expected.float().abs().max()),
                                        msg=lambda text, case=case, index=index: f"{case}, tensor {index}: {text}")
 
@@ -226,6 +239,14 @@ def oracle(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", backend="reference")
 
 
+def a_mask_and_blocks(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", mask=torch.ones(128, 128))
+
+
+def other_heads_of_a_bias(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, bias=torch.ones(3, 128, 128))
+
+
 def half_a_mask(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", key_padding=torch.ones(1, 64))
 
@@ -244,6 +265,8 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "unknown exchange": (unknown_exchange, "exchange is one of auto, heads, blocks; got 'ring'"),
     "odd length": (odd_length, "length 63 is not divided by the 2 sequence ranks; pad it to 64"),
     "the oracle": (oracle, "choose among auto, gather, native, triton on a sequence axis"),
+    "a mask and blocks": (a_mask_and_blocks, "leave exchange out, or take exchange='heads'"),
+    "other heads of a bias": (other_heads_of_a_bias, "give a bias of 1 or 2 heads"),
     "half a mask": (half_a_mask, "key_padding is (batches, kv_length), here (1, 128); got (1, 64)"),
 }  # fmt: skip
 

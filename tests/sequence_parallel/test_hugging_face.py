@@ -30,6 +30,9 @@ def model_of(kind: str) -> Any:
             return transformers.GPT2LMHeadModel(transformers.GPT2Config(
                 vocab_size=31, n_positions=128, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
                 attn_pdrop=0.0))
+        case "roberta":
+            return transformers.RobertaForMaskedLM(transformers.RobertaConfig(
+                **SIZES | {"max_position_embeddings": 130}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
         case _:
             return transformers.BertForMaskedLM(transformers.BertConfig(
                 **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
@@ -39,7 +42,7 @@ def batch(step: int, padded: bool) -> dict[str, Tensor]:
     tokens = torch.randint(31, (2, 128), generator=torch.Generator().manual_seed(step))
     mask, labels = torch.ones_like(tokens), tokens.clone()
     if padded:
-        mask[0, 70:], labels[0, 70:] = 0, -100
+        tokens[0, 70:], mask[0, 70:], labels[0, 70:] = 1, 0, -100  # 1 is RoBERTa's padding token
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
@@ -50,8 +53,9 @@ def train(kind: str, config: dict[str, Any], padded: bool) -> list[float]:
     losses: list[float] = []
     for step in range(2):
         whole = batch(step, padded)
-        if kind == "bert":
-            part = engine.split_sequence(whole, multiple=16, causal=False)
+        if kind in ("bert", "roberta"):
+            split = "mesh" in config  # else the model makes its positions itself
+            part = engine.split_sequence(whole, multiple=16, causal=False) if split else dict(whole)
             labels = part.pop("labels")
             loss = cross_entropy(engine(**part).logits, labels, engine.sequence)
         else:
@@ -63,7 +67,7 @@ def train(kind: str, config: dict[str, Any], padded: bool) -> list[float]:
 
 
 CASES = [("llama", {}, True), ("llama", {"sparse_attention": BIGBIRD}, True), ("gpt2", {}, False),
-         ("bert", {"sparse_attention": BIGBIRD}, True)]
+         ("bert", {"sparse_attention": BIGBIRD}, True), ("roberta", {}, True)]
 
 
 def train_all(extra: dict[str, Any]) -> list[list[float]]:

@@ -61,10 +61,25 @@ def test_a_batch_is_padded_shifted_and_cut() -> None:
     assert sorted(plain) == ["input_ids", "position_ids"]
 
 
+def given_labels_and_positions() -> dict[str, Tensor]:
+    tokens = torch.tensor([[5, 1, 6, 7, 1]])
+    return split_batch({"input_ids": tokens, "shift_labels": tokens}, SequenceAxis(dist.group.WORLD), padding_token=1,
+                       positions="tokens", multiple=4)
+
+
+def test_padding_has_no_label_and_no_position_of_a_token() -> None:
+    first, second = run_ranks(2, given_labels_and_positions)
+    assert first["position_ids"].tolist() == [[2, 1, 3, 4]] and second["position_ids"].tolist() == [[1, 1, 1, 1]]
+    assert second["shift_labels"].tolist() == [[1, -100, -100, -100]]
+
+
 def refusals() -> list[str]:
     axis = SequenceAxis(dist.group.WORLD)
     logits, labels = torch.zeros(1, 4, WORDS), torch.zeros(1, 4, dtype=torch.int64)
-    calls = (lambda: split_batch({"pixels": logits}, axis), lambda: mean_loss(logits, 1, axis),
+    calls = (lambda: split_batch({"pixels": logits}, axis),
+             lambda: split_batch({"inputs_embeds": logits}, axis, positions="tokens"),
+             lambda: split_batch({"input_ids": labels}, axis, positions="words"),  # pyright: ignore[reportArgumentType]
+             lambda: mean_loss(logits, 1, axis),
              lambda: cross_entropy(logits, labels[:, :3], axis), lambda: SequenceLoss(axis)(logits, labels, WORDS),
              lambda: SequenceLoss(axis)(logits, shift_labels=labels, num_items_in_batch=4))
     said: list[str] = []
@@ -76,7 +91,9 @@ def refusals() -> list[str]:
 
 
 def test_batches_and_losses_that_do_not_fit_are_refused() -> None:
-    texts = ("split: got pixels; a batch has its sequence as one of input_ids", "mean_loss: total has shape (1, 4, 7)",
+    texts = ("split: got pixels; a batch has its sequence as one of input_ids",
+             "counts the ids of tokens, and the sequence is inputs_embeds (1, 4, 7)", "got positions='words'",
+             "mean_loss: total has shape (1, 4, 7)",
              "cross_entropy: logits (1, 4, 7) and labels (1, 3)", "got labels without shift_labels",
              "num_items_in_batch is counted over the ranks here")
     for said, text in zip(run_ranks(1, refusals)[0], texts, strict=True):

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import shoal
 from shoal.errors import RanksDisagree, UsageError
+from shoal.sequence_parallel import cross_entropy
 from shoal.testing import run_ranks
 
-from .small import Case, build, step_of, train, train_plain
+from .small import BLOCK, Case, batch, build, step_of, train, train_plain
 
 CASES = [
     *(Case(zero=zero, sparse=zero % 2 == 0, dropout=0.1 * (zero == 2)) for zero in range(4)),
@@ -40,6 +41,25 @@ def test_a_sequence_axis_trains_as_one_process_does(ranks: int) -> None:
             assert theirs == pytest.approx(losses, rel=1e-5 if case.dtype == "fp32" else 2e-2), case
         for name, value in weights.items():
             assert torch.allclose(results[0][1][name], value, **close), (case, name)
+
+
+def joined(case: Case) -> dict[str, Tensor]:
+    """Train until the data of both data ranks has ended, of which the second has less."""
+    engine = build(case)
+    data_rank = engine.mesh.rank("data")
+    with engine.join():
+        for number in range(4 - 2 * data_rank):
+            part = engine.split_sequence(batch(0, data_rank, number), multiple=BLOCK)
+            logits = engine(part["input_ids"], part["position_ids"])
+            engine.backward(cross_entropy(logits, part["shift_labels"], engine.sequence))
+            engine.step()
+    return engine.consolidated_state_dict(torch.float32) or {}
+
+
+def test_ranks_of_a_sequence_whose_data_ends_join_the_others() -> None:
+    whole, split = (run_ranks(2 * size, joined, Case(sequence=size, data=2, zero=2))[0] for size in (1, 2))
+    for name, value in whole.items():
+        torch.testing.assert_close(split[name], value, rtol=3e-5, atol=1e-5)
 
 
 def saved(case: Case, folder: str) -> dict[str, Tensor]:

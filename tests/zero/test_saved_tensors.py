@@ -129,8 +129,8 @@ def correct(folder: str, case: str) -> None:
             if dist.get_rank() == 0:
                 parameter.add_(0.5)
 
-    program(engine.module, lambda x, *head, **more: engine(x.to(engine.device, dtype), *head, **more), engine.backward, engine.step,
-            write)
+    program(engine.module, lambda x, *head, **more: engine(x.to(engine.device, dtype), *head, **more), engine.backward,
+            engine.step, write)
     found = engine.consolidated_state_dict(torch.float32)
     engine.destroy()
     torch.manual_seed(0)

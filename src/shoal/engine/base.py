@@ -45,7 +45,8 @@ from shoal.precision.policy import Policy
 from shoal.recording.page import TrainingPhase, page, phase_of
 from shoal.resilience.vault import Vault
 from shoal.schedule.registry import AnySchedule
-from shoal.sequence_parallel import SequenceAxis, split_batch
+from shoal.sequence_parallel import Positions, SequenceAxis, split_batch
+from shoal.sequence_parallel.hugging_face import padding_of
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
 from shoal.transport.process_group import agent_memory
@@ -215,10 +216,15 @@ class BaseEngine(Accessors, nn.Module):
             self._sequence = SequenceAxis(self.parameter_groups.communicator("sequence"))
         return self._sequence
 
-    def split_sequence(self, batch: Mapping[str, Any], *, multiple: int = 1, padding_token: int = 0,
-                       causal: bool = True) -> dict[str, Any]:
-        """Return this rank's part of a batch of whole sequences: see `shoal.sequence_parallel.split_batch`."""
-        return split_batch(batch, self.sequence, multiple=multiple, padding_token=padding_token, causal=causal)
+    def split_sequence(self, batch: Mapping[str, Any], *, multiple: int = 1, padding_token: int | None = None,
+                       causal: bool = True, positions: Positions | None = None) -> dict[str, Any]:
+        """Return this rank's part of a batch of whole sequences: see `shoal.sequence_parallel.split_batch`.
+
+        `padding_token` and `positions` are those of a model of Hugging Face transformers unless given; else 0 and "all".
+        """
+        padding, counted = padding_of(self.module)
+        return split_batch(batch, self.sequence, multiple=multiple, causal=causal, positions=positions or counted,
+                           padding_token=padding if padding_token is None else padding_token)
 
     # Passes
 

@@ -39,17 +39,26 @@ _DENSE_BLOCK = 64
 @eager
 def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks: Blocks | None = None, *,
                     scale: float | None = None, causal: bool = False, key_padding: Tensor | None = None,
-                    key_padding_mode: Mode = "add", dropout: float = 0.0, seed: int | None = None, first_head: int = 0,
+                    key_padding_mode: Mode = "add", mask: Tensor | None = None, mask_mode: Mode = "add",
+                    bias: Tensor | None = None, dropout: float = 0.0, seed: int | None = None, first_head: int = 0,
                     exchange: Exchange = "auto", backend: Backend = "auto") -> Tensor:
     """Return this rank's rows of the attention of the whole sequence: (batches, heads, n, dim).
 
     `query`, `key` and `value` are this rank's n positions, of N n on N ranks. `blocks` is the layout of the whole sequence;
-    without it attention is dense. `key_padding` (batches, N n) is whole on every rank. The other arguments are those of
-    `shoal.attention.attend`. `exchange` says what ranks exchange; "auto" takes what sends fewer bytes.
+    without it attention is dense. `key_padding` (batches, N n), `mask` (N n, N n) and `bias` (batches or 1, heads or 1,
+    N n, N n) are whole on every rank. The gradient of `bias` is of the heads that this rank computes: the mean over the
+    sequence ranks, which the engine takes, of a loss of `mean_loss` is that of one rank. The other arguments are those of
+    `shoal.attention.attend`. `exchange` says what ranks exchange; "auto" takes what sends fewer bytes, and the heads where
+    there is a `mask` or a `bias`.
 
     Raises UsageError for shapes that do not fit, RanksDisagree where ranks have other shapes or layouts than each other.
     """
     _check(query, key, value, axis, blocks, exchange)
+    if mask is not None or bias is not None:
+        if exchange == "blocks":
+            raise UsageError("attend_sequence: exchange='blocks' has no mask or bias of each query and key; leave exchange "
+                             "out, or take exchange='heads'")
+        exchange = "heads"
     scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
     if dropout and seed is None:
         seed = int(torch.randint(2**62, ()).item())
@@ -70,35 +79,43 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
                          facts=facts)
         return cast(Tensor, AttendFetched.apply(of, query, key, value))
     own = heads_plan(query.shape[1], key.shape[1], axis.rank, axis.ranks).own
+    if bias is not None and bias.dim() > 2 and bias.shape[-3] > 1:
+        if bias.shape[-3] != query.shape[1]:
+            raise UsageError(f"attend_sequence: bias has {bias.shape[-3]} heads, and the query {query.shape[1]}; give "
+                             f"a bias of 1 or {query.shape[1]} heads")
+        bias = bias[..., own.start:own.stop, :, :]
     whole = partial(_attend_whole, blocks=None if blocks is None or not own else blocks.of_heads(own), scale=scale,
-                    causal=causal, key_padding=key_padding, key_padding_mode=key_padding_mode, dropout=dropout, seed=seed,
-                    first_head=first_head + own.start, backend=backend)
+                    causal=causal, key_padding=key_padding, key_padding_mode=key_padding_mode, mask=mask,
+                    mask_mode=mask_mode, bias=bias, dropout=dropout, seed=seed, first_head=first_head + own.start,
+                    backend=backend)
     return exchange_heads(whole, query, key, value, axis)
 
 
 def _attend_whole(query: Tensor, key: Tensor, value: Tensor, *, blocks: Blocks | None, scale: float, causal: bool,
-                  key_padding: Tensor | None, key_padding_mode: Mode, dropout: float, seed: int | None, first_head: int,
-                  backend: Backend) -> Tensor:
+                  key_padding: Tensor | None, key_padding_mode: Mode, mask: Tensor | None, mask_mode: Mode,
+                  bias: Tensor | None, dropout: float, seed: int | None, first_head: int, backend: Backend) -> Tensor:
     """Return the attention of some heads over the whole sequence, padded to the block where it is dense."""
+    run = partial(attend, scale=scale, causal=causal, key_padding_mode=key_padding_mode, mask_mode=mask_mode,
+                  dropout=dropout, seed=seed, first_head=first_head, backend=backend)
     if blocks is not None:
-        return attend(query, key, value, blocks, scale=scale, causal=causal, key_padding=key_padding,
-                      key_padding_mode=key_padding_mode, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
-    if query.device != HOST and not dropout and key_padding is None and backend == "auto":
+        return run(query, key, value, blocks, key_padding=key_padding, mask=mask, bias=bias)
+    plain = key_padding is None and mask is None and bias is None
+    if query.device != HOST and not dropout and plain and backend == "auto":
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale,
                                               enable_gqa=query.shape[1] != key.shape[1])
     length = query.shape[2]
     missing = -length % _DENSE_BLOCK
     if missing:
         query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
+        mask, bias = (None if each is None else F.pad(each, (0, missing, 0, missing)) for each in (mask, bias))
         if key_padding is not None or not causal:
             padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
             if key_padding is not None:
                 padding = key_padding
             hides = 0.0 if padding.dtype == torch.bool or key_padding_mode == "mul" else -torch.inf
             key_padding = F.pad(padding, (0, missing), value=hides)
-    output = attend(query, key, value, Blocks.dense(length + missing, length + missing, _DENSE_BLOCK), scale=scale,
-                    causal=causal, key_padding=key_padding, key_padding_mode=key_padding_mode, dropout=dropout, seed=seed,
-                    first_head=first_head, backend=backend)
+    output = run(query, key, value, Blocks.dense(length + missing, length + missing, _DENSE_BLOCK), key_padding=key_padding,
+                 mask=mask, bias=bias)
     return output[:, :, :length]
 
 

@@ -29,8 +29,10 @@ from shoal.log import warn_once
 from shoal.sequence_parallel.attention import Exchange, attend_sequence
 from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.sequence_parallel.loss import SequenceLoss
+from shoal.sequence_parallel.split import Positions
 
-__all__ = ["SequenceAttention", "register_sequence_attention", "sequence_attention_in", "use_sequence_attention"]
+__all__ = ["SequenceAttention", "padding_of", "register_sequence_attention", "sequence_attention_in",
+           "use_sequence_attention"]
 
 _NAME = "shoal_sequence"
 _numbers = count(1)
@@ -59,6 +61,17 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
                         f"attention interface of transformers; take a model whose attn_implementation can be set")
     if whole_loss:
         _set_loss(model, axis)
+
+
+def padding_of(module: nn.Module) -> tuple[int, Positions]:
+    """Return the id of the padding token of a Hugging Face model in `module`, and how it counts positions; else (0, "all").
+
+    RoBERTa and the models that follow it make position ids of their tokens, by a method of their embeddings.
+    """
+    model = next(models_in(module), None)
+    token = None if model is None else getattr(model.config, "pad_token_id", None)
+    counts_tokens = any(hasattr(each, "create_position_ids_from_inputs_embeds") for each in module.modules())
+    return (token, "tokens" if counts_tokens else "all") if isinstance(token, int) else (0, "all")
 
 
 def register_sequence_attention(name: str, attention: SequenceAttention) -> None:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,24 +18,33 @@ from torch.nn import functional as F
 from shoal.errors import UsageError
 from shoal.sequence_parallel.axis import SequenceAxis
 
-__all__ = ["split_batch"]
+__all__ = ["Positions", "split_batch"]
+
+Positions = Literal["all", "tokens"]
 
 IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds", "tokens", "text")
 """Names of the tensor that has the sequence, the first that is there."""
-_FILL: Mapping[str, int] = {"labels": IGNORED, "attention_mask": 0, "loss_mask": 0}
+_FILL: Mapping[str, int] = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0, "loss_mask": 0}
 """The value that fills up a padded tensor; others are filled by the padding token."""
 
 
 def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int = 1, padding_token: int = 0,
-                causal: bool = True) -> dict[str, Any]:
+                causal: bool = True, positions: Positions = "all") -> dict[str, Any]:
     """Return this rank's part of a `batch` of named tensors (batch, L, ...), which all ranks of the sequence have read.
 
     The sequence is that of `input_ids` (or `inputs_embeds`, `tokens`, `text`); tensors of another length in dim 1 stay
     whole. It is padded on the right so that each rank has a `multiple` of positions: with `padding_token`, hidden by the
     attention mask and labelled -100. `position_ids` are added; with `causal` so is `shift_labels`, what each position
-    predicts, where there are `labels`. Raises UsageError for a batch without a sequence.
+    predicts, where there are `labels`.
+
+    `positions` says how `position_ids` count: "all" from 0, whatever the tokens are; "tokens" as RoBERTa does, where padding
+    tokens have the position `padding_token`, and the others count on from it. Raises UsageError for a batch without a
+    sequence, and for "tokens" of a batch without ids of tokens.
     """
+    if positions not in ("all", "tokens"):
+        raise UsageError(f"split: got positions={positions!r}; they count \"all\" from 0, or \"tokens\" from the "
+                         f"padding token")
     name = next((each for each in _TOKENS if isinstance(batch.get(each), Tensor)), None)
     if name is None:
         raise UsageError(f"split: got {', '.join(map(str, batch)) or 'nothing'}; a batch has its sequence as one of "
@@ -48,12 +57,22 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
     if missing and "attention_mask" not in whole:
         whole["attention_mask"] = F.pad(torch.ones(batches, length, dtype=torch.int64, device=device), (0, missing))
     if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(length + missing, device=device).expand(batches, -1)
+        whole["position_ids"] = (_token_positions(name, whole[name], padding_token) if positions == "tokens" else
+                                 torch.arange(length + missing, device=device).expand(batches, -1))
     if causal and "labels" in whole and "shift_labels" not in whole:
         whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
     mine = axis.part(length + missing, "split")
     return {key: value[:, mine].contiguous() if _has_sequence(value, length + missing) else value
             for key, value in whole.items()}
+
+
+def _token_positions(name: str, tokens: Tensor, padding_token: int) -> Tensor:
+    """Return the positions (batch, L) that RoBERTa makes of its tokens: they leave out padding."""
+    if tokens.is_floating_point():
+        raise UsageError(f"split: positions=\"tokens\" counts the ids of tokens, and the sequence is {name} "
+                         f"{tuple(tokens.shape)} {tokens.dtype}; give position_ids (batch, L) in the batch")
+    is_token = tokens.ne(padding_token)
+    return torch.where(is_token, is_token.cumsum(1) + padding_token, padding_token)
 
 
 def _has_sequence(value: Any, length: int) -> bool:
