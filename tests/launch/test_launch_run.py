@@ -220,3 +220,33 @@ def test_torchrun_starts_the_same_script(start, script):
 def test_mpirun_starts_the_same_script(start, script, mpirun):
     code, out, err = start(*mpirun, "-n", "2", sys.executable, script(ALL_REDUCE)).end()
     assert (code, sorted(out.splitlines())) == (0, [f"{rank} 2 3.0 [] None any" for rank in range(2)]), err
+
+
+def test_others_stop_before_the_exit_handlers_of_a_rank_that_raised(run, script, tmp_path):
+    launch = run("--ranks", "2", script(f"""
+import atexit, os, time
+rank = int(os.environ["RANK"])
+folder = {str(tmp_path)!r}
+with open(f"{{folder}}/{{rank}}.part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"{{folder}}/{{rank}}.part", f"{{folder}}/{{rank}}.pid")
+if rank == 1:
+    time.sleep(1000)
+
+def finish():
+    while os.path.exists(f"/proc/{{pid}}/exe"):
+        time.sleep(0.01)
+    left.write("rank 1 has ended")
+
+while not os.path.exists(f"{{folder}}/1.pid"):
+    time.sleep(0.01)
+pid = int(open(f"{{folder}}/1.pid").read())
+left = open(f"{{folder}}/left", "w")
+atexit.register(finish)
+raise ValueError("the cause")
+"""))
+    code, _, err = launch.end()
+    assert code == 1
+    assert "rank 0 of 2 failed: ValueError: the cause" in err
+    assert "then rank 1" not in err
+    assert (tmp_path / "left").read_text() == "rank 1 has ended"

@@ -1,6 +1,7 @@
 """`Agent` extends torch's elastic agent, which starts, monitors and restarts the ranks of one node.
 
-- The agent records which ranks have exited before it stops the others, so that the report names the cause.
+- The agent records which ranks have exited, or have written the error that ends them, before it stops the others, so that
+  the report names the cause. It acts at the error, not only at the exit that follows.
 - A stop waits for the ranks, not for their child processes, for at most the user's grace period.
 - No process survives an attempt or the launch.
 - Each attempt has its own rendezvous store, so that no attempt reads the addresses of an earlier attempt. On a single node
@@ -49,6 +50,8 @@ MONITOR_INTERVAL = 0.05
 """Seconds between two checks of the ranks."""
 ORPHAN_GRACE = 5.0
 """Seconds that orphaned child processes of ranks have to exit after SIGTERM, before SIGKILL."""
+CAUSE = 1.0
+"""Seconds to wait for the error of another rank, where the only ones so far tell of a lost peer."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -136,8 +139,11 @@ class Agent(LocalElasticAgent):
         self._grace = plan.grace
         """Seconds that ranks have to finish after a signal; 0 once a stop has begun."""
         self._exits: dict[int, int] = {}
-        """Exit codes, by process id, of the ranks of this attempt that ended before the others were stopped."""
+        """Exit codes, by process id, of the ranks of this attempt that ended before the others were stopped; 1 for those
+        that have raised, and are about to end."""
         self._observed = 0.0
+        self._lost_peer_since: float | None = None
+        """When a rank was first seen to have raised because it lost another one, of which nothing is known yet."""
         memory = self._memory = memory_folder(mark)
         os.makedirs(memory, mode=0o700, exist_ok=True)
         automatic = "restart" if plan.max_restarts else "report"
@@ -209,12 +215,27 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
         sweep(self.mark, ORPHAN_GRACE, set() if self._spares is None else self._spares.pids)
         self._grace, self._exits = self.plan.grace, {}  # for the ranks of the next attempt, if there is one
+        self._lost_peer_since = None
 
     def _observe(self) -> None:
-        """Note which ranks have ended, once one of them has failed."""
-        if not any(self._exits.values()):
-            self._exits = {pid: status for pid in self._pids() if (status := exit_status(pid)) is not None}
-            self._observed = time.time()
+        """Note which ranks have ended or raised, once one of them has failed."""
+        if any(self._exits.values()):
+            return
+        self._observed = time.time()
+        raised = self._raised()
+        exits = {pid: status for pid in self._pids() if (status := exit_status(pid)) is not None}
+        if raised and all(raised.values()) and not any(status for pid, status in exits.items() if pid not in raised):
+            self._lost_peer_since = self._lost_peer_since or time.monotonic()
+            if time.monotonic() - self._lost_peer_since < CAUSE:
+                return
+        self._exits = {**dict.fromkeys(raised, 1), **exits}
+
+    def _raised(self) -> dict[int, bool]:
+        """Return the ranks whose error is written, by process id, and whether it is only that of a lost peer."""
+        files = {worker.id: self.files.last.error_files[worker.local_rank] for worker in self._worker_group.workers
+                 if isinstance(worker.id, int)}
+        return {pid: failure.read(path, rank=0, local_rank=0, pid=pid, status=1, time=0.0, stopped=False).secondary
+                for pid, path in files.items() if os.path.exists(path)}
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]
@@ -223,9 +244,9 @@ class Agent(LocalElasticAgent):
         return [pid for pid in self._pids() if exit_status(pid) is None]
 
     def _stop(self, number: signal.Signals, grace: float) -> None:
-        """Signal the ranks, wait up to `grace` seconds for them to exit, then kill the remaining ones."""
+        """Signal the ranks that do not end by themselves, wait up to `grace` seconds for all, and kill those left."""
         deadline = time.monotonic() + grace
-        for pid in self._alive():
+        for pid in set(self._alive()) - self._exits.keys():
             (os.killpg if self.plan.kind == "program" else os.kill)(pid, number)
             os.kill(pid, signal.SIGCONT)  # a stopped process takes the signal only when it goes on
         try:

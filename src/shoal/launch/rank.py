@@ -2,7 +2,8 @@
 
 The launcher executes this file by path. It imports the standard library only, and what its options ask for, so that a
 rank imports nothing that the user's script does not need. An exception that ends the rank is written to an error file; the
-launcher reports it once.
+launcher reports it once. A rank that failed runs its exit handlers and flushes its files, and leaves without the teardown of
+the interpreter, which takes torch most of a second.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.machinery
 import io
@@ -69,6 +71,8 @@ def main(argv: list[str]) -> None:
         args = [f"--local_rank={os.environ['LOCAL_RANK']}", *args]
     if options.kind == "program":
         os.execvp(target, [target, *args])
+    last = LastExit()
+    atexit.register(last)  # handlers run in reverse order, so this is the last one
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the stream
@@ -88,9 +92,27 @@ def main(argv: list[str]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             record(path, end, "", summary=f"sys.exit({end.code!r})")
+            last.code = end.code if isinstance(end.code, int) else 1
         raise
     except BaseException as error:
-        _end(path, error)
+        last.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        _end(path, error, last.code)
+
+
+class LastExit:
+    """The last exit handler of a rank: once a `code` is set, it flushes what is open, and ends the process with it."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def __call__(self) -> None:
+        if self.code is None:
+            return
+        for each in gc.get_objects():
+            if isinstance(each, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+                with contextlib.suppress(Exception):
+                    each.flush()
+        os._exit(self.code & 0xFF)
 
 
 def die_with(parent: int) -> None:
@@ -179,7 +201,7 @@ def record(path: str, error: BaseException, text: str, summary: str = "") -> Non
     os.replace(f"{path}.part", path)
 
 
-def _end(path: str, error: BaseException) -> NoReturn:
+def _end(path: str, error: BaseException, code: int) -> NoReturn:
     """Exit as Python does after an uncaught exception, but leave the traceback to the launcher."""
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename in (
@@ -191,7 +213,7 @@ def _end(path: str, error: BaseException) -> NoReturn:
         sys.stderr.write(text)
     elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
         sys.excepthook(type(error), error, start)  # the user's hook; torch's hook only prints
-    sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
