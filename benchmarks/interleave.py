@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from machine import PEERS
+from machine import PEERS, peer_environment
 
 WORKER = Path(__file__).with_name("worker.py")
 PROCESS = 500 << 20  # bytes of a rank beside the model: torch, activations, communication buffers
@@ -131,6 +131,7 @@ class Team:
         self._begin = start
         self._logs = [folder / f"{name}-{rank}.log" for rank in range(plan.ranks)]
         python = str(PEERS) if peer else sys.executable
+        self._environment = peer_environment() if peer else {}
         self._ranks = [self._start(python, rank, folder / f"{name}-store") for rank in range(plan.ranks)]
         self._sent: list[list[dict[str, int]]] = []
 
@@ -138,7 +139,7 @@ class Team:
         plan = self._plan
         job = {"system": self.result.name, "workload": plan.workload, "rank": rank, "ranks": plan.ranks,
                "store": str(store), "microbatch": plan.microbatch, "length": plan.length, "pieces": plan.pieces}
-        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANK": str(rank),
+        environment = {**self._environment, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RANK": str(rank),
                        "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks), "LOCAL_WORLD_SIZE": str(plan.ranks)}
         with self._logs[rank].open("w") as log:
             return self._begin(rank, [python, WORKER, json.dumps(job)], env=environment, text=True,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,22 @@ ROOT = Path(__file__).parents[1]
 BEFORE = os.getloadavg()[0]
 """Processes that were busy or waited for a processor before this program began, the mean of a minute."""
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
+_EXTENSIONS = ROOT / "out" / "benchmarks" / "extensions"
+"""Where DeepSpeed builds its operators."""
+
+
+def peer_environment() -> dict[str, str]:
+    """Return the variables of a process in the peers' environment: DeepSpeed on the CPU, with that environment's ninja."""
+    _unlock_extensions()
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(_EXTENSIONS),
+            "PATH": f"{PEERS.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@cache
+def _unlock_extensions() -> None:
+    """Remove the locks of builds that were killed: torch would wait for them without end."""
+    for lock in _EXTENSIONS.glob("*/lock"):
+        lock.unlink(missing_ok=True)
 
 
 def facts() -> dict[str, str]:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from machine import PEERS
+from machine import PEERS, peer_environment
 from progress import progress
-from results import FOLDER, Outcome, Sheet, Target
+from results import Outcome, Sheet, Target
 from torch import Tensor
 
 from shoal.native.step import Rule, step
@@ -96,8 +96,7 @@ def _peer(elements: int, threads: int, tell: Callable[[str], None]) -> Generator
         yield "skipped: no .venv-peers (make peers)"
         return
     tell(f"{PEER}: building its op")
-    place = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
-             "OMP_NUM_THREADS": str(threads), "PATH": f"{PEERS.parent}{os.pathsep}{os.environ['PATH']}"}  # its own ninja
+    place = {**os.environ, **peer_environment(), "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
             [PEERS, CHILD, str(elements)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             env=place) as child:

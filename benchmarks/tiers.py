@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from machine import PEERS
+from machine import PEERS, peer_environment
 from progress import progress
 from replay import Replay
-from results import FOLDER, Outcome, Sheet, Target, spread_ratio
+from results import Outcome, Sheet, Target, spread_ratio
 from workloads import _example
 
 import shoal
@@ -113,10 +113,8 @@ class Peer:
 
     def __enter__(self) -> Self:
         if not self.failure:
-            place = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
-                     "OMP_NUM_THREADS": str(self._threads), "GLOO_SOCKET_IFNAME": "lo",
-                     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-                     "PATH": f"{PEERS.parent}{os.pathsep}{os.environ['PATH']}"}  # its own ninja
+            place = {**os.environ, **peer_environment(), "OMP_NUM_THREADS": str(self._threads), "GLOO_SOCKET_IFNAME": "lo",
+                     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
             self._child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
                                            text=True, env=place)
             self._answer()
