@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep", "row_keys", "threshold"]
+__all__ = ["drop_rows", "keep", "row_keys", "threshold"]
 
 _GOLDEN = 0x9E3779B9
 _WORD = 0xFFFFFFFF
@@ -42,3 +42,12 @@ def row_keys(seed: int, batches: int, heads: Tensor, positions: Tensor) -> Tenso
 def keep(keys: Tensor, columns: Tensor, dropped: int) -> Tensor:
     """Return whether each probability stays: `keys` (..., queries, 1) of `row_keys`, `columns` (..., 1, keys) positions."""
     return _mix((keys + columns * _GOLDEN) & _WORD) >= dropped
+
+
+def drop_rows(rows: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tensor:
+    """Return dropout(rows) [+ residual], both (rows, columns), by the hash of (seed, row, column)."""
+    first = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    keys = row_keys(seed, 1, first, torch.arange(rows.shape[0], device=rows.device)[None])[0, 0]
+    kept = keep(keys[:, None], torch.arange(rows.shape[1], device=rows.device), threshold(dropout))
+    dropped = rows * kept * (1 / (1 - dropout))
+    return dropped if residual is None else dropped + residual

@@ -4,7 +4,8 @@
     swiglu(g, u)       silu(g) u                                            saves g and u
     rotary(x)          pairs (i, i + dim / 2) turned by their angle         saves the angles
 
-fp32 in host memory is computed natively (layers.cpp), but for SwiGLU; other tensors by torch. Zhang and Sennrich 2019 (arXiv
+fp32 in host memory is computed natively (layers.cpp), but for SwiGLU; on an accelerator Triton computes where it serves, and
+torch all else. Zhang and Sennrich 2019 (arXiv
 1910.07467); Shazeer 2020 (arXiv 2002.05202); Su et al. 2021 (arXiv 2104.09864), in the pairing of Hugging Face's Llama.
 """
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from shoal.errors import UsageError
 from shoal.native import layers as native
+from shoal.nn.gpu_passes import triton_passes
 
 __all__ = ["rms_norm", "rotary", "swiglu"]
 
@@ -58,6 +60,8 @@ class _RmsNorm(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         if _native(x, gain):
             output, rates = native.rms_norm(rows.contiguous(), gain.contiguous(), eps)
+        elif (passes := triton_passes(rows, gain)) is not None:
+            output, rates = passes.rms_norm(rows.contiguous(), gain.contiguous(), eps)
         else:
             wide = rows.float()
             rates = wide.square().mean(-1).add_(eps).rsqrt_()
@@ -72,6 +76,8 @@ class _RmsNorm(torch.autograd.Function):
         rows, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
         if _native(x, gain) and gradient.dtype == torch.float32:
             of_x, of_gain = native.rms_norm_backward(flat.contiguous(), rows.contiguous(), gain.contiguous(), rates)
+        elif (passes := triton_passes(rows, gain, flat)) is not None:
+            of_x, of_gain = passes.rms_norm_backward(flat.contiguous(), rows.contiguous(), gain.contiguous(), rates)
         else:
             unit = rows.float() * rates[:, None]
             scaled = flat.float() * gain
@@ -84,12 +90,17 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        if (passes := triton_passes(gate, up)) is not None:
+            return passes.swiglu(*(_rows(each) for each in (gate, up))).view(gate.shape)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if (passes := triton_passes(gate, up, gradient)) is not None:
+            of_gate, of_up = passes.swiglu_backward(*(_rows(each) for each in (gradient, gate, up)))
+            return of_gate.view(gate.shape), of_up.view(up.shape)
         return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
 
 
@@ -109,9 +120,16 @@ def _turn(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool) -> Tensor:
     if _native(x, cosines, sines):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return native.rotary(rows, cosines.contiguous(), sines.contiguous(), back=back).view(x.shape)
+    if (passes := triton_passes(x, cosines, sines)) is not None:
+        return passes.rotary(_rows(x), cosines.contiguous(), sines.contiguous(), back=back).view(x.shape)
     sines = -sines if back else sines
     low, high = x.chunk(2, -1)
     return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1).to(x.dtype)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor as a contiguous matrix (rows, columns)."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
 def _native(*tensors: Tensor) -> bool:

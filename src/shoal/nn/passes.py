@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shoal.attention.dropout import keep, row_keys, threshold
+from shoal.attention.dropout import drop_rows, threshold
 from shoal.errors import UsageError
 from shoal.native import layers as native
+from shoal.nn.gpu_passes import triton_passes
 from shoal.nn.products import Products
 
 __all__ = ["SMALLEST_GAIN", "Gelu", "check_invertible", "drop", "dropout_add", "gelu_linear", "layer_norm"]
@@ -40,15 +41,18 @@ def dropout_add(x: Tensor, residual: Tensor, *, dropout: float, seed: int) -> Te
 
 
 def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tensor:
-    """Return dropout(x) [+ residual] without a graph: natively in fp32 on the host, else by torch."""
+    """Return dropout(x) [+ residual] without a graph: natively on the host, by Triton or torch elsewhere."""
     rows = x.reshape(-1, x.shape[-1])
     base = None if residual is None else residual.reshape(rows.shape)
     if x.device.type == "cpu" and native.available():
         wide = None if base is None else base.float().contiguous()
         output = native.dropout_add(rows.float().contiguous(), wide, seed=seed, threshold=threshold(dropout),
                                     kept=1 / (1 - dropout)).to(x.dtype)
+    elif (passes := triton_passes(rows, *(() if base is None else (base,)))) is not None:
+        output = passes.dropout_add(rows.contiguous(), None if base is None else base.contiguous(), seed=seed,
+                                    threshold=threshold(dropout), kept=1 / (1 - dropout))
     else:
-        output = _drop_by_torch(rows, base, dropout, seed)
+        output = drop_rows(rows, base, dropout, seed)
     return output.view(x.shape)
 
 
@@ -122,11 +126,3 @@ class _GeluLinear(torch.autograd.Function):
         of_gelu = ctx.products.gradient_of_input(gradient, weight)
         of_u = torch.ops.aten.gelu_backward(of_gelu, u, approximate=ctx.approximate)
         return of_u, of_weight, of_bias, None, None
-
-
-def _drop_by_torch(rows: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tensor:
-    first = torch.zeros(1, dtype=torch.int64, device=rows.device)
-    keys = row_keys(seed, 1, first, torch.arange(rows.shape[0], device=rows.device)[None])[0, 0]
-    kept = keep(keys[:, None], torch.arange(rows.shape[1], device=rows.device), threshold(dropout))
-    dropped = rows * kept * (1 / (1 - dropout))
-    return dropped if residual is None else dropped + residual
