@@ -89,7 +89,8 @@ def test_world_info_is_json_in_urlsafe_base64() -> None:
     ("--num_gpus 1 --no_python --module train.py", ValueError, "both a module and a program"),
     ("--num_gpus 1 --no_ssh train.py", AssertionError, "--node_rank: got -1"),
     ("--num_gpus 1 --force_multi --launcher bogus train.py", NotImplementedError, "Unknown launcher bogus"),
-    ("--num_gpus 1 --elastic_training train.py", NotSupportedYet, "--max-restarts"),
+    ("--num_gpus 1 --elastic_training --no_local_rank train.py", ValueError, "drop --no_local_rank"),
+    ("--num_gpus 1 --elastic_training --min_elastic_nodes 2 train.py", ValueError, "got 2 and 1 with 1 nodes"),
     ("--num_gpus 1 --autotuning tune train.py", NotSupportedYet, "autotuning"),
     ("--num_gpus 1 --force_multi --launcher openmpi train.py", ValueError, "does not support limiting"),
     ("--num_gpus 1 --bind_cores_to_rank --bind_core_list x train.py", ValueError, "--bind_core_list: got 'x'"),
@@ -140,6 +141,18 @@ def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatc
     found, options = command_of(monkeypatch, f"-H {tmp_path}/hosts --no_ssh --node_rank 1 --master_addr a train.py")
     assert found[:8] == ["--ranks", "3", "--nodes", "2", "--rendezvous", "a:29500", "--node-rank", "1"]
     assert (options["node"], options["nodes"]) == (1, 2)
+    found, _ = command_of(monkeypatch, f"-H {tmp_path}/hosts --no_ssh --node_rank 0 --master_addr a --elastic_training "
+                                       "--min_elastic_nodes 1 train.py")
+    assert found[:6] == ["--ranks", "2", "--max-restarts", "100", "--nodes", "1:2"]
+
+
+def test_an_elastic_job_over_ssh_keeps_its_number_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    words = f"-H {tmp_path}/hosts --elastic_training --min_elastic_nodes {{}} train.py"
+    with pytest.raises(NotSupportedYet, match="on each node with --no_ssh"):
+        runner.main(words.format(1).split())
+    found, _ = command_of(monkeypatch, words.format(2))
+    assert found[:4] == ["--max-restarts", "100", "--hosts", "a:0@b:0"]
 
 
 def test_several_hosts_are_those_of_shoal_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

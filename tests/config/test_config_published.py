@@ -335,3 +335,9 @@ def test_a_published_configuration_file_resolves(text: str, tmp_path: Path) -> N
     config = Config.resolve(file, data_ranks=2)
     assert config.batch.total == config.train_batch_size
     assert Config.resolve(json.loads(json.dumps(config.as_dict())), data_ranks=2).as_dict() == config.as_dict()
+
+
+@pytest.mark.parametrize("section", ["curriculum_learning", "data_efficiency"])
+def test_the_refusal_of_a_curriculum_names_its_scheduler(section: str) -> None:
+    with pytest.raises(NotSupportedYet, match=rf'^{section}: .*"enabled": false, and .*CurriculumScheduler'):
+        Config.resolve(at(f"{section}.enabled", True), data_ranks=1)

@@ -29,6 +29,10 @@ SCALARS: Mapping[str, Published] = {
     "msamp": inert("written by accelerate for its FP8 recipe", reason="accelerate reads it, training does not"),
 }
 
+_CURRICULUM = ("schedule difficulty in the training loop: deepspeed.runtime.data_pipeline.curriculum_scheduler."
+               "CurriculumScheduler gives the sequence length or the difficulty of a step, to which the script cuts or "
+               "selects its samples")
+
 BLOCKS: Mapping[str, Published] = {
     "amp": later_block("Apex mixed precision; fp16 and bf16 are built in", switch="enabled"),
     "torch_autocast": later_block(
@@ -151,8 +155,8 @@ BLOCKS: Mapping[str, Published] = {
             "passes": None,
         },
     ),
-    "data_efficiency": later_block("curriculum learning and token dropping", switch="enabled"),
-    "curriculum_learning": later_block("the older form of curriculum learning", switch="enabled"),
+    "data_efficiency": later_block("curriculum learning and token dropping", switch="enabled", instead=_CURRICULUM),
+    "curriculum_learning": later_block("the older form of curriculum learning", switch="enabled", instead=_CURRICULUM),
     "quantize_training": later_block("mixture of quantization (MoQ)", switch="enabled"),
     "eigenvalue": later_block("eigenvalues of the Hessian", switch="enabled"),
     "compression_training": later_block("pruning and quantization during training"),

@@ -42,6 +42,7 @@ class Published:
     switch: str | None = None  # the key of the block that enables it
     off: tuple[object, ...] = (None, False, "none")  # the values of the switch that disable the block
     open: bool = False  # the block accepts keys that are not listed
+    instead: str = ""  # of a later block: how to do without it
 
     @property
     def switched_off(self) -> object:
@@ -61,10 +62,14 @@ def later_block(
     *,
     switch: str | None = None,
     off: tuple[object, ...] = (None, False, "none"),
+    instead: str = "",
 ) -> Published:
-    """Return a block of a later version with its keys' published defaults; without `keys` it accepts any key."""
+    """Return a block of a later version with its keys' published defaults; without `keys` it accepts any key.
+
+    `instead` says how to do without the block.
+    """
     listed = dict(keys or {})
-    return Published(fate=Fate.LATER, meaning=meaning, keys=listed, switch=switch, off=off, open=not keys)
+    return Published(fate=Fate.LATER, meaning=meaning, keys=listed, switch=switch, off=off, open=not keys, instead=instead)
 
 
 def inert(meaning: str, *accepts: object, reason: str) -> Published:
@@ -115,7 +120,8 @@ def _requested(key: Published, value: object, path: str) -> Problem:
 
 
 def _without(key: Published) -> str:
-    return f"remove the block or give {shown(key.switch)}: {shown(key.switched_off)}"
+    fix = f"remove the block or give {shown(key.switch)}: {shown(key.switched_off)}"
+    return f"{fix}, and {key.instead}" if key.instead else fix
 
 
 def is_auto(value: object) -> bool:

@@ -50,6 +50,8 @@ __all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPOR
            "parse_node_config_list", "parse_resource_filter"]
 
 DLTS_HOSTFILE = "/job/hostfile"
+RESTARTS = 100
+"""How often an elastic job restarts, as published."""
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
 EXCLUDE_ENVS = {"AISC_JOB_NAME": ["NCCL_IB_HCA", "UCX_NET_DEVICES"]}
 """Variables that other nodes do not get, by the variable that must be set for that."""
@@ -213,9 +215,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises ValueError and RuntimeError as published for wrong options, and `NotSupportedYet` for what is not built.
     """
     options = parse_args(args)
-    if options.elastic_training:
-        raise NotSupportedYet("deepspeed --elastic_training: is not supported yet; `shoal run --nodes A:B --max-restarts K` "
-                              "restarts on another number of nodes")
+    if options.elastic_training and options.no_local_rank:
+        raise ValueError("--elastic_training: ranks change at a restart, and are told theirs; drop --no_local_rank")
     if options.module and options.no_python:
         raise ValueError("--module and --no_python: the script cannot be both a module and a program; drop one")
     active, several = job_resources(options)
@@ -246,10 +247,11 @@ def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None
     if len(hosts) > 1 and not options.master_addr:
         raise NotSupportedYet("deepspeed --no_ssh: the address of the first node is not looked up over ssh yet; give "
                               "--master_addr")
-    more: list[str] = []
+    more = _elastic_words(options)
+    fewest, most = _elastic_nodes(options, len(hosts))
     if len(hosts) > 1:
-        more = ["--nodes", str(len(hosts)), "--rendezvous", f"{options.master_addr}:{options.master_port}",
-                "--node-rank", str(node)]
+        more += ["--nodes", str(most) if fewest == most else f"{fewest}:{most}",
+                 "--rendezvous", f"{options.master_addr}:{options.master_port}", "--node-rank", str(node)]
     elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more = ["--port", str(options.master_port)]
     slots = active[hosts[node]]
@@ -268,7 +270,11 @@ def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
     multinode_runner.make_runner(options, encode_world_info(active), active)  # raises for what a launcher cannot honour
     exports = ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME, EXCLUDE_ENVS)
     hosts = "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in active.items())
-    more = ["--hosts", hosts, "--launcher", options.launcher.lower()]
+    more = [*_elastic_words(options), "--hosts", hosts, "--launcher", options.launcher.lower()]
+    if _elastic_nodes(options, len(active)) != (len(active), len(active)):
+        raise NotSupportedYet("deepspeed --elastic_training: a job that is started over ssh ends with a lost host, and does "
+                              "not go on with fewer; start the command on each node with --no_ssh, --node_rank and "
+                              f"--master_addr, or give --min_elastic_nodes {len(active)} --max_elastic_nodes {len(active)}")
     if options.master_addr or options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more += ["--rendezvous", f"{options.master_addr}:{options.master_port}"]
     for option, value in (("--launcher-args", options.launcher_args), ("--ssh-port", options.ssh_port),
@@ -287,6 +293,22 @@ def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
                                  variables=exports)
     if code:
         raise SystemExit(code)
+
+
+def _elastic_words(options: argparse.Namespace) -> list[str]:
+    return ["--max-restarts", str(RESTARTS)] if options.elastic_training else []
+
+
+def _elastic_nodes(options: argparse.Namespace, nodes: int) -> tuple[int, int]:
+    """Return the fewest and the most nodes of the job. Raises ValueError for numbers that are no range of them."""
+    if not options.elastic_training:
+        return nodes, nodes
+    fewest = 1 if options.min_elastic_nodes < 0 else options.min_elastic_nodes
+    most = nodes if options.max_elastic_nodes < 0 else options.max_elastic_nodes
+    if not 1 <= fewest <= most <= nodes:
+        raise ValueError(f"--min_elastic_nodes, --max_elastic_nodes: got {fewest} and {most} with {nodes} nodes; give "
+                         f"1 <= min <= max <= {nodes}, or list more hosts")
+    return fewest, most
 
 
 def _log_dir(options: argparse.Namespace) -> str | None:
