@@ -36,7 +36,7 @@ from shoal.nn import (
     tiled_cross_entropy,
 )
 from shoal.nn.probe import choose, describe
-from shoal.nn.products import TORCH
+from shoal.products import TORCH
 
 HIDDEN, HEADS, BATCH, LENGTH = 768, 12, 4, 512
 WORDS, TOKENS = 50_257, BATCH * LENGTH

@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ground": ("autograd", "version", "errors", "interrupts", "log", "tree"),
     "device": ("device",),
     "configuration": ("config",),
-    "names": ("registry",),
+    "names": ("products", "registry"),
     "machine": ("cluster", "native"),
     "formats": ("onebit",),
     "attention": ("attention",),

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
+from shoal import products
 from shoal.errors import ConfigError
-from shoal.nn import probe, products, set_linear_kernels
-from shoal.nn.products import ONEDNN, TORCH, onednn_missing
+from shoal.nn import probe, set_linear_kernels
+from shoal.products import ONEDNN, TORCH, onednn_missing
+from shoal.tensor_parallel import ColumnLinear, RowLinear, VocabularyHead
 from shoal.testing import run_ranks
 
 needs_onednn = pytest.mark.skipif(onednn_missing() is not None, reason="this torch has no oneDNN")
@@ -199,3 +201,28 @@ def test_without_onednn_auto_is_torch_and_onednn_is_refused(monkeypatch: pytest.
 def test_off_the_host_the_products_are_torchs() -> None:
     assert probe.choose("auto", torch.device("meta")) == TORCH
     assert ONEDNN.linear(torch.randn(4, 4, device="meta"), torch.randn(4, 4, device="meta")).device.type == "meta"
+
+
+def tensor_parallel(choice: probe.Choice, sequence_dim: int | None) -> list[Tensor]:
+    """Return output and gradients of a column, a row and a head layer, whose slices are large enough for oneDNN."""
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    assert group is not None
+    model = nn.Sequential(
+        ColumnLinear.from_linear(nn.Linear(INPUTS, 2 * OUTPUTS), group, sequence_dim=sequence_dim),
+        RowLinear.from_linear(nn.Linear(2 * OUTPUTS, INPUTS), group, sequence_dim=sequence_dim),
+        VocabularyHead.from_linear(nn.Linear(INPUTS, 2 * OUTPUTS), group, sequence_dim=sequence_dim, gather_output=False))
+    assert set_linear_kernels(model, choice) == 3
+    x = torch.randn(2, ROWS, INPUTS).requires_grad_()
+    y = model(x if sequence_dim is None else x.chunk(2, sequence_dim)[dist.get_rank()])
+    return [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *model.parameters()])]
+
+
+@needs_onednn
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_tensor_parallel_layers_have_these_products(sequence_dim: int | None) -> None:
+    mine, plain = (run_ranks(2, tensor_parallel, choice, sequence_dim) for choice in ("onednn", "torch"))
+    assert any(not torch.equal(a, b) for a, b in zip(mine[0], plain[0], strict=True))  # sums in another order
+    for got, want in zip(mine, plain, strict=True):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from shoal.errors import UsageError
 from shoal.nn.probe import Choice, choose
-from shoal.nn.products import Products
 from shoal.nn.tiled_loss import TiledLoss, WordSlice, tiled_cross_entropy
+from shoal.products import Products
 from shoal.tensor_parallel import VocabularyHead
 
 __all__ = ["TiledHead", "TiledVocabularyHead", "tiled_head"]

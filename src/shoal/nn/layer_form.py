@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from shoal.attention import Blocks, attend
 from shoal.nn.linear import linear
 from shoal.nn.passes import Gelu, dropout_add, gelu_linear, layer_norm
-from shoal.nn.products import Products
+from shoal.products import Products
 
 __all__ = ["Affine", "LayerForm", "LayerWeights", "transformer_layer"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -22,8 +23,9 @@ from torch.nn import functional as F
 from shoal.autograd import in_function_transform
 from shoal.log import warn_once
 from shoal.nn.probe import Choice, choose
-from shoal.nn.products import Products, check_onednn
 from shoal.pipeline.split_backward import current_queue
+from shoal.products import Products, check_onednn
+from shoal.tensor_parallel.layers import SlicedLinear, torch_products
 
 __all__ = ["linear", "linear_kernels_in", "set_linear_kernels"]
 
@@ -39,10 +41,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -
 
 
 def set_linear_kernels(model: nn.Module, choice: Choice) -> int:
-    """Let `choice` compute the products of every `nn.Linear` in `model`; "torch" takes it back. Return how many changed.
+    """Let `choice` compute the products of every `nn.Linear` and tensor-parallel layer in `model`; "torch" takes it back.
 
-    Subclasses, and modules that have a forward of their own already, stay as they are. Raises ConfigError for "onednn"
-    where this torch does not have it.
+    Returns how many changed. Subclasses of `nn.Linear`, modules that have a forward of their own already, and
+    tensor-parallel layers with `entered` stay as they are. Raises ConfigError for "onednn" where this torch does not have
+    it.
     """
     if choice == "onednn":
         check_onednn("kernels.linear")
@@ -52,6 +55,10 @@ def set_linear_kernels(model: nn.Module, choice: Choice) -> int:
             changed += vars(module).pop("forward", None) is not None
         else:
             module.forward = MethodType(_FORWARDS[choice], module)
+            changed += 1
+    for module in model.modules():
+        if isinstance(module, SlicedLinear):
+            module.use_products(torch_products if choice == "torch" else partial(choose, choice))
             changed += 1
     return changed
 

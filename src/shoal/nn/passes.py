@@ -24,7 +24,7 @@ from shoal.attention.dropout import drop_rows, threshold
 from shoal.errors import UsageError
 from shoal.native import layers as native
 from shoal.nn.gpu_passes import triton_passes
-from shoal.nn.products import Products
+from shoal.products import Products
 
 __all__ = ["SMALLEST_GAIN", "Gelu", "check_invertible", "drop", "dropout_add", "gelu_linear", "layer_norm"]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal.device import HOST
 from shoal.log import logger
 from shoal.native.build import cache_folder
-from shoal.nn.products import ONEDNN, TORCH, Kernel, Products, check_onednn, onednn_missing
+from shoal.products import ONEDNN, TORCH, Kernel, Products, check_onednn, onednn_missing
 
 __all__ = ["Choice", "Rates", "choose", "describe", "probed"]
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from shoal.autograd import keeps_graph
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import stretch
-from shoal.nn.products import TORCH, Products
+from shoal.products import TORCH, Products
 from shoal.tensor_parallel import Axis, enter
 from shoal.transport.collectives import eager
 from shoal.transport.reduction import wide_dtype

@@ -30,17 +30,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from shoal.autograd import is_reached
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import TensorSlice, divided
 from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current_queue
+from shoal.products import TORCH, Products
 from shoal.tensor_parallel.axis import Axis, eager
 from shoal.tensor_parallel.part_init import ParameterSlices, draw_slice
 from shoal.tensor_parallel.regions import gather, gathered, joined, split, summed
 
-__all__ = ["ColumnLinear", "QKVLinear", "RowLinear", "SlicedLinear", "column", "qkv_parts", "row", "sizes_of"]
+__all__ = ["ColumnLinear", "ProductsOn", "QKVLinear", "RowLinear", "SlicedLinear", "column", "qkv_parts", "row", "sizes_of",
+           "torch_products"]
+
+
+ProductsOn = Callable[[torch.device], Products]
+"""Returns the kernels of the products on a device."""
+
+
+def torch_products(device: torch.device) -> Products:
+    """Return torch's products: those of every layer that is told no others."""
+    return TORCH
 
 
 class SlicedLinear(nn.Module):
@@ -58,6 +68,11 @@ class SlicedLinear(nn.Module):
         self._bias_slice = bias_slice
         self._extent = extent
         self._input_first = False
+        self._products_on: ProductsOn = torch_products
+
+    def use_products(self, products_on: ProductsOn) -> None:
+        """Have what `products_on` returns for the input's device compute the products."""
+        self._products_on = products_on
 
     @property
     def matrix(self) -> Tensor:
@@ -156,7 +171,7 @@ class ColumnLinear(SlicedLinear):
         if self._entered:
             y = nn.functional.linear(x, self.matrix, self.bias)
         else:
-            y = column(x, self.matrix, self.bias, self._axis, self._sequence_dim)
+            y = column(x, self.matrix, self.bias, self._axis, self._sequence_dim, self._products_on(x.device))
         return gather(y, self._axis, -1) if self._gather_output else y
 
 
@@ -197,7 +212,7 @@ class RowLinear(SlicedLinear):
         if x.shape[-1] != self._extent:
             raise UsageError(f"RowLinear: got an input of {x.shape[-1]} features, and this rank's part is {self._extent} of "
                              f"{self.in_features}; let a column layer come before it, whose outputs are sliced likewise")
-        return row(x, self.matrix, self.bias, self._axis, self._sequence_dim)
+        return row(x, self.matrix, self.bias, self._axis, self._sequence_dim, self._products_on(x.device))
 
 
 class QKVLinear(ColumnLinear):
@@ -265,30 +280,33 @@ def sizes_of(module: nn.Module, *, input_first: bool) -> tuple[int, int, bool]:
 
 
 @eager
-def column(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+def column(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None,
+           products: Products) -> Tensor:
     """Return this rank's slice (..., rows) of x W^T + b, where `weight` (rows, in) and `bias` (rows,) are its slices.
 
     `x` (..., in) is whole; or split along `dim`, in which case it is gathered, and gathered again in backward, not kept.
     """
-    return cast(Tensor, _ColumnProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim))
+    return cast(Tensor, _ColumnProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim, products))
 
 
 @eager
-def row(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+def row(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None, products: Products) -> Tensor:
     """Return x W^T + b (..., out), whole or split along `dim`, from this rank's slices of `x` (..., in) and W (out, in)."""
-    return cast(Tensor, _RowProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim))
+    return cast(Tensor, _RowProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim, products))
 
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None,
+                products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.dim, ctx.deferral = axis, dim, _WeightGradDeferral.of(x, weight, bias)
-        return functional.linear(x if dim is None else gathered(x, axis, dim), weight, bias)
+        ctx.products = products
+        return products.linear(x if dim is None else gathered(x, axis, dim), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         axis, dim = ctx.axis, ctx.dim
         wants_x, wants_weight, wants_bias = _wanted(ctx)
@@ -298,29 +316,31 @@ class _ColumnProduct(torch.autograd.Function):
             wants_weight = wants_bias = False
         x_gradient = weight_gradient = bias_gradient = None
         whole = axis.all_gather(x.contiguous()) if wants_weight and dim is not None else None
-        sum_of_x = summed(gradient @ weight, axis, dim) if wants_x else None
+        sum_of_x = summed(ctx.products.gradient_of_input(gradient, weight), axis, dim) if wants_x else None
         flat = _rows(gradient)
         if wants_weight:
             x = x if whole is None else joined(whole, ctx.dim)
-            weight_gradient = flat.t() @ _rows(x)
+            weight_gradient = ctx.products.gradient_of_weight(flat, _rows(x))
         if wants_bias:
             bias_gradient = flat.sum(0)
         if sum_of_x is not None:
             x_gradient = sum_of_x.wait()
-        return x_gradient, weight_gradient, bias_gradient, None, None
+        return x_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None,
+                products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.dim, ctx.deferral = axis, dim, _WeightGradDeferral.of(x, weight, bias)
-        addend = functional.linear(x, weight, bias if axis.rank == 0 else None)  # added once, before anything is rounded
+        ctx.products = products
+        addend = products.linear(x, weight, bias if axis.rank == 0 else None)  # added once, before anything is rounded
         return summed(addend, axis, dim).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = _wanted(ctx)
         if ctx.dim is not None:
@@ -329,10 +349,10 @@ class _RowProduct(torch.autograd.Function):
             ctx.deferral.defer(lambda: x, x.shape[-1], gradient)
             wants_weight = wants_bias = False
         flat = _rows(gradient)
-        x_gradient = gradient @ weight if wants_x else None
-        weight_gradient = flat.t() @ _rows(x) if wants_weight else None
+        x_gradient = ctx.products.gradient_of_input(gradient, weight) if wants_x else None
+        weight_gradient = ctx.products.gradient_of_weight(flat, _rows(x)) if wants_weight else None
         bias_gradient = flat.sum(0) if wants_bias else None  # of the whole gradient: the same on every rank
-        return x_gradient, weight_gradient, bias_gradient, None, None
+        return x_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 @dataclass(frozen=True, slots=True)

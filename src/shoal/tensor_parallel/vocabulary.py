@@ -160,7 +160,7 @@ class VocabularyHead(SlicedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.own_words()  # padding gets no scores, so that none have to be masked
-        scores = column(x, weight, bias, self._axis, self._sequence_dim)
+        scores = column(x, weight, bias, self._axis, self._sequence_dim, self._products_on(x.device))
         return gather(scores, self._axis, -1, self.out_features) if self._gather_output else scores
 
 

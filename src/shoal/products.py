@@ -54,7 +54,7 @@ class Products:
 
     def gradient_of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
         """Return g^T x: (out, in) of `gradient` (..., out) and `x` (..., in), summed over all but the last dim."""
-        gradient, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        gradient, x = _rows(gradient), _rows(x)
         if (self.weight_gradient == "onednn" and gradient.shape[0] >= _FEWEST_ROWS
                 and _worth(gradient, x.t(), _SMALLEST_WEIGHT_GRADIENT)):
             return onednn_weight_gradient(gradient, x)
@@ -78,6 +78,11 @@ def check_onednn(key: str) -> None:
     """Raise ConfigError for `key` where oneDNN's products cannot be called."""
     if (missing := onednn_missing()) is not None:
         raise ConfigError(f"{key}: got 'onednn', and {missing}; choose 'auto' or 'torch'")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """View (..., n) as rows of n."""
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
 def _worth(x: Tensor, weight: Tensor, smallest: int) -> bool:
