@@ -15,6 +15,8 @@
     │   └── PeerFailed         another rank failed and published why
     ├── PipelineError          a step of a pipeline cannot go on, or a call that a pipeline has no place for
     │   └── StageFailed        another stage failed and published why
+    ├── GuardError             loss or gradients are far off, and skipping samples does not help
+    │   └── GuardRewind        they are: the job is to restart from its last copy
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
     ├── TierError              state on disk could not be read or written
@@ -85,6 +87,14 @@ class PipelineError(ShoalError, RuntimeError):
 
 class StageFailed(PipelineError):
     """Another stage of the pipeline failed; the message is that stage's."""
+
+
+class GuardError(ShoalError, RuntimeError):
+    """The loss or the gradients are far off, and skipping samples does not help: a restart would not either."""
+
+
+class GuardRewind(GuardError):
+    """The loss or the gradients are far off: the job is to restart from its last copy."""
 
 
 class LossScaleError(ShoalError, RuntimeError):

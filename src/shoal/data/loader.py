@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from shoal.data.order import Position, StepSplit
+from shoal.data.order import Position, SampleRange, StepSplit
 from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.log import warn_once
 
@@ -45,6 +45,9 @@ class Loader:
         self._position = Position()
         self._fresh = True  # the next iteration starts at the position; if False, at the epoch after it
         self._iteration = 0
+        self._skipped: list[tuple[int, frozenset[int]]] = []
+        """Samples that are left out, each set with the first epoch that it is left out of."""
+        self._drawn: list[SampleRange] | None = None
         self.resize(batch_size)
 
     def resize(self, batch_size: int) -> None:
@@ -74,7 +77,31 @@ class Loader:
         if not isinstance(self.dataset, Sized):
             raise TypeError(f"training_data: {type(self.dataset).__name__} is an iterable dataset without __len__, so "
                             f"the loader has no length; count steps instead")
-        return self._split.steps(len(self.dataset))
+        return self._split.steps(len(self.dataset) - len(self._left_out(self._position.epoch)))
+
+    def skip(self, epoch: int, samples: Iterable[int]) -> None:
+        """Leave `samples` out, by their index in the dataset, from `epoch` on; the position must lie before them."""
+        known = self._left_out(epoch)
+        if new := frozenset(samples) - known:
+            self._skipped.append((epoch, new))
+
+    def note_samples(self) -> None:
+        """Note from now on which samples are delivered, for `take_samples`."""
+        self._drawn = []
+
+    def take_samples(self) -> list[SampleRange]:
+        """Return what was delivered over all ranks since the last call."""
+        drawn = self._drawn or []
+        if self._drawn is not None:
+            self._drawn = []
+        return drawn
+
+    def indices(self, drawn: SampleRange) -> list[int]:
+        """Return the indices in the dataset of delivered samples."""
+        return self._source.indices(drawn, self._seed, self._left_out(drawn.epoch))
+
+    def _left_out(self, epoch: int) -> frozenset[int]:
+        return frozenset[int]().union(*(samples for start, samples in self._skipped if start <= epoch))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch, or the rest of the epoch that `load_state_dict` moved to.
@@ -90,7 +117,7 @@ class Loader:
     def _deliver(self, iteration: int) -> Iterator[Any]:
         self._fresh = False
         start = position = self._position
-        for batch, samples in self._source.batches(start, self._seed):
+        for batch, samples in self._source.batches(start, self._seed, self._left_out(start.epoch)):
             position = self._advance(samples)
             yield batch
             if self._iteration != iteration:
@@ -108,7 +135,9 @@ class Loader:
         """Count a batch as delivered just before it is yielded; batches prefetched by workers do not count."""
         epoch, delivered = self._position.epoch, self._position.samples + samples
         length = self._source.length
-        if length is not None and self._split.steps(length - delivered) == 0:
+        if self._drawn is not None:
+            self._drawn.append(SampleRange(epoch=epoch, start=self._position.samples, stop=delivered))
+        if length is not None and self._split.steps(length - len(self._left_out(epoch)) - delivered) == 0:
             self._go_to_epoch(epoch + 1)
         else:
             self._position = Position(epoch=epoch, samples=delivered)
@@ -126,12 +155,13 @@ class Loader:
         self._position = Position(epoch=epoch)
         self._fresh = True
 
-    def state_dict(self) -> dict[str, int | bool | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position and the parameters of the order as JSON values; the same on every rank."""
+        skipped = [[epoch, sorted(samples)] for epoch, samples in self._skipped]
         return {"epoch": self._position.epoch, "samples": self._position.samples, "seed": self._seed,
-                "shuffle": self._shuffle, "length": self._source.length}
+                "shuffle": self._shuffle, "length": self._source.length, **({"skipped": skipped} if skipped else {})}
 
-    def load_state_dict(self, state: Mapping[str, int | bool | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a stored position and use its seed. The number of ranks and the batch size may differ from the save.
 
         Raises `CheckpointError` as `check` does.
@@ -140,15 +170,16 @@ class Loader:
         if state["seed"] != self._seed:
             warn_once(f"training_data: using the checkpoint's seed {state['seed']} instead of {self._seed}")
         self._seed = int(state["seed"] or 0)
+        self._skipped = [(epoch, frozenset(samples)) for epoch, samples in state.get("skipped", [])]
         self._position = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
         self._fresh = True
 
-    def check(self, state: Mapping[str, int | bool | None]) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` if a stored position is not valid here.
 
         It is not valid when the dataset had another length or another `shuffle`, because the order was then different.
         """
-        own = self.state_dict()
+        own = {key: value for key, value in self.state_dict().items() if key != "skipped"}
         if own.keys() - state.keys():
             raise CheckpointError(f"training_data: the checkpoint lacks {', '.join(sorted(own.keys() - state.keys()))}; "
                                   f"was it saved by another loader?")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Position", "StepSplit", "generator", "permutation"]
+__all__ = ["Position", "SampleRange", "StepSplit", "generator", "permutation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,15 @@ class Position:
 
     epoch: int = 0
     samples: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRange:
+    """Samples of an epoch's order, without those that are left out."""
+
+    epoch: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +78,12 @@ def generator(seed: int, epoch: int, rank: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
-def permutation(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Tensor:
-    """Return the sample order of an epoch: a 1-D tensor of `samples` indices, int32 below 2**31 samples, else int64."""
+def permutation(samples: int, seed: int, epoch: int, *, shuffle: bool, left_out: frozenset[int] = frozenset()) -> Tensor:
+    """Return the sample order of an epoch: a 1-D tensor of indices, int32 below 2**31 samples, else int64.
+
+    It has all of the `samples` but those that are `left_out`, which change nothing about the order of the others.
+    """
     dtype = torch.int32 if samples < 2**31 else torch.int64
-    if not shuffle:
-        return torch.arange(samples, dtype=dtype)
-    return torch.randperm(samples, generator=generator(seed, epoch), dtype=dtype)
+    order = (torch.randperm(samples, generator=generator(seed, epoch), dtype=dtype) if shuffle
+             else torch.arange(samples, dtype=dtype))
+    return order[~torch.isin(order, torch.tensor(sorted(left_out), dtype=dtype))] if left_out else order

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from shoal.data.order import Position, StepSplit, generator, permutation
+from shoal.data.order import Position, SampleRange, StepSplit, generator, permutation
 from shoal.errors import UsageError
 from shoal.log import logger
 
@@ -37,8 +37,12 @@ class BatchSource(Protocol):
 
     length: int | None
 
-    def batches(self, position: Position, seed: int) -> Batches:
-        """Yield the remaining batches of the epoch."""
+    def batches(self, position: Position, seed: int, left_out: frozenset[int]) -> Batches:
+        """Yield the remaining batches of the epoch, without the samples that are `left_out`."""
+        ...
+
+    def indices(self, drawn: SampleRange, seed: int, left_out: frozenset[int]) -> list[int]:
+        """Return the indices in the dataset of samples that batches had."""
         ...
 
 
@@ -100,26 +104,34 @@ class IndexedSource:
         self._samples = len(dataset)
         self._dataset, self._split, self._options, self._shuffle = dataset, split, options, shuffle
 
-    def batches(self, position: Position, seed: int) -> Batches:
+    def batches(self, position: Position, seed: int, left_out: frozenset[int]) -> Batches:
         """Yield the batches after the first `position.samples` samples of the epoch's order."""
-        order = permutation(self._samples, seed, position.epoch, shuffle=self._shuffle)[position.samples :]
+        order = self._order(position.epoch, seed, left_out)[position.samples :]
         options, split = self._options, self._split
         loader = DataLoader[Any](cast(Dataset[Any], self._dataset), batch_sampler=_BatchSampler(order, split),
                                  collate_fn=options.collate, num_workers=options.workers, pin_memory=options.pin_memory,
                                  generator=generator(seed, position.epoch, split.rank))
         yield from zip(loader, split.step_sizes(len(order)), strict=True)
 
+    def indices(self, drawn: SampleRange, seed: int, left_out: frozenset[int]) -> list[int]:
+        """Return the indices in the dataset of samples that batches had."""
+        return self._order(drawn.epoch, seed, left_out)[drawn.start : drawn.stop].tolist()
+
+    def _order(self, epoch: int, seed: int, left_out: frozenset[int]) -> Tensor:
+        return permutation(self._samples, seed, epoch, shuffle=self._shuffle, left_out=left_out)
+
 
 class _StreamShare(IterableDataset[tuple[list[Any], int]]):
     """Yields this rank's share of each step; worker w of n yields steps w, w + n, w + 2n, ..."""
 
-    def __init__(self, stream: Iterable[Any], split: StepSplit, start: int) -> None:
-        self._stream, self._split, self._start = stream, split, start
+    def __init__(self, stream: Iterable[Any], split: StepSplit, start: int, left_out: frozenset[int]) -> None:
+        self._stream, self._split, self._start, self._left_out = stream, split, start, left_out
 
     def __iter__(self) -> Iterator[tuple[list[Any], int]]:
         worker = get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        stream = islice(self._stream, self._start, None)
+        kept = (each for number, each in enumerate(self._stream) if number not in self._left_out)
+        stream = islice(kept if self._left_out else self._stream, self._start, None)
         for step in count():
             samples = list(islice(stream, self._split.step_samples))
             share = self._split.share(len(samples))
@@ -150,7 +162,11 @@ class StreamSource:
     def __init__(self, dataset: Iterable[Any], split: StepSplit, options: Options) -> None:
         self._dataset, self._split, self._options = dataset, split, options
 
-    def batches(self, position: Position, seed: int) -> Batches:
+    def indices(self, drawn: SampleRange, seed: int, left_out: frozenset[int]) -> list[int]:
+        """Return the numbers in the stream of samples that batches had."""
+        return list(islice((number for number in count() if number not in left_out), drawn.start, drawn.stop))
+
+    def batches(self, position: Position, seed: int, left_out: frozenset[int]) -> Batches:
         """Yield the batches after the first `position.samples` samples of the dataset."""
         if isinstance(self._dataset, _ShufflesByEpoch):
             self._dataset.set_epoch(position.epoch)
@@ -158,7 +174,7 @@ class StreamSource:
             logger.warning(f"training_data: {type(self._dataset).__name__} is an iterable dataset, so resuming reads it "
                            f"from the start and discards {position.samples} samples")
         options = self._options
-        share = _StreamShare(self._dataset, self._split, position.samples)
+        share = _StreamShare(self._dataset, self._split, position.samples, left_out)
         yield from DataLoader[Any](share, batch_size=None, collate_fn=_CollateShare(options.collate or default_collate),
                                    num_workers=options.workers, pin_memory=options.pin_memory,
                                    generator=generator(seed, position.epoch, self._split.rank))

@@ -35,14 +35,16 @@ from shoal.engine.compiled import Compilation
 from shoal.engine.lost_units import give_back
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
-from shoal.errors import NotSupportedYet, TierError, UsageError
+from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.optim.grad_stats import GlobalNorm
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.recording.page import TrainingPhase, page, phase_of
+from shoal.resilience.guard import Guard, Samples
 from shoal.resilience.vault import Vault
 from shoal.schedule.registry import AnySchedule
 from shoal.sequence_parallel import Positions, SequenceAxis, split_batch
@@ -90,7 +92,10 @@ class BaseEngine(Accessors, nn.Module):
         """The data ranks."""
         self.device = device
         self.progress = Progress()
-        self.checkpointer = Checkpointer(config, parameter_groups, device, _open_vault(config, parameter_groups))
+        vault = _open_vault(config, parameter_groups)
+        self.checkpointer = Checkpointer(config, parameter_groups, device, vault)
+        self.guard = _open_guard(config, parameter_groups, vault)
+        """Refuses steps that are far off; None where the configuration asks for none, or nothing outlives the ranks."""
         self.optimizer: ShardedOptimizer | None = None
         self.client_optimizer: object = None
         self.lr_scheduler: AnySchedule | None = None
@@ -190,6 +195,18 @@ class BaseEngine(Accessors, nn.Module):
         self.client_optimizer = client_optimizer
         if optimizer is not None:
             optimizer.set_owner(self)
+        if self.guard is not None and self.sharded is not None:
+            for unit in self.sharded.trainable:
+                unit.gradient.accumulator.measure()
+            if loader is not None:
+                loader.note_samples()
+            self._leave_samples_out()
+
+    def _leave_samples_out(self) -> None:
+        """Have the loader skip what the guard has found to be at fault."""
+        if self.guard is not None and isinstance(self.training_dataloader, Loader):
+            for samples in self.guard.skipped:
+                self.training_dataloader.skip(samples.epoch, samples.ids)
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
                      data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
@@ -319,10 +336,17 @@ class BaseEngine(Accessors, nn.Module):
             more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
             self.replicated_grads = self.replicated_grads if more else None
         try:
-            applied = self.optimizer.take_step()
+            applied = self.optimizer.take_step(None if self.guard is None else self._judge)
+        except GuardError:
+            self.checkpointer.wait_for_copy()  # the restart goes back to it
+            raise
         except TierError as error:  # of this rank alone, for which the others wait
             self.board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
             raise
+        if self.guard is not None:
+            self.guard.forget()
+            if isinstance(self.training_dataloader, Loader):
+                self.training_dataloader.take_samples()
         if self.buffer_sync is not None:
             self.buffer_sync.sync()
         self.progress.count_step(self.train_batch_size(), applied=applied)
@@ -335,6 +359,19 @@ class BaseEngine(Accessors, nn.Module):
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             logger.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(),
                         self.get_mom())
+
+    def _judge(self, norm: GlobalNorm) -> None:
+        assert self.guard is not None and self.sharded is not None
+        norms = [own for unit in self.sharded.trainable if (own := unit.gradient.accumulator.norms) is not None]
+        own = torch.stack(norms).sum() if norms else torch.zeros(())
+        self.guard.judge(self.global_steps + 1, norm.value, own, self._take_samples)
+
+    def _take_samples(self) -> list[Samples]:
+        """Return the samples that the loader has delivered since the last step."""
+        loader, ids = self.training_dataloader, dict[int, list[int]]()
+        for each in loader.take_samples() if isinstance(loader, Loader) else ():
+            ids.setdefault(each.epoch, []).extend(loader.indices(each))
+        return [Samples(epoch=epoch, ids=of_epoch) for epoch, of_epoch in ids.items()]
 
     # Checkpoints and state dicts
 
@@ -374,6 +411,7 @@ class BaseEngine(Accessors, nn.Module):
         loaded = self.checkpointer.load(
             self._training_objects(), load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
             schedule_states=load_lr_scheduler_states, module_only=load_module_only)
+        self._leave_samples_out()
         self.end_call()
         return loaded
 
@@ -465,7 +503,7 @@ class BaseEngine(Accessors, nn.Module):
     def _training_objects(self) -> TrainingObjects:
         assert self.sharded is not None
         return TrainingObjects(sharded=self.sharded, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
-                               dataloader=self.training_dataloader, progress=self.progress,
+                               dataloader=self.training_dataloader, progress=self.progress, guard=self.guard,
                                accumulation=self.gradient_accumulation_steps())
 
     # Controls that few scripts use
@@ -636,3 +674,15 @@ def _open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | No
         raise NotSupportedYet("resilience.vault: not supported yet on several nodes; remove it, and save checkpoints where "
                               "all nodes see them")
     return Vault(Path(memory.folder) / f"vault{next(_vaults)}", every, parameter_groups.world)
+
+
+def _open_guard(config: Config, parameter_groups: ParameterGroups, vault: Vault | None) -> Guard | None:
+    """Return the guard of the engine that is being built; None where the configuration asks for none, or without vault."""
+    settings = config.resilience.guard
+    if not settings.enabled:
+        return None
+    if vault is None:
+        warn_once("resilience.guard: has no effect here, because no copy of the training outlives the ranks; start the "
+                  "script by `shoal run`")
+        return None
+    return Guard(vault.folder.with_suffix(".guard.json"), settings, parameter_groups.world)

@@ -37,6 +37,7 @@ from shoal.log import logger, warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.masks import MASK
 from shoal.optim.sharded import ShardedOptimizer
+from shoal.resilience.guard import Guard
 from shoal.resilience.vault import GENERATIONS, Vault
 from shoal.schedule.registry import AnySchedule
 from shoal.zero.sharded import ShardedModel
@@ -60,6 +61,7 @@ class TrainingObjects:
     lr_scheduler: AnySchedule | None
     dataloader: Any
     progress: Progress
+    guard: Guard | None
     accumulation: int
     """Microbatches of a step."""
 
@@ -279,6 +281,7 @@ class Checkpointer:
             "residual_scale": 1.0 if optimizer is None else optimizer.scaler.value,
             "lr_scheduler": None if training.lr_scheduler is None else dict(training.lr_scheduler.state_dict()),
             "data": None if training.dataloader is None else training.dataloader.state_dict(),
+            "guard": None if training.guard is None else training.guard.state_dict(),
             "client_state": dict(client_state),
         }
 
@@ -373,6 +376,8 @@ class Checkpointer:
                      optimizer: bool, schedule: bool) -> None:
         shared = snapshot.shared
         training.progress.load_counters(shared, training.accumulation)
+        if training.guard is not None:
+            training.guard.load_state_dict(cast("dict[str, Any]", shared.get("guard") or {}))
         if optimizer and training.optimizer is not None:
             saved_groups = cast("list[dict[str, Any]]", shared["groups"])
             for group, options in zip(training.optimizer.param_groups, saved_groups, strict=True):

@@ -104,6 +104,8 @@ class Engine(BaseEngine):
             if self.sharded is not None:
                 self.sharded.interrupt()
             raise
+        if self.guard is not None:
+            self.guard.note_loss(loss)
         return _scaled(loss.detach(), share)
 
     def _steps_in_backward(self, retain_graph: bool) -> AbstractContextManager[None]:

@@ -101,6 +101,9 @@ class PipelineEngine(BaseEngine):
         self.board.start_call(call)
         batches = self._draw(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
+        if self.guard is not None:
+            for loss in losses:
+                self.guard.note_loss(loss)
         self.progress.begin_step()
         with uninterrupted(), self._executor.joint_operation(f"the end of step {self.global_steps + 1}"):
             self.take_step({})

@@ -284,6 +284,8 @@ class Config(Section):
                  "an overflow on the wire is known", "choose another than fp16"),
                 (self.bf16.enabled and self.bf16.check_grad_overflow, "bf16.check_grad_overflow",
                  "an overflow anywhere is known", "set it to false"),
+                (self.resilience.guard.enabled, "resilience.guard.enabled", "the norm of all gradients is known",
+                 "set it to false"),
                 (not self.zero_optimization.ignore_unused_parameters, "zero_optimization.ignore_unused_parameters",
                  "an unused parameter is known", "set it to true")):
             if enabled:

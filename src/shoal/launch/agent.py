@@ -171,6 +171,8 @@ class Agent(LocalElasticAgent):
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         self.failures = [self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
                          for number, fact in result.failures.items()]
+        if self.failures and failure.first(self.failures).final:
+            self._remaining_restarts = 0
         self._report()
         return result
 

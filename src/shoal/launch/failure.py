@@ -25,6 +25,8 @@ CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.Di
                      "builtins.ConnectionError", "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout",
                      "shoal.errors.StageFailed")
 CONNECTION_ERROR_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+FINAL_ERROR = "shoal.errors.GuardError"
+"""The error after which no restart follows; that of its subclass asks for one."""
 WIDTH = 100
 
 
@@ -54,6 +56,11 @@ class Failure:
         """Whether this failure is a lost connection, caused by the death of a peer."""
         return (any(kind in CONNECTION_ERRORS for kind in self.kinds)
                 or any(text in self.summary for text in CONNECTION_ERROR_TEXTS))
+
+    @property
+    def final(self) -> bool:
+        """Whether a restart would come to the same failure."""
+        return self.kinds[:1] == (FINAL_ERROR,)
 
     @property
     def ending(self) -> str:

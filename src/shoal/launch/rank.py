@@ -109,7 +109,8 @@ class LastExit:
         if self.code is None:
             return
         for each in gc.get_objects():
-            if isinstance(each, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            # by its type: isinstance would ask proxies for their class, which some answer with a warning
+            if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 with contextlib.suppress(Exception):
                     each.flush()
         os._exit(self.code & 0xFF)

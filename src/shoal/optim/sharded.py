@@ -224,8 +224,12 @@ class ShardedOptimizer(Optimizer):
         self._engine("zero_grad").zero_grad_by_optimizer()
 
     @torch.no_grad()
-    def take_step(self) -> bool:
-        """Apply the accumulated gradients; return False if an overflow skipped the step. All ranks return the same."""
+    def take_step(self, judge: Callable[[GlobalNorm], None] | None = None) -> bool:
+        """Apply the accumulated gradients; return False if an overflow skipped the step. All ranks return the same.
+
+        `judge` is called with the norm before anything changes, where there is a norm and no overflow; the step is not taken
+        if it raises.
+        """
         units = self._model.trainable
         self._scheduler.check()
         self._model.close_grads(keep=True)
@@ -245,6 +249,8 @@ class ShardedOptimizer(Optimizer):
         try:
             if not self.rules.allow_unused:
                 _refuse_unused(stats, parameter_groups)
+            if judge is not None and self._norm is not None and not self.overflow:
+                judge(self._norm)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 self._apply(stats.slots_with_grad, factor, options)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.autograd import run_backward
-from shoal.errors import CollectiveFailed, LossScaleError, PeerFailed, PipelineError, UsageError
+from shoal.errors import CollectiveFailed, GuardError, LossScaleError, PeerFailed, PipelineError, UsageError
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
 from shoal.pipeline.schedules import PipelineSchedule
@@ -263,7 +263,7 @@ class Executor:
         """Run `what`, a joint operation of all ranks after a row; publish a failure like that of a row."""
         try:
             yield
-        except (UsageError, LossScaleError):  # raised by all ranks
+        except (UsageError, LossScaleError, GuardError):  # raised by all ranks
             raise
         except Exception as error:
             text = self._message(f"{what} failed", error)

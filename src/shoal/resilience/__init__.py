@@ -1,1 +1,1 @@
-"""A job survives faults: batch sizes that fit another number of ranks, a watch over ranks, copies of the state in memory."""
+"""A job survives faults: elastic batch sizes, a watch over ranks, copies of the state in memory, a guard of steps."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shoal.config.section import Conflict, Count, Number, Positive, Section, Switch
 
-__all__ = ["ElasticitySettings", "ResilienceSettings", "VaultSettings"]
+__all__ = ["ElasticitySettings", "GuardSettings", "ResilienceSettings", "VaultSettings"]
 
 
 class ElasticitySettings(Section):
@@ -83,8 +83,35 @@ class VaultSettings(Section):
     """Steps between two copies: a restart loses at most so many; null: no copies. (Shoal only.)"""
 
 
+class GuardSettings(Section):
+    """Steps whose loss or gradient norm is far off are refused, replayed once, and skipped where the data is at fault."""
+
+    enabled: Switch = False
+    """Judge each step before it changes a weight. A step reads its loss and norm on the host, and gathers three numbers of
+    each rank; each rank reads its gradients once more. (Shoal only.)"""
+
+    window: Annotated[Positive, Field(ge=8)] = 64
+    """Accepted steps that a value is compared with. (Shoal only.)"""
+
+    deviations: Annotated[Number, Field(gt=0)] = 50.0
+    """A value is far off where it is not finite, or more than so many median absolute deviations (each at least 1 % of the
+    median) above the median of the window. (Shoal only.)"""
+
+    max_skips: Count = 3
+    """How often samples are skipped before a whole window of steps is accepted; the next time raises. (Shoal only.)"""
+
+
 class ResilienceSettings(Section):
     """Going on after a fault."""
 
     vault: VaultSettings = VaultSettings()
     """Copies of the training state in memory. (Shoal only.)"""
+
+    guard: GuardSettings = GuardSettings()
+    """Steps that are far off. (Shoal only.)"""
+
+    def conflicts(self) -> Iterable[Conflict]:
+        if self.guard.enabled and self.vault.every is None:
+            yield Conflict(keys=("guard.enabled", "vault.every"),
+                           message="got true, and there are no copies to go back to; set resilience.vault.every, such as "
+                                   "to 10")

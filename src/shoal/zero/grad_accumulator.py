@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.device import follow, stream_of_thread
 from shoal.sparse.row_exchange import RowExchange, to_dense
 from shoal.tier import FetchOnce, zeros
+from shoal.transport.reduction import wide_dtype
 from shoal.zero.layout import Layout
 
 __all__ = ["GradAccumulator", "Pool", "ResidualAccumulator", "RowsAccumulator"]
@@ -86,6 +87,8 @@ class GradAccumulator:
         self._views: list[Tensor] = []
         self._filled = 0  # bit i: the view of slot i in the open buffer holds a value
         self._seen = 0  # bit i: slot i received a gradient in this backward pass, since the last completion
+        self._measured = False
+        self._norms: Tensor | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -111,6 +114,17 @@ class GradAccumulator:
     def open_addend(self) -> Tensor | None:
         """The open buffer (size,), None if it holds nothing; slots without a gradient are undefined there."""
         return self._open if self._filled else None
+
+    @property
+    def norms(self) -> Tensor | None:
+        """The sum of the norms of the addends that reductions have closed since the last step, by which two runs of one
+        step are compared; None where there was none, or `measure` was not called.
+        """
+        return self._norms
+
+    def measure(self) -> None:
+        """Compute `norms` from now on."""
+        self._measured = True
 
     def has_slot(self, slot: int) -> bool:
         """Whether this rank has a gradient of `slot`."""
@@ -170,6 +184,9 @@ class GradAccumulator:
                     view.zero_()
         if source is not self.resting or not self._resident:
             self._layout.clear_gaps(source)
+        if self._measured:
+            norm = torch.linalg.vector_norm(source, dtype=wide_dtype(source.dtype))
+            self._norms = norm if self._norms is None else self._norms + norm
         self._open, self._views, self._filled = None, [], 0
         return source
 
@@ -198,6 +215,7 @@ class GradAccumulator:
             self.give_back(self._open)
         self._open, self._views = self.resting, self._resting_views
         self.slots_with_grad = self._filled = 0
+        self._norms = None
         self.begin()
         return False
 

@@ -1,0 +1,250 @@
+"""The guard refuses a step whose loss or gradient norm is far off, and finds out whether hardware or data made it so.
+
+    1.  The step is refused before it changes a weight. What was measured is noted, and every rank raises `GuardRewind`: the
+        job restarts from its last copy, and comes to the same step with the same samples.
+    2a. The step is not far off this time: hardware. The log names the ranks that measured something else before.
+    2b. It is far off again: data. The samples of the step are noted, and the job restarts once more, without them.
+
+Far off is a value that is not finite, or that lies above the median of the last steps by many times their median absolute
+deviation (MAD). What must outlive the ranks is in a file beside the copies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isclose, isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal.errors import GuardError, GuardRewind
+from shoal.log import logger
+from shoal.resilience.settings import GuardSettings
+from shoal.transport.collectives import Communicator
+
+__all__ = ["Guard", "History", "Samples"]
+
+FLOOR = 0.01
+"""The least deviation, as a share of the median: values that hardly vary have a MAD of almost 0."""
+LEAST = 8
+"""Steps that the history must have before a finite value can be far off."""
+SAME = 1e-3
+"""Relative difference up to which two measurements of one rank count as the same: kernels that add in any order differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Samples of one epoch, by their index in the dataset; they are skipped in this epoch and in later ones."""
+
+    epoch: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """Measurements of all ranks at one step."""
+
+    step: int
+    loss: float | None
+    """The mean over microbatches and data ranks; None where the engine did not see it."""
+    norm: float
+    losses: list[float]
+    """By rank: the sum over its microbatches."""
+    gradients: list[float]
+    """By rank: the norms of its own addends, before they met those of others."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """The state of the guard that outlives the ranks."""
+
+    suspect: _Measured | None = None
+    """The step that is to be replayed."""
+    skips: int = 0
+    """How often samples were skipped since the last `window` steps that were all accepted."""
+    skipped: list[Samples] = field(default_factory=list[Samples])
+
+
+class History:
+    """The values of the last accepted steps."""
+
+    def __init__(self, window: int, deviations: float) -> None:
+        self.values: deque[float] = deque(maxlen=window)
+        self._deviations = deviations
+
+    @property
+    def limit(self) -> float | None:
+        """The value above which one is far off; None while there are too few."""
+        if len(self.values) < LEAST:
+            return None
+        middle = median(self.values)
+        deviation = max(median(abs(value - middle) for value in self.values), FLOOR * abs(middle))
+        return middle + self._deviations * deviation
+
+    def objection(self, name: str, value: float) -> str | None:
+        """Return why `value` is far off, None where it is not."""
+        if not isfinite(value):
+            return f"the {name} is {value}"
+        limit = self.limit
+        if limit is None or value <= limit:
+            return None
+        return (f"the {name} is {value:.4g}, above {limit:.4g}; the median of the last {len(self.values)} steps is "
+                f"{median(self.values):.4g}")
+
+
+class Guard:
+    """The guard of one engine."""
+
+    def __init__(self, path: Path, settings: GuardSettings, ranks: Communicator) -> None:
+        """Keep the record in the file `path`, which all `ranks` of the job can read."""
+        self._path = path
+        self._settings = settings
+        self._ranks = ranks
+        self._record = _read(path)
+        self._losses: list[Tensor] = []
+        self._accepted = 0
+        self._history = {name: History(settings.window, settings.deviations) for name in ("loss", "gradient norm")}
+
+    @property
+    def skipped(self) -> list[Samples]:
+        """The samples that are to be skipped."""
+        return self._record.skipped
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a microbatch of the next step."""
+        self._losses.append(loss.detach())
+
+    def forget(self) -> None:
+        """Forget the losses of a step that is not taken."""
+        self._losses.clear()
+
+    def judge(self, step: int, norm: float, gradient: Tensor, samples: Callable[[], Iterable[Samples]]) -> None:
+        """Accept step `step`, or raise on every rank; a collective call, before the step changes anything.
+
+        `norm` is that of the gradients of all ranks, `gradient` this rank's own, a number; `samples` returns those of the
+        step. Raises `GuardRewind` to restart from the last copy, `GuardError` where the samples cannot be skipped.
+        """
+        measured = self._measure(step, norm, gradient)
+        objection = self._objection(measured)
+        suspect = self._record.suspect
+        if suspect is not None and suspect.step == step:
+            if objection is None:
+                self._blame_hardware(suspect, measured)
+            else:
+                self._skip(step, objection, list(samples()))
+        elif objection is not None:
+            self._record.suspect = measured
+            self._rewind(f"step {step}: {objection}. The step is not taken: it is replayed from the last copy, to tell "
+                         f"hardware from data")
+        self._accept(measured)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history, for a checkpoint."""
+        return {name: list(history.values) for name, history in self._history.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        for name, history in self._history.items():
+            history.values.clear()
+            history.values.extend(cast("list[float]", state.get(name, [])))
+
+    def _measure(self, step: int, norm: float, gradient: Tensor) -> _Measured:
+        total = float(torch.stack([loss.double().reshape(()).cpu() for loss in self._losses]).sum()) if self._losses else 0.0
+        own = torch.tensor([total, len(self._losses), gradient.item()], dtype=torch.float64)
+        self._losses.clear()
+        words = own.view(torch.int64).to(self._ranks.words_device)
+        rows = self._ranks.gather_words(words, "the loss and the norm of a step").cpu().view(torch.float64).tolist()
+        count = sum(row[1] for row in rows)
+        return _Measured(step=step, loss=sum(row[0] for row in rows) / count if count else None, norm=norm,
+                         losses=[row[0] for row in rows], gradients=[row[2] for row in rows])
+
+    def _objection(self, measured: _Measured) -> str | None:
+        values = {"loss": measured.loss, "gradient norm": measured.norm}
+        found = (history.objection(name, value) for name, history in self._history.items()
+                 if (value := values[name]) is not None)
+        return next((text for text in found if text is not None), None)
+
+    def _accept(self, measured: _Measured) -> None:
+        if measured.loss is not None:
+            self._history["loss"].values.append(measured.loss)
+        self._history["gradient norm"].values.append(measured.norm)
+        self._accepted += 1
+        if self._record.skips and self._accepted >= self._settings.window:
+            self._record.skips = 0
+            self._write()
+
+    def _blame_hardware(self, before: _Measured, now: _Measured) -> None:
+        """Name the ranks that measured something else when the step was refused."""
+        if len(before.losses) != len(now.losses):
+            text = "the job has another number of ranks now, so none can be named"
+        else:
+            differing = [rank for rank in range(len(now.losses))
+                         if not (_same(before.losses[rank], now.losses[rank])
+                                 and _same(before.gradients[rank], now.gradients[rank]))]
+            if not differing:
+                text = "the ranks' own losses and gradients were the same, so it was in their sum: memory or the network"
+            elif len(differing) == len(now.losses) > 1:
+                text = "every rank's result differed: memory of weights that all use, or the network"
+            else:
+                text = f"rank {', '.join(map(str, differing))} had another result: examine that device and its memory"
+        if self._ranks.rank == 0:
+            logger.error("resilience.guard: step %d gave a loss of %s and a gradient norm of %.4g, and %s and %.4g when it "
+                         "was replayed. This is a fault of hardware: %s. Training goes on", now.step, _shown(before.loss),
+                         before.norm, _shown(now.loss), now.norm, text)
+        self._record.suspect = None
+        self._write()
+
+    def _skip(self, step: int, objection: str, samples: list[Samples]) -> None:
+        """Have the next attempt skip the samples of a step; every rank raises."""
+        known = self._ranks.gather_objects(samples)[0]
+        again = f"step {step}: {objection}, as before it was replayed: the data is at fault, or the training diverges"
+        if not known:
+            raise GuardError(f"{again}. Its samples cannot be skipped, for the engine does not draw them: give "
+                             f"training_data to initialize, or examine the data of that step yourself")
+        shown = "; ".join(f"epoch {each.epoch}: {', '.join(map(str, each.ids))}" for each in known)
+        if self._record.skips >= self._settings.max_skips:
+            raise GuardError(f"{again}. Samples were skipped {self._record.skips} times already within "
+                             f"{self._settings.window} steps (resilience.guard.max_skips), so this is not repeated: lower "
+                             f"the learning rate, or examine the samples of this step ({shown})")
+        if self._ranks.rank == 0:
+            logger.error("resilience.guard: %s. Its samples are skipped from now on: %s", again, shown)
+        self._record.suspect = None
+        self._record.skips += 1
+        self._record.skipped.extend(known)
+        self._rewind(f"{again}. Training goes on from the last copy, without the samples of this step ({shown})")
+
+    def _rewind(self, text: str) -> None:
+        self._write()
+        raise GuardRewind(f"{text}. Where shoal run may not restart, it ends here: give --max-restarts")
+
+    def _write(self) -> None:
+        """Write the record. A collective call: no rank goes on, or ends, before it is there."""
+        if self._ranks.rank == 0:
+            draft = self._path.with_suffix(".part")
+            draft.write_text(json.dumps(asdict(self._record)))
+            os.replace(draft, self._path)
+        self._ranks.gather_objects(None)
+
+
+def _read(path: Path) -> _Record:
+    if not path.exists():
+        return _Record()
+    values = json.loads(path.read_text())
+    suspect = values["suspect"]
+    return _Record(suspect=None if suspect is None else _Measured(**suspect), skips=values["skips"],
+                   skipped=[Samples(**each) for each in values["skipped"]])
+
+
+def _same(before: float, now: float) -> bool:
+    return before == now or isclose(before, now, rel_tol=SAME)
+
+
+def _shown(loss: float | None) -> str:
+    return "unknown size" if loss is None else f"{loss:.4g}"

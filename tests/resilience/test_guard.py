@@ -1,0 +1,138 @@
+"""The guard tells hardware from data by a replay, names the rank or the samples, and changes nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.data.order import permutation
+from shoal.engine.schema import Config
+from shoal.errors import ConfigError, GuardError
+from shoal.recording.page import PAGES
+from shoal.resilience.guard import LEAST, History
+from shoal.testing import run_ranks
+
+STEPS = 20
+"""About three epochs of seven steps."""
+
+
+class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, poisoned: tuple[int, ...] = ()) -> None:
+        self.poisoned = poisoned
+
+    def __len__(self) -> int:
+        return 84
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return row * (torch.nan if index in self.poisoned else 1), row.sum()
+
+
+def attempt(memory: str, stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train to the last step from what an earlier attempt left; return the losses by step, the log, and how it ended."""
+    if options.get("guard", True):
+        os.environ[PAGES] = memory
+        os.makedirs(memory, exist_ok=True)
+    messages: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: messages.append(record.getMessage())
+    torch.manual_seed(0)
+    config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3,
+              "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "zero_optimization": {"stage": stage},
+              "resilience": {"vault": {"every": 3},
+                             "guard": {"enabled": options.get("guard", True), "deviations": 1e6, "max_skips": 1}}}
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def flip(gradient: Tensor) -> Tensor:
+        if engine.global_rank == 1 and engine.global_steps == options.get("flip"):
+            gradient = gradient.clone()
+            gradient.view(-1).view(torch.int32)[3] ^= 1 << 30
+        return gradient
+
+    model[0].weight.register_hook(flip)
+    engine, _, loader, _ = shoal.initialize(model=model, training_data=Rows(options.get("poisoned", ())), config=config)
+    assert loader is not None
+    loader.skip(0, options.get("skip", ()))
+    engine.load_checkpoint(f"{memory}/none")
+    losses: dict[int, float] = {}
+    ended = ""
+    try:
+        while engine.global_steps < STEPS:
+            for rows, targets in loader:
+                loss = (engine(rows).squeeze(1) - targets).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses[engine.micro_steps] = loss.item()
+                if engine.global_steps == STEPS:
+                    break
+    except GuardError as error:
+        ended = f"{type(error).__name__}: {error}"
+    return {"losses": losses, "messages": messages, "ended": ended}
+
+
+def attempts(memory: Path, stage: int, count: int, **options: Any) -> list[list[dict[str, Any]]]:
+    """Return what each rank returns in each of `count` attempts; `flip` counts in the first alone."""
+    return [run_ranks(2, attempt, str(memory), stage, options if number == 0 else {**options, "flip": None})
+            for number in range(count)]
+
+
+def joined(found: list[list[dict[str, Any]]], rank: int) -> dict[int, float]:
+    """Return the losses of a rank, of the last attempt that came to each microbatch."""
+    return {step: loss for each in found for step, loss in each[rank]["losses"].items()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_flipped_bit_is_replayed_and_its_rank_is_named(tmp_path: Path, stage: int) -> None:
+    found = attempts(tmp_path / "memory", stage, 2, flip=13)
+    assert all(each["ended"].startswith("GuardRewind: step 14: the gradient norm is ") for each in found[0])
+    assert [each["ended"] for each in found[1]] == ["", ""]
+    assert any("hardware: rank 1 had another result" in text for text in found[1][0]["messages"])
+    (undisturbed,) = attempts(tmp_path / "other", stage, 1, guard=False)
+    for rank in range(2):
+        assert joined(found, rank) == undisturbed[rank]["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_poisoned_samples_are_skipped_as_if_they_had_never_been(tmp_path: Path, stage: int) -> None:
+    poisoned = int(permutation(84, seed=0, epoch=0, shuffle=True)[55])  # of step 5, after the first copy
+    found = attempts(tmp_path / "memory", stage, 3, poisoned=(poisoned,))
+    assert all("step 5: the loss is nan" in each["ended"] and "it is replayed" in each["ended"] for each in found[0])
+    (skipped,) = re.findall(r"without the samples of this step \(epoch 0: ([\d, ]+)\)", found[1][0]["ended"])
+    ids = [int(each) for each in skipped.split(", ")]
+    assert len(set(ids)) == 12
+    assert poisoned in ids
+    assert [each["ended"] for each in found[2]] == ["", ""]
+    (without,) = attempts(tmp_path / "other", stage, 1, skip=ids, guard=False)
+    for rank in range(2):
+        assert joined(found, rank) == without[rank]["losses"]
+
+
+def test_samples_are_skipped_as_often_as_the_configuration_says(tmp_path: Path) -> None:
+    found = attempts(tmp_path / "memory", 2, 4, poisoned=tuple(range(0, 84, 5)))
+    assert [each[0]["ended"].partition(":")[0] for each in found] == [*["GuardRewind"] * 3, "GuardError"]
+    assert "Samples were skipped 1 times already within 64 steps (resilience.guard.max_skips)" in found[3][0]["ended"]
+
+
+def test_a_value_is_far_off_where_it_is_no_number_or_above_its_limit() -> None:
+    history = History(16, deviations=10)
+    history.values.extend([1.0] * (LEAST - 1))
+    assert history.objection("loss", 1e9) is None
+    assert history.objection("loss", float("inf")) == "the loss is inf"
+    history.values.append(1.0)
+    assert history.limit == pytest.approx(1.1)
+    assert history.objection("loss", 1.05) is None
+    assert history.objection("loss", 0.0) is None
+    assert history.objection("loss", 2.0) == "the loss is 2, above 1.1; the median of the last 8 steps is 1"
+
+
+def test_a_guard_without_vault_is_refused_and_says_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"resilience.guard.enabled: got true, and there are no copies .*vault.every"):
+        Config.resolve({"train_batch_size": 1, "resilience": {"guard": {"enabled": True}}}, data_ranks=1)
