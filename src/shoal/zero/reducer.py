@@ -20,8 +20,9 @@ from shoal.zero.trainable_unit import TrainableUnit
 
 __all__ = ["IN_FLIGHT", "BackwardPass", "Reducer", "collect"]
 
-IN_FLIGHT = 2
-"""Reductions under way before the oldest is summed, so that the borrowed memory is constant. None on one rank."""
+IN_FLIGHT = 1
+"""Reductions under way while the next unit's gradient is collected, so that the borrowed memory is constant. None on one
+rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +112,20 @@ class Reducer:
         self._drain()
 
     def _launch(self, gradient: Gradient) -> None:
+        if self._reducing and len(self._reducing) >= self._in_flight:  # its buffers are the next one's
+            self._sum_oldest()
         gradient.reduce()
         self._reducing.append(gradient)
         if len(self._reducing) > self._in_flight:
-            self._replicating.append(self._reducing.popleft())
-            self._replicating[-1].advance()
-        if len(self._replicating) > self._in_flight:
-            self._wait(self._replicating.popleft())
+            self._sum_oldest()
         if not self._overlap:
             self._wait(gradient)
+
+    def _sum_oldest(self) -> None:
+        self._replicating.append(self._reducing.popleft())
+        self._replicating[-1].advance()
+        if len(self._replicating) > self._in_flight:
+            self._wait(self._replicating.popleft())
 
     def _wait(self, gradient: Gradient) -> None:
         gradient.wait_reduced()

@@ -50,7 +50,7 @@ class Window:
         if self._seen[-1:] != [unit]:
             self._seen.append(unit)
             if self._expected[len(self._seen) - 1:len(self._seen)] == [unit]:
-                self._run_ahead(len(self._seen))
+                self._run_ahead(len(self._seen), self._ahead)
         if unit.phase is not Phase.GATHERED:
             with self._lanes.during("wait", unit.name):
                 unit.gather()
@@ -80,10 +80,14 @@ class Window:
         return len({*units}) <= self._reads + 1 and sum(unit.layout.size for unit in {*units}) <= self._read_elements
 
     def open(self, name: str) -> None:
-        """Start the first gathers of the pass `name` before it begins."""
+        """Start the first gathers of the pass `name` before it begins: of no more elements than the largest unit has.
+
+        Between a step and the next forward the rest of the memory is the script's.
+        """
         self._unpin_others(name)
         self._expected = self._orders.get(name, [])
-        self._run_ahead(0)
+        largest = max((unit.layout.size for unit in self._expected), default=0)
+        self._run_ahead(0, min(self._ahead, largest))
 
     def _unpin_others(self, name: str) -> None:
         """Give up resident weights that the pass `name` does not begin with."""
@@ -91,11 +95,11 @@ class Window:
             if unit.residency and not unit.awaits_step and not self.begins_with(name, unit):
                 unit.residency.unpin()
 
-    def _run_ahead(self, position: int) -> None:
-        elements, gathering, fetching = 0, self._ahead > 0, self._reads > 0
+    def _run_ahead(self, position: int, ahead: int) -> None:
+        elements, gathering, fetching = 0, ahead > 0, self._reads > 0
         for count, unit in enumerate(self._expected[position:]):
             size = unit.layout.size
-            gathering = gathering and (elements == 0 or elements + size <= self._ahead)
+            gathering = gathering and (elements == 0 or elements + size <= ahead)
             fetching = fetching and count < self._reads and (elements == 0 or elements + size <= self._read_elements)
             if gathering:
                 unit.prefetch()
