@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,11 +22,16 @@ import shoal
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staging
 from shoal.device import HOST, can_pin, current_device, synchronize
+from shoal.errors import RanksDisagree
 from shoal.tensor_parallel import Plan, parallelize
 from shoal.tier import Memory, elastic
 from shoal.tier.device_mirror import mirrored
+from shoal.tier.streams import PinnedRing, free
+from shoal.transport.collectives import Communicator, Label
+from shoal.transport.failure_board import FailureBoard
 from tests.late.device import seed
 from tests.late.faults import FAULTS, plant
+from tests.late.group import BACKEND
 from tests.pipeline import small
 from tests.tensor_parallel import test_plan
 
@@ -170,6 +178,75 @@ def _staged() -> list[Tensor]:
     return [torch.frombuffer(bytearray(b"".join(file.data)), dtype=torch.float32).clone() for file in staged.files]
 
 
+def _staged_and_released() -> list[Tensor]:
+    """A checkpoint's piece is released once it is staged, and its memory is another's."""
+    weights = torch.ones(4096, device=current_device()) * 3
+
+    @contextmanager
+    def hold(changed: bool) -> Iterator[None]:
+        yield
+        free(weights)
+
+    piece = Piece(name="weights", shape=(4096,), start=0, stop=4096, data=weights, hold=hold)
+    return [torch.frombuffer(bytearray(b"".join(file.data)), dtype=torch.float32).clone()
+            for file in Staging().copy([piece], 1 << 20).files]
+
+
+def _through_a_ring() -> list[Tensor]:
+    """Results that nobody keeps go through a ring, whose slots are fewer than they need."""
+    device = current_device()
+    ring, targets = PinnedRing(device, slots=2, size=4096), [torch.zeros(4096) for _ in range(3)]
+    for value, target in enumerate(targets):
+        ring.download(torch.ones(4096, device=device) * (value + 1), target)
+        torch.full((4096,), -1.0, device=device)
+    ring.finish()
+    return targets
+
+
+def _issued_in_other_orders() -> list[Tensor]:
+    """Ranks give the device two collectives of one size in different orders: 1 where the step says so."""
+    group = dist.new_group(backend=BACKEND)
+    assert isinstance(group, dist.ProcessGroup)
+    communicator, device = Communicator(group, timeout=30), current_device()
+    labels = [Label(kind="gather", unit=name, index=communicator.register()) for name in ("first", "second")]
+    for label in labels if communicator.rank == 0 else labels[::-1]:
+        communicator.all_gather(torch.ones(64, device=device), label).wait()
+    synchronize(device)
+    try:
+        communicator.gather_step_words(torch.zeros(1, dtype=torch.int64))
+    except RanksDisagree:
+        return [torch.ones(1)]
+    return [torch.zeros(1)]
+
+
+_names = (f"abandoned {number}" for number in count())
+
+
+def _abandoned() -> list[Tensor]:
+    """A rank fails before a collective that the other has given its device: 1 where the other hears why.
+
+    The other is blocked in a read of the device, outside every wait of Shoal.
+    """
+    group, name = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=5)), next(_names)
+    assert isinstance(group, dist.ProcessGroup)
+    board, communicator = FailureBoard(name), Communicator(group, timeout=5)
+    store = dist.distributed_c10d._get_default_store()
+    label = Label(kind="gather", unit="first", index=communicator.register())
+    if communicator.rank == 1:
+        board.publish("rank 1: out of memory")
+        store.wait([name])
+        return [torch.ones(1)]
+    whole, heard = torch.ones(64, device=current_device()), 0.0
+    try:
+        communicator.all_gather(whole, label).wait()
+        whole.cpu()
+        communicator.all_gather(whole, label).wait()
+    except RuntimeError as error:
+        heard = float("out of memory" in str(error))
+    store.set(name, "")
+    return [torch.full((1,), heard)]
+
+
 def _gradients_read() -> list[Tensor]:
     """A script reads gradients whose sum is replicated, before the step."""
     model = _layers()
@@ -194,6 +271,8 @@ class Program:
 
     ranks: int
     run: Callable[[], list[Tensor]]
+    has_host_numbers: bool = True
+    """Whether it also runs where the device is the host."""
 
 
 def _training(ranks: int, zero: dict[str, Any], *, on_disk: bool = False, saves: bool = False, **more: Any) -> Program:
@@ -214,7 +293,12 @@ PROGRAMS: dict[str, Program] = {
     "saved": _training(2, {"stage": 3}, saves=True, checkpoint={"async_save": True}),
     "replicas": _training(4, {"stage": 2, "mics_shard_size": 2}),
     "compressed": _training(2, {"stage": 1}, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}),
+    "sharded on disk": _training(2, {"stage": 3}, on_disk=True),
     "staged": Program(ranks=1, run=_staged),
+    "staged and released": Program(ranks=1, run=_staged_and_released),
+    "through a ring": Program(ranks=1, run=_through_a_ring),
+    "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
+    "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "gradients read": Program(ranks=2, run=_gradients_read),
     "pipeline": Program(ranks=2, run=_pipeline),
     "tensor parallel": Program(ranks=2, run=_tensor_parallel),

@@ -42,6 +42,25 @@ def test_the_oldest_collective_that_has_not_ended_is_watched() -> None:
     assert run_ranks(1, _oldest) == [[True] * 4]
 
 
+class _Broken:
+    """A collective whose backend raises its error when it is asked."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("connection reset")
+
+
+def _broken() -> bool:
+    assert dist.group.WORLD is not None
+    launched = LaunchedCollectives(dist.group.WORLD)
+    work: Any = _Broken()
+    launched.add(work)
+    return launched.oldest() is None
+
+
+def test_a_collective_that_failed_does_not_end_the_watch() -> None:
+    assert run_ranks(1, _broken) == [True]
+
+
 class _Heard(LaunchedCollectives):
     """Says when its collectives were aborted."""
 

@@ -48,7 +48,7 @@ class LaunchedCollectives(OldestWait):
 
     def oldest(self) -> interruptible_wait | None:
         with self._lock:
-            while self._works and self._works[0].is_completed():
+            while self._works and _has_ended(self._works[0]):
                 self._works.popleft()
             first = self._works[0] if self._works else None
             if first is not self._awaited:
@@ -62,6 +62,14 @@ class LaunchedCollectives(OldestWait):
         with suppress(RuntimeError):  # a backend that cannot: its own timeout ends it
             self._group._get_backend(current_device()).abort()  # pyright: ignore[reportPrivateUsage]  no public name
         abort_waits(self._group)
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Whether a collective is over; some backends raise the error of a failed one here, which its readers raise too."""
+    try:
+        return work.is_completed()
+    except RuntimeError:
+        return True
 
 
 class IssuedOrder:

@@ -105,7 +105,11 @@ class LateGroup final : public Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
-  void abort() override { gloo_->abort(); }
+  // What is under way ends with undefined contents, and without an error, as NCCL's does; nothing is started any more.
+  void abort() override {
+    *aborted_ = true;
+    wake();
+  }
   void shutdown() override { gloo_->shutdown(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -250,7 +254,8 @@ class LateGroup final : public Backend {
     auto transfer = std::make_shared<Transfer>();
     submit_launch(
         stream,
-        [start = std::move(start), transfer]() mutable {
+        [start = std::move(start), transfer, aborted = aborted_]() mutable {
+          if (*aborted) return;
           WorkPtr work;
           try {
             work = start();
@@ -268,8 +273,9 @@ class LateGroup final : public Backend {
             wake();
           }).detach();
         },
-        [transfer] { return transfer->ended.load(); });
-    submit(stream, [transfer, finish = std::move(finish)] {
+        [transfer, aborted = aborted_] { return transfer->ended.load() || aborted->load(); });
+    submit(stream, [transfer, aborted = aborted_, finish = std::move(finish)] {
+      if (*aborted) return;
       if (transfer->error) std::rethrow_exception(transfer->error);
       if (finish) finish();
     });
@@ -278,6 +284,7 @@ class LateGroup final : public Backend {
 
   const c10::intrusive_ptr<Backend> gloo_;
   const int64_t collectives_;
+  const std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);
   std::map<std::pair<int, bool>, int64_t> messages_;
 };
 

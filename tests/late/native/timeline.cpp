@@ -217,11 +217,14 @@ void block(int64_t stream, const MarkPtr& mark) {
 }
 
 bool query(const MarkPtr& mark) {
-  {
-    Guard guard;
-    if (mark->reached || ++mark->queries < QUERIES) return mark->reached;
+  Guard guard;
+  if (mark->reached || ++mark->queries < QUERIES) return mark->reached;
+  draw_priorities();
+  while (!mark->reached) {
+    const int64_t needed = choose(blocking(mark->stream));
+    if (runnable(needed)) run_head(needed);
+    else if (!advance_launches()) return false;
   }
-  force(mark);
   return true;
 }
 
@@ -234,8 +237,9 @@ bool query_stream(int64_t stream) {
     if (++s.queries[stream] < QUERIES) return false;
     s.queries[stream] = 0;
   }
-  force_stream(stream);
-  return true;
+  const MarkPtr mark = record(stream);
+  mark->queries = QUERIES;
+  return query(mark);
 }
 
 void force(const MarkPtr& mark) {

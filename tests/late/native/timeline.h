@@ -38,7 +38,9 @@ void submit_launch(int64_t stream, std::function<void()> launch, std::function<b
 MarkPtr record(int64_t stream);
 void block(int64_t stream, const MarkPtr& mark);
 
-bool query(const MarkPtr& mark);  // a host that asks again and again finds the mark reached: a device goes on by itself
+// A host that asks again and again finds the mark reached, since a device goes on by itself; it never waits for other ranks,
+// and the error of a task that failed is left to `force`.
+bool query(const MarkPtr& mark);
 bool query_stream(int64_t stream);
 void force(const MarkPtr& mark);  // rethrows the error of a task that failed
 void force_stream(int64_t stream);
