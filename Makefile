@@ -77,8 +77,9 @@ fuzz: .venv/.installed  ## train random compositions of features and compare wit
 fuzz-idioms: .venv/.installed  ## run random programs of PyTorch idioms beside plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz.idioms$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
 
-chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its weights; SEED=s COUNT=n RANKS=n
-	$(BIN)/python benchmarks/faults.py$(if $(SEED), --seed $(SEED))$(if $(COUNT), --faults $(COUNT))$(if $(RANKS), --ranks $(RANKS))
+chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its weights; SEED=s COUNT=n RANKS=n STAGES='2 3-offload'
+	$(BIN)/python benchmarks/faults.py$(if $(SEED), --seed $(SEED))$(if $(COUNT), --faults $(COUNT))$(if $(RANKS), --ranks \
+		$(RANKS))$(if $(STAGES), --stages $(STAGES))
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check

@@ -1,9 +1,11 @@
 """Chaos: a training is disturbed at random moments, by a seed; its weights must be those of an undisturbed one.
 
-    .venv/bin/python benchmarks/faults.py --seed 1 --faults 12 --ranks 2 --stage 2
+    .venv/bin/python benchmarks/faults.py --seed 1 --faults 12 --ranks 2 --stages 2 3-offload
 
-Faults: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (a sleep without end), `raise` (an exception), `flip` (a bit of the newest
-copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a scheduler would).
+Faults: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (a sleep without end), `raise` (an exception), `memory` (an allocation
+beyond the limit), `disk` (no room for the next copy or checkpoint), `spoil` (a wrong gradient, once), `flip` (a bit of the
+newest copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a scheduler would). Each
+stage is a job of its own, which gets an equal part of the faults.
 Of each fault it takes the seconds until it was noticed (the rank is dead), until ranks train again (the first step of the
 next attempt), and until the next new step (the first that had not been taken before). It counts hangs (no progress within
 `--patience` seconds, which it ends itself) and orphans (processes of the job that are left at the end).
@@ -33,7 +35,11 @@ from shoal.launch.doctor import jobs
 from shoal.launch.job_record import JobRecord
 from shoal.recording.page import Reading, read
 
-FAULTS = ("kill", "stop", "hang", "raise", "flip", "agent")
+FAULTS = ("kill", "stop", "hang", "raise", "memory", "disk", "spoil", "flip", "agent")
+SIGNALS = {"stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "raise": signal.SIGUSR1, "memory": signal.SIGRTMIN,
+           "disk": signal.SIGRTMIN + 1, "spoil": signal.SIGRTMIN + 2}
+"""The signal of each fault; SIGKILL of the others."""
+STAGES = ("0", "1", "2", "3", "2-offload", "3-offload")
 SCRIPT = ("steps", "stage", "every", "width", "layers", "pause")
 """Options that the training gets."""
 TOKEN = "SHOAL_CHAOS"
@@ -56,6 +62,17 @@ class Recovery:
     new: float
     redone: int
     """Steps that were taken twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """What came of one job."""
+
+    recoveries: list[Recovery]
+    hangs: int
+    orphans: int
+    same: bool
+    """Its weights are bitwise those of an undisturbed job."""
 
 
 class Job:
@@ -119,8 +136,7 @@ def inject(kind: str, job: Job, folder: Path, record: JobRecord, chance: random.
         data = bytearray(newest.read_bytes())
         data[chance.randrange(len(data) // 2, len(data))] ^= 1 << chance.randrange(8)
         newest.write_bytes(data)
-    number = {"stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "raise": signal.SIGUSR1}.get(kind, signal.SIGKILL)
-    os.kill(pid, number)
+    os.kill(pid, SIGNALS.get(kind, signal.SIGKILL))
     return pid
 
 
@@ -181,7 +197,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=12)
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=2, help="they share batches of 4")
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=["2"],
+                        help="of ZeRO, perhaps with the state on the host")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -190,8 +207,19 @@ def main() -> int:
                         help="least seconds of training before a fault, at most twice as many: copies and spares need some")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without progress that are a hang")
     options = parser.parse_args()
-    options.steps = int((options.faults + 1) * 2.5 * options.quiet / (options.pause + 0.02))
     chance = random.Random(options.seed)
+    kinds = [options.kinds[number % len(options.kinds)] for number in range(options.faults)]
+    chance.shuffle(kinds)
+    survivals: list[Survival] = []
+    for number, stage in enumerate(options.stages):
+        options.stage = stage
+        survivals.append(survive(options, kinds[number::len(options.stages)], chance))
+    return report(options, survivals)
+
+
+def survive(options: argparse.Namespace, kinds: list[str], chance: random.Random) -> Survival:
+    """Disturb one job by the faults `kinds`, and compare its weights with those of an undisturbed one."""
+    options.steps = int((len(kinds) + 1) * 2.5 * options.quiet / (options.pause + 0.02))
     folder = Path(tempfile.mkdtemp(prefix="shoal-chaos-"))
     recoveries: list[Recovery] = []
     hangs = 0
@@ -199,9 +227,7 @@ def main() -> int:
         expected = undisturbed(options, folder)
         out = folder / "disturbed"
         out.mkdir()
-        job = Job(options, out, restarts=options.faults + 5)
-        kinds = [options.kinds[number % len(options.kinds)] for number in range(options.faults)]
-        chance.shuffle(kinds)
+        job = Job(options, out, restarts=2 * len(kinds) + 5)
         for kind in kinds:
             recovery = disturb(job, kind, chance, options)
             if recovery is None:
@@ -209,8 +235,9 @@ def main() -> int:
                 print(f"{kind}: no recovery; the log is {(out / 'log').read_text()[-3000:]}", flush=True)
                 break
             recoveries.append(recovery)
-            print(f"{len(recoveries):>3} {kind:<6} at step {recovery.step:>5}: noticed {recovery.noticed:5.2f} s, back "
-                  f"{recovery.back:5.2f} s, new step {recovery.new:5.2f} s, {recovery.redone} steps again", flush=True)
+            print(f"stage {options.stage}: {len(recoveries):>3} {kind:<6} at step {recovery.step:>5}: noticed "
+                  f"{recovery.noticed:5.2f} s, back {recovery.back:5.2f} s, new step {recovery.new:5.2f} s, "
+                  f"{recovery.redone} steps again", flush=True)
         with suppress(subprocess.TimeoutExpired):
             job.process.wait(options.patience * 5)
         hangs += job.process.poll() is None
@@ -222,11 +249,14 @@ def main() -> int:
                 os.kill(pid, signal.SIGKILL)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return report(options, recoveries, hangs=hangs, orphans=len(orphans), same=same)
+    return Survival(recoveries=recoveries, hangs=hangs, orphans=len(orphans), same=same)
 
 
-def report(options: argparse.Namespace, recoveries: list[Recovery], *, hangs: int, orphans: int, same: bool) -> int:
+def report(options: argparse.Namespace, survivals: list[Survival]) -> int:
     """Print and keep the tables; return 0 where every promise that is no duration is kept."""
+    recoveries = [each for survival in survivals for each in survival.recoveries]
+    hangs, orphans = sum(each.hangs for each in survivals), sum(each.orphans for each in survivals)
+    same = all(each.same for each in survivals)
     rows: list[tuple[str, ...]] = []
     for kind in FAULTS:
         some = [each for each in recoveries if each.kind == kind]
@@ -249,8 +279,9 @@ def report(options: argparse.Namespace, recoveries: list[Recovery], *, hangs: in
         noticed, back = max(each.noticed for each in late), max(each.back for each in late)
         targets.append(Target(what="SIGSTOP or hang noticed, longest", measured=noticed, high=6, unit=" s"))
         targets.append(Target(what="SIGSTOP or hang, ranks train again, longest", measured=back, high=10, unit=" s"))
-    note = (f"{options.ranks} ranks, stage {options.stage}, a copy every {options.every} steps, width {options.width}, "
-            f"{options.layers} layers; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors at the end")
+    note = (f"{options.ranks} ranks, stages {', '.join(options.stages)}, a copy every {options.every} steps, width "
+            f"{options.width}, {options.layers} layers; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors at the "
+            f"end")
     Outcome(benchmark="faults", command=" ".join(sys.argv), note=note, sheets=(sheet,), targets=tuple(targets),
             raw={"options": vars(options), "recoveries": [asdict(each) for each in recoveries]}).publish(None)
     return 0 if all(target.met for target in exact) else 1

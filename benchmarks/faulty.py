@@ -2,7 +2,8 @@
 
     shoal run --ranks 2 --max-restarts 9 benchmarks/faulty.py --out FOLDER --steps 200 --stage 2 --every 10
 
-Signals from outside ask a rank for the faults that a process can only commit itself: SIGUSR1 raises, SIGUSR2 hangs.
+Signals from outside ask a rank for the faults that a process can only commit itself: SIGUSR1 raises, SIGUSR2 hangs, and the
+first real-time signals take memory beyond a limit, end the room for files, and spoil a gradient once.
 At the end rank 0 writes the digest of the weights, which depends on every bit of them.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import resource
 import signal
 import time
 from pathlib import Path
@@ -59,12 +61,38 @@ def hang(number: int, frame: object) -> None:
         time.sleep(1000)
 
 
+def exhaust_memory(number: int, frame: object) -> None:
+    """Allocate more than the process may have."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 24), resource.RLIM_INFINITY))
+    torch.ones(1 << 28)
+
+
+def end_file_space(number: int, frame: object) -> None:
+    """Let every file end after 4 KiB, as on a full disk: the next copy or checkpoint of this process fails."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+class SpoiledOnce:
+    """A hook of a gradient, which multiplies it by 1e12 after `spoil`, once: as a device that computes wrongly."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def spoil(self, number: int, frame: object) -> None:
+        self._asked = True
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        asked, self._asked = self._asked, False
+        return gradient * 1e12 if asked else gradient
+
+
 def main() -> None:
     """Train to the last step, from whatever is left of an earlier attempt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stage", default="2", help="of ZeRO; with -offload the state is on the host")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--save", type=int, default=50)
     parser.add_argument("--width", type=int, default=64)
@@ -73,13 +101,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-              "zero_optimization": {"stage": options.stage}, "checkpoint": {"keep_last": 2},
-              "resilience": {"vault": {"every": options.every}}}
+              "zero_optimization": {"stage": int(options.stage[0]), **(
+                  {"offload_optimizer": {"device": "cpu"}} if options.stage.endswith("-offload") else {})},
+              "checkpoint": {"keep_last": 2},
+              "resilience": {"vault": {"every": options.every}, "guard": {"enabled": True}}}
     model = Model(options.width, options.layers)
+    spoiled = SpoiledOnce()
+    model.head.weight.register_hook(spoiled)
     engine, _, loader, _ = shoal.initialize(model=model, training_data=Tokens(), config=config)
     engine.load_checkpoint(options.out / "checkpoints")
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, hang)
+    for number, handler in enumerate((exhaust_memory, end_file_space, spoiled.spoil)):
+        signal.signal(signal.SIGRTMIN + number, handler)
     assert loader is not None
     for tokens in loader:
         if engine.global_steps >= options.steps:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -35,23 +34,21 @@ from shoal.engine.compiled import Compilation
 from shoal.engine.lost_units import give_back
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
+from shoal.engine.survival import judge_step, open_guard, open_vault
 from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
-from shoal.log import logger, warn_once
+from shoal.log import logger
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.grad_stats import GlobalNorm
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.recording.page import TrainingPhase, page, phase_of
-from shoal.resilience.guard import Guard, Samples
-from shoal.resilience.vault import Vault
 from shoal.schedule.registry import AnySchedule
 from shoal.sequence_parallel import Positions, SequenceAxis, split_batch
 from shoal.sequence_parallel.hugging_face import padding_of
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
-from shoal.transport.process_group import agent_memory
 from shoal.tree import tree_map
 from shoal.zero.reducer import BackwardPass
 from shoal.zero.sharded import ShardedModel, ShardingPlan, TiedBuffer
@@ -92,9 +89,9 @@ class BaseEngine(Accessors, nn.Module):
         """The data ranks."""
         self.device = device
         self.progress = Progress()
-        vault = _open_vault(config, parameter_groups)
+        vault = open_vault(config, parameter_groups)
         self.checkpointer = Checkpointer(config, parameter_groups, device, vault)
-        self.guard = _open_guard(config, parameter_groups, vault)
+        self.guard = open_guard(config, parameter_groups, vault)
         """Refuses steps that are far off; None where the configuration asks for none, or nothing outlives the ranks."""
         self.optimizer: ShardedOptimizer | None = None
         self.client_optimizer: object = None
@@ -362,16 +359,7 @@ class BaseEngine(Accessors, nn.Module):
 
     def _judge(self, norm: GlobalNorm) -> None:
         assert self.guard is not None and self.sharded is not None
-        norms = [own for unit in self.sharded.trainable if (own := unit.gradient.accumulator.norms) is not None]
-        own = torch.stack(norms).sum() if norms else torch.zeros(())
-        self.guard.judge(self.global_steps + 1, norm.value, own, self._take_samples)
-
-    def _take_samples(self) -> list[Samples]:
-        """Return the samples that the loader has delivered since the last step."""
-        loader, ids = self.training_dataloader, dict[int, list[int]]()
-        for each in loader.take_samples() if isinstance(loader, Loader) else ():
-            ids.setdefault(each.epoch, []).extend(loader.indices(each))
-        return [Samples(epoch=epoch, ids=of_epoch) for epoch, of_epoch in ids.items()]
+        judge_step(self.guard, self.global_steps + 1, norm.value, self.sharded, self.training_dataloader)
 
     # Checkpoints and state dicts
 
@@ -651,38 +639,3 @@ class BaseEngine(Accessors, nn.Module):
                 self.optimizer.close()
         finally:
             give_back(self.sharded, self.global_rank)
-
-
-_vaults = count()
-"""Numbers of the vaults of this process; every rank builds its engines in the same order."""
-
-
-def _open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | None:
-    """Return the vault of the engine that is being built; None where the configuration asks for none, or no agent owns it.
-
-    Raises `NotSupportedYet` where the ranks are on several nodes.
-    """
-    every = config.resilience.vault.every
-    if every is None:
-        return None
-    memory = agent_memory()
-    if memory is None:
-        warn_once("resilience.vault: has no effect here, because no agent owns memory that outlives the ranks; start the "
-                  "script by `shoal run`")
-        return None
-    if not memory.whole_job:
-        raise NotSupportedYet("resilience.vault: not supported yet on several nodes; remove it, and save checkpoints where "
-                              "all nodes see them")
-    return Vault(Path(memory.folder) / f"vault{next(_vaults)}", every, parameter_groups.world)
-
-
-def _open_guard(config: Config, parameter_groups: ParameterGroups, vault: Vault | None) -> Guard | None:
-    """Return the guard of the engine that is being built; None where the configuration asks for none, or without vault."""
-    settings = config.resilience.guard
-    if not settings.enabled:
-        return None
-    if vault is None:
-        warn_once("resilience.guard: has no effect here, because no copy of the training outlives the ranks; start the "
-                  "script by `shoal run`")
-        return None
-    return Guard(vault.folder.with_suffix(".guard.json"), settings, parameter_groups.world)
