@@ -144,6 +144,8 @@ def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatc
     found, _ = command_of(monkeypatch, f"-H {tmp_path}/hosts --no_ssh --node_rank 0 --master_addr a --elastic_training "
                                        "--min_elastic_nodes 1 train.py")
     assert found[:6] == ["--ranks", "2", "--max-restarts", "100", "--nodes", "1:2"]
+    found, _ = command_of(monkeypatch, "--num_gpus 1 --elastic_training --master_port 29511 train.py")
+    assert found[:6] == ["--ranks", "1", "--max-restarts", "100", "--port", "29511"]
 
 
 def test_an_elastic_job_over_ssh_keeps_its_number_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -273,15 +275,19 @@ def test_the_helper_of_mpich_translates_ranks() -> None:
 def test_a_job_on_this_machine_has_the_published_environment(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("""
-import argparse, json, os, sys
+import argparse, json, os, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 import deepspeed
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 names = ("MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
-with open(f"{os.path.dirname(__file__)}/{args.local_rank}.json", "w") as file:
+folder = os.path.dirname(__file__)
+with open(f"{folder}/{args.local_rank}.part", "w") as file:
     json.dump([{name: os.environ[name] for name in names}, args.deepspeed, args.deepspeed_config], file)
+os.rename(f"{folder}/{args.local_rank}.part", f"{folder}/{args.local_rank}.json")
+while os.environ["RANK"] == "1" and not os.path.exists(f"{folder}/0.json"):
+    time.sleep(0.01)  # the other rank is stopped as soon as this one fails
 sys.exit(5 if os.environ["RANK"] == "1" else 0)
 """)
     with socket.socket() as listener:

@@ -109,9 +109,9 @@ def within_a_step() -> None:
     assert engine.optimizer is not None
     take = engine.optimizer.take_step
 
-    def interrupted() -> bool:
+    def interrupted(*judge: Any) -> bool:
         signal.raise_signal(signal.SIGINT)
-        return take()
+        return take(*judge)
 
     engine.optimizer.take_step = interrupted  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(KeyboardInterrupt):

@@ -253,7 +253,7 @@ def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None
         more += ["--nodes", str(most) if fewest == most else f"{fewest}:{most}",
                  "--rendezvous", f"{options.master_addr}:{options.master_port}", "--node-rank", str(node)]
     elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
-        more = ["--port", str(options.master_port)]
+        more += ["--port", str(options.master_port)]
     slots = active[hosts[node]]
     words = ranks_command.command(
         options.user_script, options.user_args, ranks=len(slots), module=options.module, program=options.no_python,
