@@ -38,7 +38,7 @@ BETTER = {
 REFUSED = {
     "deepspeed.init_inference": "generate with the module of a training engine, or with vLLM",
     "deepspeed.moe.layer.MoE": "write the experts as modules; they train like any others",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "recompute blocks by activation_checkpointing.recompute",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "shoal.nn.TiledMLP(module, rows=n)",
     "deepspeed.profiling.flops_profiler.get_model_profile": "torch.utils.flop_counter.FlopCounterMode; engine.trace()",
     "deepspeed.compression.compress.init_compression": "prune and quantize with torch.ao, before initialize",
     "deepspeed.linear.OptimizedLinear": "adapters of peft, whose frozen weights are sharded",

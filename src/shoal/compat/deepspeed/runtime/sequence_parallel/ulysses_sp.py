@@ -4,7 +4,7 @@ from shoal.compat.ulysses import UlyssesSPAttentionHF as UlyssesSPAttentionHF
 from shoal.compat.ulysses import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
 from shoal.compat.unsupported import unsupported_class
 
-_INSTEAD = 'recompute the blocks that need memory: "activation_checkpointing": {"recompute": "full"}'
-SequenceTiledCompute = unsupported_class("SequenceTiledCompute", _INSTEAD)
-TiledMLP = unsupported_class("TiledMLP", _INSTEAD)
-TiledFusedLogitsLoss = unsupported_class("TiledFusedLogitsLoss", _INSTEAD)
+SequenceTiledCompute = unsupported_class("SequenceTiledCompute", "take shoal.nn.in_tiles(module, x, rows=n)")
+TiledMLP = unsupported_class("TiledMLP", "take shoal.nn.TiledMLP(module, rows=n)")
+TiledFusedLogitsLoss = unsupported_class("TiledFusedLogitsLoss",
+                                         "take shoal.nn.use_tiled_loss(model), or shoal.nn.tiled_head(head)")
