@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ MINUTES = 9.5
 """Of a command; the rest of the ten is for the start."""
 
 CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "rich", "markdown_it_py", "mdurl",
-           "pygments", "safetensors", "pytest", "pluggy", "iniconfig", "hypothesis", "sortedcontainers", "attrs")
+           "pygments", "safetensors", "pytest", "pytest_timeout", "packaging", "pluggy", "iniconfig", "hypothesis",
+           "sortedcontainers")
 """What Shoal and its tests need beside torch."""
 
 
@@ -52,7 +54,7 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement: at most `seconds`, in a process of its own; `environment` is set there."""
+    """One measurement: at most `seconds`, in a process of its own; `environment` is set there if it has a GPU."""
 
     run: Callable[[Scale], Measured]
     seconds: float = 120
@@ -62,6 +64,8 @@ class Row:
 def campaign(benchmark: str, file: str, what: str, rows: Mapping[str, Row]) -> None:
     """Run the rows that the command line of `file` asks for, and publish them as `benchmark`."""
     options = _options(what, rows)
+    if absent := _absent():
+        raise SystemExit(f"{benchmark}: {absent}")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None and not options.small:
         raise SystemExit(f"{benchmark}: needs a GPU; here is none. {'; '.join(missing())}. --small tries it on the CPU")
@@ -95,7 +99,7 @@ def _child(file: str, name: str, row: Row, seconds: float, options: argparse.Nam
     command = [sys.executable, file, "--child", name, "--path", options.path, *(["--small"] if options.small else [])]
     try:
         done = subprocess.run(command, text=True, capture_output=True, check=False, timeout=seconds,
-                              env={**os.environ, **(row.environment or {})})
+                              env={**os.environ, **(row.environment or {} if torch.cuda.is_available() else {})})
     except subprocess.TimeoutExpired:
         return {"failure": f"did not end within {seconds:.0f} s"}
     if done.returncode:
@@ -124,8 +128,18 @@ def _shown(measured: Measured) -> str:
 def missing() -> list[str]:
     """Return what a campaign lacks here."""
     lacks = [] if torch.cuda.is_available() else [f"no CUDA device (torch {torch.__version__})"]
-    absent = [name for name in ("pydantic", "rich", "safetensors", "pytest", "shoal") if not importlib.util.find_spec(name)]
-    return lacks + ([f"no {', '.join(absent)}: carry the wheels that --pack collects"] if absent else [])
+    return [*lacks, *filter(None, [_absent()])]
+
+
+def _absent() -> str:
+    """Return which packages of `CARRIED` are not installed, and what to do; empty where all are."""
+    absent = [] if importlib.util.find_spec("shoal") else ["shoal"]
+    for name in CARRIED:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            absent.append(name)
+    return f"no {', '.join(absent)}: carry the wheels that --pack collects" if absent else ""
 
 
 def pack(folder: Path, python: str) -> None:

@@ -212,8 +212,10 @@ def delays(scale: Scale) -> Measured:
 
 
 def tests(scale: Scale) -> Measured:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, text=True,
                           capture_output=True, check=False)
+    if done.returncode not in (0, 1):  # 1: a test failed; others: pytest itself did
+        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1:]}")
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
     return {**counts, **({"first": failures[0]} if failures else {}), "all": failures}

@@ -38,6 +38,14 @@ def test_a_campaign_writes_what_its_rows_have_measured(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["raw"]["matmul"]["TFLOP/s"] > 0
 
 
+def test_a_campaign_without_its_packages_ends_at_once(tmp_path: Path) -> None:
+    code = (f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.argv = ['x', '--small']; import gpu_campaign as it; "
+            f"it.CARRIED += ('no_such_package',); it.campaign('facts', '', '', {{}})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no no_such_package: carry the wheels" in done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_a_campaign_without_a_gpu_says_what_is_missing() -> None:
     assert any("no CUDA device" in line for line in missing())
