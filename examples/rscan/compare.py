@@ -20,8 +20,8 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).parents[1] / "gpt"))  # the clock of its display
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # hosts
 
-from crew import RankFailed, finish
 from hosts import Hosts, HostsUnavailable
+from rank_group import RankFailed, finish
 
 from charts import System, picture, table, text_picture
 from record import Record
