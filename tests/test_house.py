@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -459,3 +460,27 @@ def test_nothing_is_left_for_later_in_a_comment() -> None:
     found = [f"{path.relative_to(ROOT)}:{number}" for path in sources()
              for number, line in enumerate(path.read_text().splitlines(), 1) if any(word in line for word in words)]
     assert found == []
+
+
+PEERS = {"deepspeed", "ray", "lightning", "trl", "peft", "accelerate", "intel_extension_for_pytorch"}
+"""Packages of other environments, which scripts import there."""
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_scripts_import_modules_that_exist(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    siblings = {path.stem for each in ("benchmarks", "examples") for path in (ROOT / each).rglob("*.py")} | {"tests"}
+    missing = [f"{path.relative_to(ROOT)}: {name}" for path in files for name in _imported(path)
+               if name not in siblings | PEERS and find_spec(name) is None]
+    assert not missing
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the first names of what a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
