@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shoal
 from shoal.interchange.archive import load_archive
 from shoal.testing import run_ranks
 
@@ -80,3 +81,19 @@ def save_native_files_alone(folder: str) -> None:
 
 def test_the_layout_of_shoal_alone_can_be_asked_for(tmp_path: Path) -> None:
     run_ranks(1, save_native_files_alone, str(tmp_path))
+
+
+def save_a_model_in_fp64(folder: str) -> torch.dtype:
+    """Save a model in fp64; return the dtype of its weights in the file of DeepSpeed's layout."""
+    engine, *_ = shoal.initialize(model=nn.Linear(3, 5).double(), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "checkpoint": {"layout": "deepspeed"}})
+    engine.backward(engine(torch.ones(1, 3, dtype=torch.float64)).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder, tag="one")
+    engine.wait_for_checkpoint()
+    return load_archive(Path(folder) / "one" / MODELS[1])["module"]["weight"].dtype
+
+
+def test_saved_weights_have_the_dtype_of_the_model(tmp_path: Path) -> None:
+    assert run_ranks(1, save_a_model_in_fp64, str(tmp_path)) == [torch.float64]

@@ -53,6 +53,8 @@ def attempt(memory: str, stage: int, options: dict[str, Any]) -> dict[str, Any]:
 
     def flip(gradient: Tensor) -> Tensor:
         if engine.global_rank == 1 and engine.global_steps == options.get("flip"):
+            if factor := options.get("factor"):
+                return gradient * factor
             gradient = gradient.clone()
             gradient.view(-1).view(torch.int32)[3] ^= 1 << 30
         return gradient
@@ -84,6 +86,11 @@ def attempts(memory: Path, stage: int, count: int, **options: Any) -> list[list[
             for number in range(count)]
 
 
+def failing_attempts(memory: Path, factors: tuple[float, ...]) -> list[list[dict[str, Any]]]:
+    """Return what each rank returns in each attempt, where rank 1 computes another wrong gradient each time."""
+    return [run_ranks(2, attempt, str(memory), 0, {"flip": 13, "factor": factor}) for factor in factors]
+
+
 def joined(found: list[list[dict[str, Any]]], rank: int) -> dict[int, float]:
     """Return the losses of a rank, of the last attempt that came to each microbatch."""
     return {step: loss for each in found for step, loss in each[rank]["losses"].items()}
@@ -98,6 +105,15 @@ def test_a_flipped_bit_is_replayed_and_its_rank_is_named(tmp_path: Path, stage: 
     (undisturbed,) = attempts(tmp_path / "other", stage, 1, guard=False)
     for rank in range(2):
         assert joined(found, rank) == undisturbed[rank]["losses"]
+
+
+def test_a_device_that_fails_in_other_ways_is_named_and_no_sample_is_skipped(tmp_path: Path) -> None:
+    found = failing_attempts(tmp_path / "memory", (1e9, 3e9, 5e9))
+    assert [each[0]["ended"].partition(":")[0] for each in found] == ["GuardRewind", "GuardRewind", "GuardError"]
+    for each in found[1:]:
+        assert "its replay gave another result: rank 1 had another result" in each[1]["ended"]
+        assert "Its samples are skipped" not in "".join(each[0]["messages"])
+    assert "take the device out of the job" in found[2][0]["ended"]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -118,7 +134,8 @@ def test_poisoned_samples_are_skipped_as_if_they_had_never_been(tmp_path: Path, 
 def test_samples_are_skipped_as_often_as_the_configuration_says(tmp_path: Path) -> None:
     found = attempts(tmp_path / "memory", 2, 4, poisoned=tuple(range(0, 84, 5)))
     assert [each[0]["ended"].partition(":")[0] for each in found] == [*["GuardRewind"] * 3, "GuardError"]
-    assert "Samples were skipped 1 times already within 64 steps (resilience.guard.max_skips)" in found[3][0]["ended"]
+    assert ("Steps were skipped or replayed 1 times already within 64 steps (resilience.guard.max_skips)"
+            in found[3][0]["ended"])
 
 
 def test_a_value_is_far_off_where_it_is_no_number_or_above_its_limit() -> None:

@@ -492,7 +492,7 @@ class BaseEngine(Accessors, nn.Module):
         assert self.sharded is not None
         return TrainingObjects(sharded=self.sharded, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
                                dataloader=self.training_dataloader, progress=self.progress, guard=self.guard,
-                               accumulation=self.gradient_accumulation_steps())
+                               compute=self.policy.compute, accumulation=self.gradient_accumulation_steps())
 
     # Controls that few scripts use
 

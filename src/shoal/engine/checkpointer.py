@@ -62,6 +62,8 @@ class TrainingObjects:
     dataloader: Any
     progress: Progress
     guard: Guard | None
+    compute: torch.dtype
+    """The dtype of weights in forward and backward."""
     accumulation: int
     """Microbatches of a step."""
 
@@ -237,8 +239,7 @@ class Checkpointer:
                       "is saved in Shoal's files alone, and `shoal checkpoint convert` writes its weights for DeepSpeed")
             return None
         settings = self._settings
-        dtype = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else torch.float32
-        target = Target(stage=settings.zero_optimization.stage, ranks=data.ranks, dtype=dtype,
+        target = Target(stage=settings.zero_optimization.stage, ranks=data.ranks, dtype=training.compute,
                         clip_grad=settings.gradient_clipping, config=settings.model_dump(mode="json"))
 
         def write(folder: Path) -> None:

@@ -2,8 +2,9 @@
 
     1.  The step is refused before it changes a weight. What was measured is noted, and every rank raises `GuardRewind`: the
         job restarts from its last copy, and comes to the same step with the same samples.
-    2a. The step is not far off this time: hardware. The log names the ranks that measured something else before.
-    2b. It is far off again: data. The samples of the step are noted, and the job restarts once more, without them.
+    2a. The step is in order this time: hardware. The log names the ranks that measured something else before.
+    2b. It is far off again, and a rank has another result than before: hardware too. The step is replayed once more.
+    2c. It is far off again in the same way: data. Its samples are noted, and the job restarts without them.
 
 Far off is a value that is not finite, or that lies above the median of the last steps by many times their median absolute
 deviation (MAD). What must outlive the ranks is in a file beside the copies.
@@ -136,7 +137,11 @@ class Guard:
         suspect = self._record.suspect
         if suspect is not None and suspect.step == step:
             if objection is None:
-                self._blame_hardware(suspect, measured)
+                self._report_hardware(suspect, measured, "Training goes on")
+                self._record.suspect = None
+                self._write()
+            elif _differing(suspect, measured):
+                self._replay_again(suspect, measured, objection)
             else:
                 self._skip(step, objection, list(samples()))
         elif objection is not None:
@@ -180,26 +185,24 @@ class Guard:
             self._record.skips = 0
             self._write()
 
-    def _blame_hardware(self, before: _Measured, now: _Measured) -> None:
-        """Name the ranks that measured something else when the step was refused."""
-        if len(before.losses) != len(now.losses):
-            text = "the job has another number of ranks now, so none can be named"
-        else:
-            differing = [rank for rank in range(len(now.losses))
-                         if not (_same(before.losses[rank], now.losses[rank])
-                                 and _same(before.gradients[rank], now.gradients[rank]))]
-            if not differing:
-                text = "the ranks' own losses and gradients were the same, so it was in their sum: memory or the network"
-            elif len(differing) == len(now.losses) > 1:
-                text = "every rank's result differed: memory of weights that all use, or the network"
-            else:
-                text = f"rank {', '.join(map(str, differing))} had another result: examine that device and its memory"
+    def _report_hardware(self, before: _Measured, now: _Measured, follows: str) -> None:
+        """Log which ranks measured something else when the step was replayed, and what `follows`."""
         if self._ranks.rank == 0:
             logger.error("resilience.guard: step %d gave a loss of %s and a gradient norm of %.4g, and %s and %.4g when it "
-                         "was replayed. This is a fault of hardware: %s. Training goes on", now.step, _shown(before.loss),
-                         before.norm, _shown(now.loss), now.norm, text)
-        self._record.suspect = None
-        self._write()
+                         "was replayed. This is a fault of hardware: %s. %s", now.step, _shown(before.loss), before.norm,
+                         _shown(now.loss), now.norm, _culprit(before, now), follows)
+
+    def _replay_again(self, before: _Measured, now: _Measured, objection: str) -> None:
+        """Restart for another replay of a step that is far off in another way each time; every rank raises."""
+        again = f"step {now.step}: {objection}, and its replay gave another result: {_culprit(before, now)}"
+        if self._record.skips >= self._settings.max_skips:
+            raise GuardError(f"{again}. Steps were skipped or replayed {self._record.skips} times already within "
+                             f"{self._settings.window} steps (resilience.guard.max_skips), so this is not repeated: take "
+                             f"the device out of the job")
+        self._report_hardware(before, now, "The step is replayed once more")
+        self._record.suspect = now
+        self._record.skips += 1
+        self._rewind(f"{again}. The step is replayed once more from the last copy")
 
     def _skip(self, step: int, objection: str, samples: list[Samples]) -> None:
         """Have the next attempt skip the samples of a step; every rank raises."""
@@ -210,7 +213,7 @@ class Guard:
                              f"training_data to initialize, or examine the data of that step yourself")
         shown = "; ".join(f"epoch {each.epoch}: {', '.join(map(str, each.ids))}" for each in known)
         if self._record.skips >= self._settings.max_skips:
-            raise GuardError(f"{again}. Samples were skipped {self._record.skips} times already within "
+            raise GuardError(f"{again}. Steps were skipped or replayed {self._record.skips} times already within "
                              f"{self._settings.window} steps (resilience.guard.max_skips), so this is not repeated: lower "
                              f"the learning rate, or examine the samples of this step ({shown})")
         if self._ranks.rank == 0:
@@ -242,8 +245,31 @@ def _read(path: Path) -> _Record:
                    skipped=[Samples(**each) for each in values["skipped"]])
 
 
+def _differing(before: _Measured, now: _Measured) -> list[int] | None:
+    """Return the ranks whose own loss or gradients are others than before; None for another number of ranks."""
+    if len(before.losses) != len(now.losses):
+        return None
+    return [rank for rank in range(len(now.losses)) if not (_same(before.losses[rank], now.losses[rank])
+                                                            and _same(before.gradients[rank], now.gradients[rank]))]
+
+
+def _culprit(before: _Measured, now: _Measured) -> str:
+    """Return which hardware to examine after two results of one step."""
+    differing = _differing(before, now)
+    if differing is None:
+        return "the job has another number of ranks now, so none can be named"
+    if not differing:
+        return "the ranks' own losses and gradients were the same, so it was in their sum: memory or the network"
+    if len(differing) == len(now.losses) > 1:
+        return "every rank's result differed: memory of weights that all use, or the network"
+    return f"rank {', '.join(map(str, differing))} had another result: examine that device and its memory"
+
+
 def _same(before: float, now: float) -> bool:
-    return before == now or isclose(before, now, rel_tol=SAME)
+    """Whether two results are one: up to the order of sums, and values that are not finite among themselves."""
+    if not (isfinite(before) and isfinite(now)):
+        return isfinite(before) == isfinite(now)
+    return isclose(before, now, rel_tol=SAME)
 
 
 def _shown(loss: float | None) -> str:

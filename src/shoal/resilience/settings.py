@@ -98,7 +98,8 @@ class GuardSettings(Section):
     median) above the median of the window. (Shoal only.)"""
 
     max_skips: Count = 3
-    """How often samples are skipped before a whole window of steps is accepted; the next time raises. (Shoal only.)"""
+    """How often samples are skipped, or a step replayed once more, before a whole window of steps is accepted; the next time
+    raises. (Shoal only.)"""
 
 
 class ResilienceSettings(Section):
