@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_replayed_and_its_rank_is_named(tmp_path: Path, stage: 
         assert joined(found, rank) == undisturbed[rank]["losses"]
 
 
-def test_a_device_that_fails_in_other_ways_is_named_and_no_sample_is_skipped(tmp_path: Path) -> None:
+def test_a_device_that_fails_in_another_way_is_named_and_skips_no_sample(tmp_path: Path) -> None:
     found = failing_attempts(tmp_path / "memory", (1e9, 3e9, 5e9))
     assert [each[0]["ended"].partition(":")[0] for each in found] == ["GuardRewind", "GuardRewind", "GuardError"]
     for each in found[1:]:

@@ -22,6 +22,7 @@ SPINNER = "while True: pass"
 
 def test_a_page_tells_phase_steps_waits_and_past_durations(tmp_path: Path) -> None:
     page = RankPage()
+    begun = time.monotonic()
     page.enter(TrainingPhase.FORWARD)  # without a reader
     page.attach(str(tmp_path), 3)
     assert page.attached
@@ -37,9 +38,9 @@ def test_a_page_tells_phase_steps_waits_and_past_durations(tmp_path: Path) -> No
     assert (found.calls, found.waits, found.waits_for) == (61, 2, "reduce of unit 'h.1'")
     assert {phase: len(past) for phase, past in found.past.items()} == {
         TrainingPhase.FORWARD: 16, TrainingPhase.BACKWARD: 16, TrainingPhase.STEP: 16}
-    assert all(0 <= seconds < 1 for past in found.past.values() for seconds in past)
+    assert all(0 <= seconds <= time.monotonic() - begun for past in found.past.values() for seconds in past)
     assert set(found.trail) == {f"gather of unit '{step}'" for step in range(5, 20)} | {"reduce of unit 'h.1'"}
-    assert abs(found.since - time.monotonic()) < 60
+    assert begun <= found.since <= time.monotonic()
 
 
 def test_the_first_call_of_a_phase_is_marked_and_not_counted(tmp_path: Path) -> None:

@@ -41,14 +41,18 @@ def dropout_add(x: Tensor, residual: Tensor, *, dropout: float, seed: int) -> Te
 
 
 def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tensor:
-    """Return dropout(x) [+ residual] without a graph: natively on the host, by Triton or torch elsewhere."""
+    """Return dropout(x) [+ residual], in the dtype of such a sum, without a graph.
+
+    Computed natively on the host, by Triton or torch elsewhere.
+    """
     rows = x.reshape(-1, x.shape[-1])
     base = None if residual is None else residual.reshape(rows.shape)
+    dtype = x.dtype if residual is None else torch.result_type(x, residual)
     if x.device.type == "cpu" and native.available():
         wide = None if base is None else base.float().contiguous()
         output = native.dropout_add(rows.float().contiguous(), wide, seed=seed, threshold=threshold(dropout),
-                                    kept=1 / (1 - dropout)).to(x.dtype)
-    elif (passes := triton_passes(rows, *(() if base is None else (base,)))) is not None:
+                                    kept=1 / (1 - dropout)).to(dtype)
+    elif dtype == x.dtype and (passes := triton_passes(rows, *(() if base is None else (base,)))) is not None:
         output = passes.dropout_add(rows.contiguous(), None if base is None else base.contiguous(), seed=seed,
                                     threshold=threshold(dropout), kept=1 / (1 - dropout))
     else:

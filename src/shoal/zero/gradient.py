@@ -3,6 +3,18 @@
 A reduction closes this rank's accumulator and adds the sum over the ranks to `own`. Where the gradient rests PARTIAL the
 accumulator's own span receives the sum in place, and nothing else is held. The sum rests in a tier: it is fetched before
 an addition, and offloaded after its pass or its reduction. The transport decides how it travels.
+
+Between two steps two facts hold independently of each other:
+
+    has_sum     `reduced` holds a sum          set by `reduce`; cleared by `reset`
+    unreduced   addends wait to be reduced     set by `mark_unreduced` at the end of a pass; cleared by `reduce` and `reset`
+
+and within one backward pass two more, both set anew by `begin` and cleared by `reset`:
+
+    reduced_in_pass     this pass has reduced it      set by `reduce`, so it implies `has_sum`
+    consumed_early      a step may take the sum now   given to `begin`; cleared once it was offered
+
+A pass is `begin`, collection, then `reduce` (with `advance` and `wait_reduced`) or `skip`; a step ends with `finish_step`.
 """
 
 from __future__ import annotations

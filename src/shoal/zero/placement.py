@@ -83,7 +83,7 @@ COMPRESSED = STAGES[1]
 the PARTIAL gradient."""
 
 
-def over(row: Stage, ranks: int) -> Stage:
+def row_on(row: Stage, ranks: int) -> Stage:
     """Return `row` as it is over so many ranks: one rank's addend is the sum, which then needs no other place to rest."""
     return replace(row, gradient=PARTIAL) if ranks == 1 else row
 

@@ -24,7 +24,7 @@ from shoal.zero.grad_accumulator import Pool
 from shoal.zero.hooks import Hooks
 from shoal.zero.ownership import clear_owner, owner_of
 from shoal.zero.partition import UnitSpec, partition, tied_names
-from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, over
+from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, row_on
 from shoal.zero.reducer import BackwardPass, Reducer
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
@@ -112,7 +112,7 @@ class ShardedModel:
                 spec.replica_group.communicator, spec.replica_group.replicas)])
         for spec in specs:
             stage = row.persistent if spec.persistent else row
-            unit = self._unit(spec, over(stage, spec.replica_group.communicator.ranks), policy, plan)
+            unit = self._unit(spec, row_on(stage, spec.replica_group.communicator.ranks), policy, plan)
             self.units.append(unit)
             self.by_module.setdefault(spec.module, []).append(unit)
             if isinstance(unit, TrainableUnit):
