@@ -205,7 +205,7 @@ def _speeds(results: Results) -> list[Sheet]:
 
 
 def training_times(results: Results, name: str, rate: str, share: float) -> list[float]:
-    """Return how many times as fast as DDP a training is, by round, of which `share` is sent uncompressed."""
+    """Return the speed of a training relative to DDP, by round, of which `share` is sent uncompressed."""
     return round_times(results.found[name], name, rate, warm_up=share)
 
 

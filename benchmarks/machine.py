@@ -74,7 +74,7 @@ def _commit() -> str:
 
 
 def changes_since(commit: str, paths: Sequence[str]) -> int | None:
-    """Return how many commits after `commit` have changed `paths`; None where that cannot be told."""
+    """Return the number of commits after `commit` that changed `paths`; None where that cannot be told."""
     answer = subprocess.run(["git", "rev-list", "--count", f"{commit}..HEAD", "--", *paths], cwd=ROOT, capture_output=True,
                             text=True, check=False)
     return int(answer.stdout) if answer.returncode == 0 else None

@@ -113,7 +113,7 @@ def _held() -> int:
 
 
 def _in_memory(address: int, size: int) -> int:
-    """Return how many of `size` bytes are in memory, by mincore(2); all of a buffer that has no whole page."""
+    """Return the number of the `size` bytes that are in memory, by mincore(2); all of a buffer that has no whole page."""
     first, last = -(-address // PAGE) * PAGE, (address + size) // PAGE * PAGE
     if last <= first:
         return size

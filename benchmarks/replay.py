@@ -64,7 +64,7 @@ class Replay:
                 self._step(unit, resident=unit in first, keep=unit in last)
         self._last_resident = True
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the pending writes."""
         while self._commits:
             for transfer in self._commits.popleft():

@@ -51,12 +51,12 @@ def curve(found: Found, name: str, plan: Plan, rates: Sequence[str]) -> list[Poi
 
 
 def times(found: Found, name: str, rate: str, *, warm_up: float = 0.0) -> float:
-    """Return how many times as fast as DDP a system is at a rate: the median of `round_times`."""
+    """Return the speed of a system at a rate relative to DDP: the median of `round_times`."""
     return statistics.median(round_times(found, name, rate, warm_up=warm_up))
 
 
 def round_times(found: Found, name: str, rate: str, *, warm_up: float = 0.0, over: str = BASELINE) -> list[float]:
-    """Return how many times as fast as the system `over`, DDP, a system is at a rate, in each round.
+    """Return the speed of a system at a rate relative to the system `over`, DDP, in each round.
 
     `warm_up` is the share of a training that it sends as the system of its warm-up does.
     """
@@ -102,5 +102,5 @@ def fitting(systems: Sequence[str], plan: Plan) -> list[list[str]]:
 
 
 def _fit(plan: Plan) -> int:
-    """Return how many systems fit the memory that is available now."""
+    """Return the number of systems that fit the memory that is available now."""
     return available() // (plan.ranks * (PROCESS + PARAMETER * parameters(plan.workload)))

@@ -163,7 +163,7 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, peers: dict[st
                 ways[name]()
             taken, after = (time.perf_counter() - start) / count, (swap.read_bytes, swap.written_bytes)
             for each in (*engines.values(), *replays.values()):  # nothing of this turn falls into the next
-                each.settle() if isinstance(each, Replay) else settle(each)
+                each.wait() if isinstance(each, Replay) else wait_for_steps(each)
             longest = max(longest, taken)
             if number:  # the first turn makes the moments, and finds cold pages
                 found[name].append(taken)
@@ -203,10 +203,10 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
         for way, (in_backward, _) in DISKS.items()}
 
 
-def settle(engine: shoal.Engine) -> None:
+def wait_for_steps(engine: shoal.Engine) -> None:
     """Wait for the steps that units on disk still owe."""
     assert engine.optimizer is not None
-    engine.optimizer.settle()
+    engine.optimizer.finish_deferred_steps()
 
 
 def _iteration(engine: shoal.Engine, tokens: int) -> Callable[[], object]:

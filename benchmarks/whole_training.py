@@ -33,7 +33,7 @@ class Through:
         return asdict(self)
 
     def times(self, name: str) -> float:
-        """Return how many times as fast as DDP a system trained."""
+        """Return the speed of a system's training relative to DDP."""
         return sum(self.seconds[BASELINE]) / sum(self.seconds[name])
 
     @property

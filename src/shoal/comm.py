@@ -115,7 +115,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> list
         warn_once('log_summary: nothing is recorded; give "comms_logger": {} in the configuration, or call '
                   "shoal.comm.configure(enabled=True) first")
     else:
-        recorder.settle()
+        recorder.wait_for_calls()
     rows = [] if recorder is None else recorder.rows
     sent = _gather(dict(_by_kind(rows)))
     rank = get_rank() if is_initialized() else 0

@@ -89,7 +89,7 @@ def accelerator() -> torch.device | None:
 
 
 def device_count() -> int:
-    """Return how many accelerators this process sees."""
+    """Return the number of accelerators that this process sees."""
     return torch.accelerator.device_count() if accelerator() is not None else 0
 
 
@@ -151,7 +151,7 @@ def _index(device: torch.device) -> int | None:
 
 
 def _offered(device: torch.device, name: str) -> Any:
-    """Return what the module of a device calls `name`; None where it has no such thing."""
+    """Return the attribute `name` of a device's module; None where it has none."""
     return vars(module_of(device)).get(name)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_cases import SHARDINGS, assert_equal_state, save, state, whole
 
-from shoal.checkpoint import PendingSave, Ranks, Writer, read, settle
+from shoal.checkpoint import PendingSave, Ranks, Writer, read, wait_for_saves
 from shoal.checkpoint import writer as module
 from shoal.errors import CheckpointError
 from shoal.testing import run_ranks
@@ -19,11 +19,11 @@ def no_thread(self: threading.Thread) -> None:
 
 
 def assert_no_running_save(writer: Writer) -> None:
-    """Assert that `settle` returns, the lock is free, and the failure is not reported again."""
-    waiting = threading.Thread(target=settle, daemon=True)
+    """Assert that `wait_for_saves` returns, the lock is free, and the failure is not reported again."""
+    waiting = threading.Thread(target=wait_for_saves, daemon=True)
     waiting.start()
     waiting.join(120)
-    assert not waiting.is_alive(), "settle waits for a save that never ends"
+    assert not waiting.is_alive(), "wait_for_saves waits for a save that never ends"
     assert not writer.ranks.lock.locked(), "the lock is not released"
     writer.wait()  # does not raise the reported failure again
 
@@ -95,7 +95,7 @@ def test_an_interrupt_before_the_lock_leaves_no_running_save(tmp_path: Path, mon
     save(tmp_path, "a")
 
 
-def test_saves_can_begin_and_end_during_settle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_saves_can_begin_and_end_during_wait_for_saves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, second, third = (PendingSave(tmp_path / name) for name in "abc")
     for pending in (first, second):
         pending.begin()
@@ -106,7 +106,7 @@ def test_saves_can_begin_and_end_during_settle(monkeypatch: pytest.MonkeyPatch, 
         third.begin()
         pending.end(None)
 
-    monkeypatch.setattr(PendingSave, "settle", begin_and_end)
-    settle()
+    monkeypatch.setattr(PendingSave, "wait_until_ended", begin_and_end)
+    wait_for_saves()
     third.end(None)
     assert set(waited) == {first, second} and not module._running

@@ -121,7 +121,7 @@ def test_moving_or_casting_the_engine_is_refused_unless_it_is_a_no_op(engine: En
 
 
 def resize(stage: int) -> list[int]:
-    """Return how many optimizer steps were taken after each microbatch, while the batch changes."""
+    """Return the number of optimizer steps that were taken after each microbatch, while the batch changes."""
     engine = build(stage, train_batch_size=4)
     done: list[int] = []
 
@@ -387,7 +387,7 @@ def masters(stage: int) -> None:
         for view, member in zip(unit.layout.views(flat), unit.members, strict=True):
             view.copy_(wide[member.name])
         assert unit.master is not None
-        assert torch.equal(flat[:len(unit.master_span)], unit.master), "rank 0 has the first span"
+        assert torch.equal(flat[:len(unit.master_range)], unit.master), "rank 0 has the first shard"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -128,7 +128,7 @@ def test_messages_are_chunks_of_the_bucket_size(stage: int) -> None:
 
 
 def reductions_within_backward(stage: int, overlap: bool, accumulation: int) -> list[int]:
-    """Return how many reductions were launched when backward reached the model's first layer, by microbatch."""
+    """Return the number of reductions that were launched when backward reached the model's first layer, by microbatch."""
     engine = engine_of(stage, zero={"overlap_comm": overlap}, gradient_accumulation_steps=accumulation)
     found: list[int] = []
     before = 0

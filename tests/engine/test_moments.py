@@ -24,7 +24,7 @@ def rounded(folder: str, dtype: str, stage: int) -> bool:
         "optimizer": {"type": "Adagrad", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "offload_param": disk, "offload_optimizer": disk}})[0]
     assert engine.optimizer is not None
-    engine.optimizer.settle()
+    engine.optimizer.finish_deferred_steps()
     with shoal.gathered(model):
         found = [parameter.detach().clone() for parameter in model.parameters()]
     engine.destroy()

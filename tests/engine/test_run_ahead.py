@@ -81,7 +81,7 @@ def brought_by_one_rank(folder: str, early: bool) -> tuple[bool, Tensor]:
         arriving = any(unit.phase is Phase.LOADING for unit in engine.sharded.units)
         model.early = early
         with torch.no_grad():
-            engine(torch.zeros(1, 40)) if early else engine.sharded.settle()
+            engine(torch.zeros(1, 40)) if early else engine.sharded.finish_pending()
     engine.destroy()
     return arriving, torch.nn.utils.parameters_to_vector(engine.module.parameters()).detach()
 

@@ -131,7 +131,8 @@ def at_once(folder: str) -> None:
         return waiting
 
     folders.publish = when_awaited
-    PendingSave.settle, PendingSave.raise_failure = then_wait(PendingSave.settle), then_wait(PendingSave.raise_failure)
+    PendingSave.wait_until_ended = then_wait(PendingSave.wait_until_ended)
+    PendingSave.raise_failure = then_wait(PendingSave.raise_failure)
     engine, other = build("plain", 1, 2), build("plain", 3, 2)
     for step, reader in enumerate([engine, other]):
         train(engine, step, 1)

@@ -70,7 +70,7 @@ def test_the_chunk_size_of_state_on_disk_changes_no_bits(ranks: int, tmp_path: P
 
 
 def gathers(reuse: list[float]) -> list[int]:
-    """Return how many gathers the third step takes for each reuse distance."""
+    """Return the number of gathers that the third step takes for each reuse distance."""
     counts = []
     for distance in reuse:
         engine = build(3, zero_optimization={"stage3_max_reuse_distance": distance})
@@ -90,7 +90,7 @@ def test_units_reused_within_the_reuse_distance_are_gathered_once() -> None:
 
 
 def persistent(at_most: list[int]) -> list[int]:
-    """Return how many elements stay whole under each cap."""
+    """Return the number of elements that stay whole under each cap."""
     counts = []
     for cap in at_most:
         engine = build(3, zero_optimization={"stage3_param_persistence_threshold": 30,

@@ -196,7 +196,7 @@ def moved(folder: str, within: bool) -> tuple[float, float]:
     def iterate() -> None:
         engine.backward(engine(torch.randn(2, 256)).pow(2).mean())
         engine.step()
-        engine.optimizer.settle()
+        engine.optimizer.finish_deferred_steps()
         while swap.writing_bytes:
             pass
 
@@ -363,7 +363,7 @@ def harmed(folder: str) -> tuple[str, str]:
     engine.step()
     file = next(Path(folder).glob("shoal-swap-*/*.swap"))
     assert engine.optimizer is not None
-    engine.optimizer.settle()
+    engine.optimizer.finish_deferred_steps()
     os.truncate(file, 0)
     with pytest.raises(TierError) as raised:
         for number in range(3):

@@ -66,7 +66,7 @@ FAULTS = (
           removes="self._publication().wait()", leaves="self._publication()", program="published and offloaded"),
     Fault(name="compressed gradients are added before they arrive", where="zero.unit_transport:_HandleWithCallback.wait",
           removes="self._transfer.wait()", program="compressed"),
-    Fault(name="the step thread is not waited for", where="optim.step_scheduler:StepScheduler.settle",
+    Fault(name="the step thread is not waited for", where="optim.step_scheduler:StepScheduler.finish_deferred",
           removes="self._changed.wait_for(lambda: self._num_stepped or self._failure is not None)",
           leaves="self._num_stepped = max(1, self._num_stepped)", program="on disk"),
     Fault(name="a stage uses a message before it arrives", where="pipeline.channel:Receiver.receive",

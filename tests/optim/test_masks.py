@@ -52,7 +52,7 @@ def trained(kind: str, masked: bool, stage: int, folder: str) -> tuple[float, fl
         engine.step()
     moved = torch.zeros(start.numel())
     for unit in engine.sharded.units if engine.sharded is not None else ():
-        for part in unit.layout.parts(unit.master_span):
+        for part in unit.layout.parts(unit.master_range):
             if unit.layout.slots[part.slot].name == "0.weight" and unit.master is not None:
                 length = part.stop - part.start
                 here = unit.master[part.offset:part.offset + length] - start.flatten()[part.start:part.stop]
@@ -74,7 +74,7 @@ def masters(engine: shoal.Engine, name: str) -> Tensor:
     assert engine.sharded is not None
     found = torch.full((engine.module.get_parameter(name).numel(),), torch.nan)
     for unit in engine.sharded.units:
-        for part in unit.layout.parts(unit.master_span):
+        for part in unit.layout.parts(unit.master_range):
             if unit.layout.slots[part.slot].name == name and unit.master is not None:
                 found[part.start:part.stop] = unit.master[part.offset:part.offset + part.stop - part.start]
     return found

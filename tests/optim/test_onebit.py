@@ -68,15 +68,15 @@ def sizes() -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_sends_a_bit_an_element_each_way_and_a_scale_a_block(ranks: int) -> None:
-    spans = [size // ranks for size in run_ranks(ranks, sizes)[0]]
+    shards = [size // ranks for size in run_ranks(ranks, sizes)[0]]
     for _, _, sent in run_ranks(ranks, trained, 1, FREEZE + 2):
-        assert sent[:FREEZE] == [2 * 4 * (ranks - 1) * sum(spans)] * FREEZE
-        assert sent[FREEZE:] == [2 * (ranks - 1) * sum(onebit.packed_bytes(span) for span in spans)] * 2
+        assert sent[:FREEZE] == [2 * 4 * (ranks - 1) * sum(shards)] * FREEZE
+        assert sent[FREEZE:] == [2 * (ranks - 1) * sum(onebit.packed_bytes(shard) for shard in shards)] * 2
 
 
 def test_0_1_adam_sends_full_gradients_at_and_before_variance_updates() -> None:
-    span = [size // 2 for size in run_ranks(2, sizes)[0]]
-    whole, packed = 4 * sum(span), sum(onebit.packed_bytes(each) for each in span)
+    shard = [size // 2 for size in run_ranks(2, sizes)[0]]
+    whole, packed = 4 * sum(shard), sum(onebit.packed_bytes(each) for each in shard)
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(1))], var_update_scaler=FREEZE, var_freeze_step=30)
     measured = [step for step in range(1, 51) if optimizer.updates_variance(optimizer.param_groups[0], step)]
     assert measured == [1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 21, 25, 29]
@@ -93,8 +93,8 @@ def compare_with_formula() -> None:
     rank, ranks = engine.global_rank, engine.world_size
     (unit,) = engine.sharded.units
     train(engine, range(FREEZE))
-    engine.sharded.settle()
-    layout, span = unit.layout, unit.layout.size // ranks
+    engine.sharded.finish_pending()
+    layout, shard = unit.layout, unit.layout.size // ranks
     master = unit.full.clone()
     (view,) = engine.optimizer.views.views
     state = engine.optimizer.optimizer.state[view.parameter]
@@ -102,7 +102,7 @@ def compare_with_formula() -> None:
     pad = [torch.zeros(layout.size) for _ in range(2)]
     for at, moments in enumerate(everywhere):
         for whole, part in zip(pad, moments, strict=True):
-            whole[at * span:][:len(part)] = part
+            whole[at * shard:][:len(part)] = part
     momentum, variance = pad
     residuals, published, full = [torch.zeros(layout.size) for _ in range(ranks)], master.clone(), master.clone()
     reference = Whole()
@@ -118,13 +118,13 @@ def compare_with_formula() -> None:
                 assert parameter.grad is not None
                 into += parameter.grad / ranks
             for to in range(ranks):
-                mine, into = (whole.view(ranks, span)[to] for whole in (residuals[at], total))
+                mine, into = (whole.view(ranks, shard)[to] for whole in (residuals[at], total))
                 if to == at:
                     into += mine
-                    own.view(ranks, span)[to] += mine
+                    own.view(ranks, shard)[to] += mine
                     mine.zero_()
                 else:
-                    packed = torch.zeros(onebit.packed_bytes(span), dtype=torch.uint8)
+                    packed = torch.zeros(onebit.packed_bytes(shard), dtype=torch.uint8)
                     onebit.pack(mine, packed)
                     onebit.unpack(packed, into, accumulate=True)
         for buffer in (total, *residuals):
@@ -134,10 +134,10 @@ def compare_with_formula() -> None:
         time, ahead = step + 1, momentum + (total - momentum) / 9
         held = len(everywhere[0][1])
         least = torch.cat([torch.cat([floored_variance(part[:held], 0.01), part[held:]])
-                           for part in variance.view(ranks, span)])
+                           for part in variance.view(ranks, shard)])
         full = full * (1 - 1e-3) - 1e-2 / (1 - 0.9**time) * ahead / ((least / (1 - 0.999**time)).sqrt() + 1e-8)
-        for ahead, behind in zip(full.view(ranks, span), published.view(ranks, span), strict=True):
-            packed = torch.zeros(onebit.packed_bytes(span), dtype=torch.uint8)
+        for ahead, behind in zip(full.view(ranks, shard), published.view(ranks, shard), strict=True):
+            packed = torch.zeros(onebit.packed_bytes(shard), dtype=torch.uint8)
             onebit.difference(ahead.contiguous(), behind, packed)
             onebit.unpack(packed, behind, accumulate=True)
         layout.clear_gaps(published)
@@ -175,8 +175,8 @@ def missing_gradient() -> float:
         engine.step()
     assert gradient.accumulator.residual is not None
     everything = engine.communicator.gather_objects((given - gradient.accumulator.residual, applied))
-    span = len(applied)
-    sums = [sum(sent for sent, _ in everything)[rank * span:][:span] for rank in range(engine.world_size)]
+    shard = len(applied)
+    sums = [sum(sent for sent, _ in everything)[rank * shard:][:shard] for rank in range(engine.world_size)]
     return max((total - applied).abs().max().item() for total, (_, applied) in zip(sums, everything, strict=True))
 
 

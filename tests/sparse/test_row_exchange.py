@@ -40,19 +40,19 @@ def test_a_row_has_changed_if_any_of_its_bits_differs(dtype: torch.dtype, column
     assert changed_rows(whole[1:], whole[1:].clone()).tolist() == []
 
 
-def test_a_row_is_owned_by_the_rank_whose_span_holds_it() -> None:
-    table = RowTable(columns=4, span=10, ranks=3)
+def test_a_row_is_owned_by_the_rank_whose_shard_holds_it() -> None:
+    table = RowTable(columns=4, rows_per_rank=10, ranks=3)
     assert table.count_by_owner(torch.tensor([0, 9, 10, 29])).tolist() == [2, 1, 1]
     assert table.count_by_owner(torch.tensor([], dtype=torch.int64)).tolist() == [0, 0, 0]
 
 
 def test_a_row_number_takes_four_bytes_if_they_suffice() -> None:
-    assert RowTable(columns=128, span=100_000, ranks=2).row_bytes(torch.float32) == 128 * 4 + 4
-    assert RowTable(columns=128, span=1 << 31, ranks=2).row_bytes(torch.bfloat16) == 128 * 2 + 8
+    assert RowTable(columns=128, rows_per_rank=100_000, ranks=2).row_bytes(torch.float32) == 128 * 4 + 4
+    assert RowTable(columns=128, rows_per_rank=1 << 31, ranks=2).row_bytes(torch.bfloat16) == 128 * 2 + 8
 
 
 def test_rows_are_preferred_up_to_the_break_even_density() -> None:
-    table = RowTable(columns=64, span=1000, ranks=4)
+    table = RowTable(columns=64, rows_per_rank=1000, ranks=4)
     most = int(3 * 1000 * 64 * 4 / (ROW_COST * (64 * 4 + 4)))
     assert table.prefers_rows(most, torch.float32)
     assert not table.prefers_rows(most + 1, torch.float32)

@@ -94,7 +94,7 @@ def on_disk(engine: shoal.Engine) -> None:
 def rest(engine: shoal.Engine) -> None:
     """Wait until no transfer is in flight."""
     assert engine.sharded is not None and engine.optimizer is not None
-    engine.optimizer.settle()
+    engine.optimizer.finish_deferred_steps()
     on_disk(engine)
     for unit in engine.sharded.units:
         unit._loading.wait()  # prefetched for the next forward
@@ -170,7 +170,7 @@ def test_weights_that_the_step_overwrites_do_not_stay_resident(tmp_path: Path) -
 
 
 def alone(folder: str, stage: int, tiers: bool) -> tuple[int, float, float]:
-    """Return how many forwards without backward are still in memory, and the losses before and after dropped writes."""
+    """Return the number of forwards without backward still in memory, and the losses before and after dropped writes."""
     engine = engine_of(folder, 3) if tiers else plain(stage)
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH)).square().mean())

@@ -188,7 +188,7 @@ def lend(folder: str, place: str, stage: int, width: int) -> None:
         weights.append(now)
         assert engine.sharded is not None
         engine.eval()(torch.ones(2, width))
-        engine.sharded.settle()
+        engine.sharded.finish_pending()
         assert all(not unit.memory.is_exposed for unit in engine.sharded.units), "no outside reference is left"
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -238,7 +238,7 @@ def enter_in_vain(folder: str, leaving: bool) -> None:
         with shoal.gathered(engine.module):
             assert leaving
     delattr(unit, name)
-    engine.sharded.settle()
+    engine.sharded.finish_pending()
     unit.release()
     assert [(unit.name, unit.readers, unit.is_released) for unit in units] == [(unit.name, 0, True) for unit in units]
     step(engine)

@@ -67,7 +67,7 @@ def train(engine: shoal.Engine, first: int = 0) -> Result:
             losses.append(loss.item())
     assert engine.optimizer is not None and engine.sharded is not None
     cut = [slot.name for unit in engine.sharded.trainable for slot in unit.layout.slots
-           if slot.start < unit.span.stop < slot.stop]
+           if slot.start < unit.shard_range.stop < slot.stop]
     with shoal.gathered(engine.module):
         weights = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
     assert engine.optimizer.get_lamb_coeffs() == list(engine.optimizer.coefficients.values())
@@ -196,7 +196,7 @@ def moved(folder: str) -> tuple[float, float]:
 
     def rest() -> tuple[int, int]:
         assert engine.optimizer is not None
-        engine.optimizer.settle()
+        engine.optimizer.finish_deferred_steps()
         while swap.writing_bytes:
             pass
         return swap.read_bytes, swap.written_bytes

@@ -26,17 +26,17 @@ def pack(shapes: list[tuple[int, ...]], ranks: int) -> Layout:
 @given(SHAPES, st.integers(1, 9))
 def test_spans_are_equal_aligned_and_cover_the_buffer(shapes: list[tuple[int, ...]], ranks: int) -> None:
     layout = pack(shapes, ranks)
-    spans = [layout.span(rank) for rank in range(ranks)]
-    assert [i for span in spans for i in span] == list(range(layout.size))
-    assert len({len(span) for span in spans}) == 1
-    assert all(span.start % ALIGNMENT == 0 for span in spans)
+    shards = [layout.shard_range(rank) for rank in range(ranks)]
+    assert [i for shard in shards for i in shard] == list(range(layout.size))
+    assert len({len(shard) for shard in shards}) == 1
+    assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
 @given(SHAPES, st.integers(1, 9))
 def test_the_parts_of_all_spans_are_every_element_of_every_slot_once(shapes: list[tuple[int, ...]], ranks: int) -> None:
     layout = pack(shapes, ranks)
-    found = [(part.slot, element, layout.span(rank).start + part.offset + element - part.start)
-             for rank in range(ranks) for part in layout.parts(layout.span(rank))
+    found = [(part.slot, element, layout.shard_range(rank).start + part.offset + element - part.start)
+             for rank in range(ranks) for part in layout.parts(layout.shard_range(rank))
              for element in range(part.start, part.stop)]
     expected = [(i, element, slot.start + element)
                 for i, slot in enumerate(layout.slots) for element in range(prod(slot.shape))]

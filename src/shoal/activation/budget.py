@@ -55,7 +55,7 @@ def peak(blocks: Sequence[BlockBytes], choice: Sequence[RecomputeMode], outside:
 
 
 def choose(blocks: Sequence[BlockBytes], outside: int, budget: int) -> list[RecomputeMode] | None:
-    """Return what each block is to recompute so that `peak` is at most `budget`; None where full recompute is too much."""
+    """Return for each block what it recomputes so that `peak` is at most `budget`; None where full recompute takes more."""
     choice = [RecomputeMode.FULL] * len(blocks)
     if peak(blocks, choice, outside) > budget:
         return None
@@ -89,7 +89,7 @@ class Budget:
             recompute_blocks([module], self._probe(index))
 
     def _probe(self, index: int) -> RecomputeMode:
-        """Return what a block recomputes in the first pass."""
+        """Return the mode of recomputation of a block in the first pass."""
         earlier = self._kinds[:index].count(self._kinds[index])
         return (RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL)[min(earlier, 2)]
 

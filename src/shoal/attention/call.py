@@ -27,7 +27,7 @@ class Term:
     multiplies: bool
 
     def added(self, values: Tensor) -> Tensor:
-        """Return what some `values` of the tensor add to scores, in fp32."""
+        """Return the addend to scores of some `values` of the tensor, in fp32."""
         if not self.multiplies:
             return values.float()
         return torch.zeros(values.shape, device=values.device).masked_fill_(values == 0, -torch.inf)

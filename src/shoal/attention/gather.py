@@ -79,7 +79,7 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
 
 
 def _term_values(term: Term, bucket: _Bucket, blocks: Blocks, heads: slice) -> Tensor:
-    """Return what the term adds to the bucket's scores: (batches or 1, heads or 1, rows, block or 1, degree * block)."""
+    """Return the term's addend to the bucket's scores: (batches or 1, heads or 1, rows, block or 1, degree * block)."""
     tensor = term.tensor if term.tensor.shape[1] == 1 else term.tensor[:, heads]
     batches, count, length, _ = tensor.shape
     columns, rows = bucket.places.to(tensor.device), bucket.rows.to(tensor.device)

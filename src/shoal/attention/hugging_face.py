@@ -205,7 +205,7 @@ def _whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a mask (batch, heads or 1, length, kv_length) adds to scores."""
+    """Return the additive bias of a mask (batch, heads or 1, length, kv_length)."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

@@ -125,7 +125,7 @@ def _broadcast_strides(tensor: Tensor, dims: int) -> list[int]:
 
 
 def _constants(call: AttentionCall, query: Tensor) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
+    """Return the constants for which a kernel is compiled."""
     block, dim = call.blocks.block, query.shape[3]
     return {"BLOCK": block, "DIM": dim, "WIDE": max(_LEAST_EDGE, triton.next_power_of_2(dim)), "CAUSAL": call.causal,
             "HIDDEN": call.hidden is not None, "TERMS": len(call.terms),

@@ -10,7 +10,25 @@ from shoal.checkpoint.piece import Piece, boxes
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.snapshot import Snapshot, read, read_unpublished
 from shoal.checkpoint.state_dict_export import export, export_dcp
-from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, settle, write
+from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, wait_for_saves, write
 
-__all__ = ["FILE_BYTES", "PendingSave", "Piece", "Ranks", "Snapshot", "Tag", "Writer", "boxes", "export", "export_dcp",
-           "inspect", "latest", "read", "read_unpublished", "settle", "tags", "verify", "write"]
+__all__ = [
+           "FILE_BYTES",
+           "PendingSave",
+           "Piece",
+           "Ranks",
+           "Snapshot",
+           "Tag",
+           "Writer",
+           "boxes",
+           "export",
+           "export_dcp",
+           "inspect",
+           "latest",
+           "read",
+           "read_unpublished",
+           "tags",
+           "verify",
+           "wait_for_saves",
+           "write",
+]

@@ -33,7 +33,7 @@ from shoal.checkpoint.values import encode
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.log import logger
 
-__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "PendingSave", "Writer", "settle", "write"]
+__all__ = ["FILE_BYTES", "PRIVATE", "SHARED", "PendingSave", "Writer", "wait_for_saves", "write"]
 
 SHARED, PRIVATE = "shared/", "private/"
 FILE_BYTES = 4 << 30
@@ -84,7 +84,7 @@ class PendingSave:
             raise self._failure
         return self.path
 
-    def settle(self) -> None:
+    def wait_until_ended(self) -> None:
         """Wait for the save to end, successfully or not; do not raise its failure."""
         self._ended.wait()
 
@@ -100,7 +100,7 @@ class PendingSave:
         self._reported = True
 
     def begin(self) -> None:
-        """Make the module's `settle` wait for this save until `end`."""
+        """Make the module's `wait_for_saves` wait for this save until `end`."""
         _running.add(self)
 
     def claim(self) -> bool:
@@ -118,13 +118,13 @@ _running: set[PendingSave] = set()
 """The saves of this process that have not ended, of all writers."""
 
 
-def settle() -> None:
+def wait_for_saves() -> None:
     """Wait for every save that this process has begun, so that a later read finds its checkpoint.
 
     Failures are not raised here but by the `PendingSave` of the save.
     """
     for pending in tuple(_running):  # a copy, because saves can begin and end meanwhile
-        pending.settle()
+        pending.wait_until_ended()
 
 
 class Writer:
@@ -141,10 +141,10 @@ class Writer:
         if self._pending is not None:
             self._pending.raise_failure()
 
-    def settle(self) -> None:
+    def wait_until_ended(self) -> None:
         """Wait for the running save, if any, successful or not."""
         if self._pending is not None:
-            self._pending.settle()
+            self._pending.wait_until_ended()
 
     def write(self, folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, step: int = 0,
               shared: dict[str, object] | None = None, private: dict[str, object] | None = None, latest: bool = True,

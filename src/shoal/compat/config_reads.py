@@ -100,7 +100,7 @@ def get_communication_data_type(param_dict: Config, comm_type: str = "communicat
 
 
 def get_gradient_allreduce_op(param_dict: Config) -> str:
-    """Return how gradients are averaged; raises `ValueError` for another name than 'mean' and 'sum'."""
+    """Return the way of averaging gradients; raises `ValueError` for another name than 'mean' and 'sum'."""
     name = param_dict.get("gradient_allreduce_op", REDUCTIONS[0])
     if name not in REDUCTIONS:
         raise ConfigError(f"Invalid gradient_allreduce_op. Supported operations: {list(REDUCTIONS)}. Got: {name!r}")
@@ -108,7 +108,7 @@ def get_gradient_allreduce_op(param_dict: Config) -> str:
 
 
 def get_checkpoint_tag_validation_mode(checkpoint_params: Config) -> str:
-    """Return what different tags of ranks cause, of the block `checkpoint`; raises `ValueError` for an unknown mode."""
+    """Return the reaction to different tags of ranks, of the block `checkpoint`; raises `ValueError` for an unknown mode."""
     mode = str(checkpoint_params.get("tag_validation", TAG_MODES[0])).upper()
     if mode not in TAG_MODES:
         raise ConfigError(f"checkpoint.tag_validation: got {mode}; choose one of {list(TAG_MODES)}")

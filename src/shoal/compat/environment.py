@@ -23,7 +23,7 @@ def elasticity_config() -> dict[str, Any] | None:
 
 
 def local_size() -> int:
-    """Return how many ranks run on this host, by LOCAL_SIZE of the launcher or LOCAL_WORLD_SIZE of torchrun; else 1."""
+    """Return the number of ranks on this host, by LOCAL_SIZE of the launcher or LOCAL_WORLD_SIZE of torchrun; else 1."""
     for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])

@@ -94,7 +94,7 @@ def _status(parameter: nn.Parameter, unit: Unit) -> ZeroParamStatus:
 def _slice(parameter: nn.Parameter, unit: Unit) -> Tensor:
     """Return a copy of this rank's slice of the weights, flat."""
     index = next(index for index, member in enumerate(unit.members) if member.parameter is parameter)
-    slot, own = unit.layout.slots[index], unit.resting
+    slot, own = unit.layout.slots[index], unit.resting_range
     start, stop = max(slot.start, own.start), min(slot.stop, own.stop)
     if start >= stop:
         return torch.empty(0, dtype=unit.full.dtype, device=unit.full.device)

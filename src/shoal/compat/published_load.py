@@ -17,7 +17,7 @@ LEFT_OVER = RESERVED - CONSUMED
 
 
 def load_result(path: str, client: dict[str, Any], rank: int) -> tuple[str, dict[str, Any]]:
-    """Return what a load of the folder `path` returns on data rank `rank`.
+    """Return the result of a load of the folder `path` returns on data rank `rank`.
 
     Tensors of the optimizer, which stage 0 leaves there, stay in the mapped file until they are read.
     """

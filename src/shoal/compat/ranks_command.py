@@ -57,7 +57,7 @@ def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
 
 
 def device_count() -> int:
-    """Return how many accelerators this machine has, visible or not, else how many ranks LOCAL_SIZE asks for (1)."""
+    """Return the number of accelerators of this machine, visible or not, else of ranks that LOCAL_SIZE asks for (1)."""
     masked = os.environ.pop(VISIBLE, None)
     try:
         from shoal import device

@@ -90,7 +90,7 @@ class Loader:
         self._drawn = []
 
     def take_samples(self) -> list[SampleRange]:
-        """Return what was delivered over all ranks since the last call."""
+        """Return the ranges of samples that all ranks have delivered since the last call."""
         drawn = self._drawn or []
         if self._drawn is not None:
             self._drawn = []

@@ -276,5 +276,5 @@ class Accessors:
         """Measure the bytes of model state that rest on this rank."""
         assert self.sharded is not None
         if self.optimizer is not None:
-            self.optimizer.settle()
+            self.optimizer.finish_deferred_steps()
         return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})

@@ -76,15 +76,15 @@ class BaseEngine(Accessors, nn.Module):
     destroyed: bool = False
     """Whether `destroy` was called: the engine is detached from the model."""
 
-    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parameter_groups: ParameterGroups, board: FailureBoard,
-                 device: torch.device, compilation: Compilation):
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parameter_groups: ParameterGroups,
+                 failure_board: FailureBoard, device: torch.device, compilation: Compilation):
         super().__init__()
         self.module = model
         self.settings = config
         self.batch = config.batch
         self.mesh = mesh
         self.parameter_groups = parameter_groups
-        self.board = board
+        self.failure_board = failure_board
         self.communicator = parameter_groups.data
         """The data ranks."""
         self.device = device
@@ -262,7 +262,7 @@ class BaseEngine(Accessors, nn.Module):
         self.progress.begin_backward()
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
-        self.optimizer.settle()  # of units that this forward did not use
+        self.optimizer.finish_deferred_steps()  # of units that this forward did not use
         if not self.progress.loss_is_scaled():
             BaseEngine.running_backward.check_factor(self, loss_scale=self.optimizer.loss_scale,
                                                      accumulation=self.gradient_accumulation_steps())
@@ -338,7 +338,7 @@ class BaseEngine(Accessors, nn.Module):
             self.checkpointer.wait_for_copy()  # the restart goes back to it
             raise
         except TierError as error:  # of this rank alone, for which the others wait
-            self.board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
+            self.failure_board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
             raise
         if self.guard is not None:
             self.guard.forget()
@@ -517,7 +517,7 @@ class BaseEngine(Accessors, nn.Module):
         self._set_batch("set_train_micro_batch_size", replace(self.batch, micro=micro_batch_size))
 
     def _set_batch(self, call: str, batch: BatchSizes) -> None:
-        if self.optimizer is not None and self.optimizer.pending:
+        if self.optimizer is not None and self.optimizer.has_gradients:
             raise UsageError(f"{call}: called within an accumulation; call it right after a step")
         self.batch = batch
         self.progress.change_accumulation(batch.accumulation)
@@ -587,7 +587,7 @@ class BaseEngine(Accessors, nn.Module):
 
     def begin_call(self, call: str) -> None:
         """Name the call, for errors of ranks that wait for each other. Raises `UsageError` after `destroy`."""
-        self.board.name_call(f"{call} after {self.progress.global_steps} steps")
+        self.failure_board.name_call(f"{call} after {self.progress.global_steps} steps")
         page.enter(phase_of(call), self.progress.global_steps)
         if self.destroyed:
             raise UsageError(f"{call}: this engine was destroyed, and is detached from the model; use the module itself, or "
@@ -612,7 +612,7 @@ class BaseEngine(Accessors, nn.Module):
         """
         if self.destroyed:
             return
-        self.board.name_call(f"destroy after {self.progress.global_steps} steps")
+        self.failure_board.name_call(f"destroy after {self.progress.global_steps} steps")
         page.enter(TrainingPhase.END, self.progress.global_steps)
         self.destroyed = True
         try:

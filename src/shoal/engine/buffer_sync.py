@@ -65,7 +65,7 @@ class BufferSync:
         return module.get_buffer(key)
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Return what tells that a buffer was written, or replaced by another tensor."""
+        """Return a value that changes when a buffer is written, or replaced by another tensor."""
         buffers = (self._buffer(index) for index in range(len(self._places)))
         return [(id(buffer), buffer._version) for buffer in buffers]
 

@@ -147,9 +147,9 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
         except (ConfigError, UsageError) as error:
             process_group.announce_failure(error)
             raise
-        board = FailureBoard(check_ranks_agree(model, mesh, settings))
+        failure_board = FailureBoard(check_ranks_agree(model, mesh, settings))
         _set_up_log(settings)
-        with _published_on_failure(board):
+        with _published_on_failure(failure_board):
             zero = settings.zero_optimization
             parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(
                 Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
@@ -160,8 +160,8 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             if traits.compressing:
                 check_compression(settings, mesh, model, traits.name)
             make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
-            engine = make_engine(model, settings, mesh, parameter_groups, board, device, compilation)
-        with (_restored_on_failure(engine), _published_on_failure(board),
+            engine = make_engine(model, settings, mesh, parameter_groups, failure_board, device, compilation)
+        with (_restored_on_failure(engine), _published_on_failure(failure_board),
               _attention_in(engine), linear_kernels_in(engine.module, settings.kernels.linear, device)):
             sharded_optimizer = _shard(engine, optimizer, model_parameters, traits, classes)
             move_buffers(model, parameter_groups.buffers, device)
@@ -288,7 +288,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return None  # but a stage without trained parameters steps with the others all the same
     if traits.compressing:
-        check_masks(sharded.trainable, groups.options, sharded.cuts)
+        check_masks(sharded.trainable, groups.options, sharded.tensor_slices)
     else:
         warn_of_masks(groups.options, traits.name)
     views = Views(sharded.trainable, len(groups.options))
@@ -316,13 +316,13 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
 
 
 @contextmanager
-def _published_on_failure(board: FailureBoard) -> Generator[None]:
+def _published_on_failure(failure_board: FailureBoard) -> Generator[None]:
     """Publish a failure of this rank to the ranks that did not fail, and wait for this one now or later."""
     try:
         yield
     except Exception as failure:
         if not isinstance(failure, CollectiveFailed):  # which tells of another rank
-            board.publish(f"rank {comm.get_rank()}: initialize failed: {type(failure).__name__}: {failure}")
+            failure_board.publish(f"rank {comm.get_rank()}: initialize failed: {type(failure).__name__}: {failure}")
         raise
 
 
@@ -387,7 +387,7 @@ def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data
 
 
 def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
-    """Return how the model is sharded, and how far its weights are gathered ahead of use."""
+    """Return the plan of sharding and of the distance at which weights are gathered ahead of use."""
     zero = settings.zero_optimization
     param = zero.offload_param
     return ShardingPlan(
@@ -399,7 +399,7 @@ def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
 
 
 def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:
-    """Return how a step is taken, by an optimizer that the configuration `named` or by another."""
+    """Return the rules of a step, by an optimizer that the configuration `named` or by another."""
     overflows = traits.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0

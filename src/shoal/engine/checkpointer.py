@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import FILE_BYTES, Piece, Ranks, Snapshot, Writer, read_unpublished, rng, settle, tags
+from shoal.checkpoint import FILE_BYTES, Piece, Ranks, Snapshot, Writer, read_unpublished, rng, tags, wait_for_saves
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
@@ -101,7 +101,7 @@ class Checkpointer:
         optimizer = training.optimizer
         if optimizer is not None:
             optimizer.check_not_begun("save_checkpoint")
-            if optimizer.pending:
+            if optimizer.has_gradients:
                 warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are "
                           "not in the checkpoint")
         tag = self._agree_on_tag(tag, training.progress)
@@ -142,8 +142,8 @@ class Checkpointer:
         """Return the state of this rank at rest."""
         sharded, optimizer = training.sharded, training.optimizer
         if optimizer is not None:
-            optimizer.settle()
-        sharded.settle()
+            optimizer.finish_deferred_steps()
+        sharded.finish_pending()
         sharded.refuse_replaced(call)
         pieces = list(weights_to_save(sharded))
         if exclude_frozen:
@@ -163,7 +163,7 @@ class Checkpointer:
     def wait_for_copy(self) -> None:
         """Wait until the copy to the vault that is under way has ended, however it does."""
         if self._vault is not None:
-            self._vault.settle()
+            self._vault.wait_until_ended()
 
     def load(self, training: TrainingObjects, load_dir: str | Path, tag: str | int | None, *, strict: bool,
              optimizer_states: bool, schedule_states: bool, module_only: bool) -> tuple[str | None, dict[str, Any] | None]:
@@ -171,7 +171,7 @@ class Checkpointer:
         if training.optimizer is not None:
             training.optimizer.check_not_begun("load_checkpoint")
         self.wait()
-        settle()  # another engine of this process may be saving the files that are to be loaded
+        wait_for_saves()  # another engine of this process may be saving the files that are to be loaded
         wanted = _Wanted(strict=strict, moments=optimizer_states and not module_only, optimizer=optimizer_states,
                          schedule=schedule_states, everything=not module_only)
         if tag is None and not module_only and (copied := self._load_copy(training, Path(load_dir), wanted)) is not None:
@@ -211,7 +211,7 @@ class Checkpointer:
 
     def _load(self, training: TrainingObjects, folder: str | Path, tag: str | None, wanted: _Wanted,
               ) -> tuple[str, dict[str, Any]]:
-        training.sharded.settle()
+        training.sharded.finish_pending()
         groups = (group_names(training.sharded, training.optimizer) if wanted.moments and training.optimizer is not None
                   else None)
         with open_checkpoint(folder, tag, ranks=self._open_writer().ranks, groups=groups) as snapshot:
@@ -309,7 +309,7 @@ class Checkpointer:
         for unit in sharded.trainable:
             if unit not in following:
                 unit.cast_master_to_weights()
-        snapshot.fill([piece for unit in following for piece in published_pieces(unit, sharded.cuts)])
+        snapshot.fill([piece for unit in following for piece in published_pieces(unit, sharded.tensor_slices)])
         for unit in sharded.units:
             unit.versions.mark(range(len(unit.members)))
         for unit in sharded.trainable:
@@ -328,7 +328,7 @@ class Checkpointer:
                       if number % unit.communicator.ranks == unit.communicator.rank}
             assert snapshot is not None
             pieces = (piece for unit, values in filled.items()
-                      for piece in residual_pieces(unit, values, number, sharded.cuts))
+                      for piece in residual_pieces(unit, values, number, sharded.tensor_slices))
             snapshot.fill([piece for piece in pieces if number < saved_ranks.get(piece.name.partition("/")[2], 0)])
             for unit, values in filled.items():
                 residuals[unit] = residuals[unit].add_(values) if unit in residuals else values

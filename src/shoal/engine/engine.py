@@ -154,7 +154,7 @@ class Engine(BaseEngine):
             self._joined.finish()
         except Exception as error:
             if not isinstance(error, CollectiveFailed):  # which tells of another rank
-                self.board.publish(f"rank {self.global_rank} left engine.join() by {type(error).__name__}: {error}")
+                self.failure_board.publish(f"rank {self.global_rank} left engine.join() by {type(error).__name__}: {error}")
             raise
         finally:
             self._joined = None

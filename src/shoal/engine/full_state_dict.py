@@ -53,7 +53,8 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     in_units = {m.name for unit in model.units for m in unit.members} | set(tied_names(model.model)) | set(model.aliases)
     own |= {name: tensor.detach().cpu().clone() for name, tensor in model.model.state_dict(keep_vars=True).items()
             if name not in own and name not in in_units}
-    by_rank = copy.gather_objects({name: _TensorPart(cut=model.cuts.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
+    slices = model.tensor_slices
+    by_rank = copy.gather_objects({name: _TensorPart(cut=slices.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
                                    for name, tensor in own.items()})
     tied = {name: first for names in copy.gather_objects(model.tied_names()) for name, first in names.items()}
     state: dict[str, Tensor] = {}
@@ -131,7 +132,7 @@ def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = Tru
     """
     wanted = model.model.state_dict(keep_vars=True)
     aliases = model.tied_names()
-    shapes = {name: model.cuts[name].shape(shape) if name in model.cuts else shape
+    shapes = {name: model.tensor_slices[name].shape(shape) if name in model.tensor_slices else shape
               for name, shape in ((name, tuple(tensor.shape)) for name, tensor in wanted.items())}
     problems = [f"{name}: got {tuple(state[name].shape)}, the model has {shape}"
                 for name, shape in shapes.items() if name in state and tuple(state[name].shape) != shape]
@@ -152,7 +153,7 @@ def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = Tru
     for unit in model.units:
         in_units |= {member.name for member in unit.members}
         if any(member.name in state for member in unit.members):
-            _load_unit(unit, state, model.cuts)
+            _load_unit(unit, state, model.tensor_slices)
     for name, tensor in wanted.items():
         if name in state and name not in in_units and name not in aliases:
             tensor.copy_(state[name])
@@ -163,7 +164,7 @@ def _load_unit(unit: Unit, state: Mapping[str, Tensor], cuts: Mapping[str, Tenso
     values = unit.full.float() if unit.full.dtype.itemsize < 4 else unit.full.clone()
     if isinstance(unit, TrainableUnit):
         with fetched(unit.state.master, changed=False) as master:
-            values[unit.master_span.start:unit.master_span.stop] = master
+            values[unit.master_range.start:unit.master_range.stop] = master
     for view, member in zip(unit.layout.views(values), unit.members, strict=True):
         if member.name in state:
             cut = cuts.get(member.name)

@@ -147,7 +147,7 @@ def parameter_groups_of(mesh: Mesh, model: nn.Module, stage: int,
     """
     stages: dict[str, list[int]] = {}
     if isinstance(model, PipelineModule):
-        model.settle()
+        model.finish_pending()
         for tied in (tied for tied in model.tied.values() if len(tied.stages) > 1):
             stages[tied.name] = [model.owner[stage] for stage in tied.stages]
     if mesh.size("tensor") > 1 and not _on_any_rank(mesh, bool(_marked_slices(model, mesh) or cuts_of(model))):

@@ -49,7 +49,8 @@ class PipelineEngine(BaseEngine):
         self.batch_fn: Callable[[Any], Any] | None = None
         """Called on each item of an iterator."""
         self._source = MicrobatchSource(
-            self.parameter_groups.world, self.board, coordinates=(self.mesh.rank("data"), self.mesh.rank("sequence")),
+            self.parameter_groups.world, self.failure_board,
+            coordinates=(self.mesh.rank("data"), self.mesh.rank("sequence")),
             has_first_stage=self.is_first_stage(), has_last_stage=self.is_last_stage(), label=self._label,
             compare_values=self.settings.debug)
         self.agg_train_loss: Tensor | None = None
@@ -98,7 +99,7 @@ class PipelineEngine(BaseEngine):
         schedule = self._schedule(count)
         self._executor.refuse_failed()
         call = f"train_batch of {count} microbatches"
-        self.board.start_call(call)
+        self.failure_board.start_call(call)
         batches = self._draw(data_iter, count, call)
         losses = self._executor.run(schedule, self.stage_id, batches, self._factor)
         if self.guard is not None:
@@ -141,10 +142,10 @@ class PipelineEngine(BaseEngine):
         self._executor.refuse_failed()
         call = (f"eval_batch of {count} microbatches, compute_loss={compute_loss}, reduce_output={reduce_output!r}, "
                 f"bcast_loss={bcast_loss}")
-        self.board.start_call(call)
+        self.failure_board.start_call(call)
         batches = self._draw(data_iter, count, call)
         if self.optimizer is not None:
-            self.optimizer.settle()
+            self.optimizer.finish_deferred_steps()
         training = self.module.training
         self.module.eval()
         try:
@@ -252,7 +253,7 @@ class PipelineEngine(BaseEngine):
         links = Links(self.module.owner, self.stage_id, connector)
         return Executor(dict(zip(self.module.numbers, self.module.stages, strict=True)), len(self.module.owner) - 1, links,
                         self.module.loss_fn, self._pass, may_be_freed=self._may_be_freed, label=self._label,
-                        board=self.board)
+                        failure_board=self.failure_board)
 
     def _may_be_freed(self, tensor: Tensor) -> bool:
         """Whether `tensor` shares the memory of weights that are released after their use."""

@@ -8,7 +8,7 @@
     residual.R/NAME    the compression error of the gradient on rank R of those that hold the parameter, as an addend of the
                        mean, times the loss scale that the checkpoint's values hold
 
-Each rank saves the part of every tensor that lies within its own spans, so that the pieces of all ranks are disjoint and
+Each rank saves the part of every tensor that lies within its own shards, so that the pieces of all ranks are disjoint and
 cover every tensor. On loading it asks for all elements that rest on it.
 """
 
@@ -47,8 +47,8 @@ PIECE_ELEMENTS = 1 << 22
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield this rank's share of the parameters and buffers."""
     for unit in model.units:
-        for part in unit.layout.parts(unit.span) if unit.replica_group.is_first_copy else ():
-            yield from _weight(model, unit, part, unit.span)
+        for part in unit.layout.parts(unit.shard_range) if unit.replica_group.is_first_copy else ():
+            yield from _weight(model, unit, part, unit.shard_range)
     if model.parameter_groups.is_first_copy:
         elsewhere = {f"{BUFFER}/{tied.name}" for tied in model.tied_buffers.values() if not tied.saved_here}
         yield from (piece for piece in _unsharded(model) if piece.name not in elsewhere)
@@ -69,7 +69,7 @@ def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterato
     """Yield this rank's share of the optimizer's state."""
     for view, kind, value in optimizer.views.states(optimizer.optimizer):
         for part in view.parts if view.unit.replica_group.is_first_copy else ():
-            yield from _moment(view, part, kind, value, model.cuts)
+            yield from _moment(view, part, kind, value, model.tensor_slices)
 
 
 class MomentSource(Protocol):
@@ -110,7 +110,7 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
             if scalar is None:
                 whole = view.unit.state.moment(kind, _state_dtype(view, dtype))
                 state[kind] = whole[view.start:view.stop]
-                yield from _moment_pieces(view, kind, model.cuts)
+                yield from _moment_pieces(view, kind, model.tensor_slices)
             elif kind.startswith(NUMBER):
                 state[kind.removeprefix(NUMBER)] = scalar
             else:
@@ -123,15 +123,16 @@ def compression_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield the state of compressed communication: this rank's slices of published weights, and its compression error."""
     for unit in model.trainable:
         if unit.state.follows_publication:
-            yield from published_pieces(unit, model.cuts)
+            yield from published_pieces(unit, model.tensor_slices)
         if unit.gradient.accumulator.residual is not None:
-            yield from residual_pieces(unit, unit.gradient.accumulator.residual, unit.communicator.rank, model.cuts)
+            yield from residual_pieces(unit, unit.gradient.accumulator.residual, unit.communicator.rank, model.tensor_slices)
 
 
 def published_pieces(unit: Unit, cuts: Cuts) -> Iterator[Piece]:
     """Yield this rank's slices of the weights that all ranks have."""
-    for part in unit.layout.parts(unit.span):
-        yield from _pieces(ResidentSpan(unit.full), unit.span.start + part.offset, PUBLISHED, unit.layout.slots[part.slot],
+    for part in unit.layout.parts(unit.shard_range):
+        slot = unit.layout.slots[part.slot]
+        yield from _pieces(ResidentSpan(unit.full), slot.start + part.start, PUBLISHED, slot,
                            range(part.start, part.stop), cuts)
 
 
@@ -153,7 +154,7 @@ def residual_ranks(snapshot: Snapshot) -> dict[str, int]:
 
 def parameter_shapes(model: ShardedModel) -> dict[str, list[int]]:
     """Return the global shape of every parameter of this rank by its first name."""
-    return {name: list(model.cuts[name].shape(shape) if name in model.cuts else shape)
+    return {name: list(model.tensor_slices[name].shape(shape) if name in model.tensor_slices else shape)
             for name, shape in ((name, tuple(parameter.shape)) for name, parameter in model.named().items())}
 
 
@@ -167,7 +168,7 @@ def group_names(model: ShardedModel, optimizer: ShardedOptimizer) -> list[list[s
 def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
     at = span.start + part.offset - unit.precise_range.start
-    yield from _pieces(unit.precise, at, WEIGHT, slot, range(part.start, part.stop), model.cuts)
+    yield from _pieces(unit.precise, at, WEIGHT, slot, range(part.start, part.stop), model.tensor_slices)
 
 
 def _moment_pieces(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:
@@ -196,15 +197,15 @@ def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tens
 
 
 def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts: Cuts) -> Iterator[Piece]:
-    """Yield the piece of a slot's state that lies in this rank's own span; the rank of the first element saves a scalar."""
+    """Yield the piece of a slot's state that lies in this rank's own shard; the rank of the first element saves a scalar."""
     unit = view.unit
     slot = unit.layout.slots[part.slot]
-    own = unit.span
+    own = unit.shard_range
     start, stop = max(slot.start + part.start, own.start), min(slot.start + part.stop, own.stop)
     if start >= stop:
         return
     if isinstance(value, Tensor) and value.dim():
-        at = start - unit.master_span.start
+        at = start - unit.master_range.start
         span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (ResidentSpan(value), at - view.start)
         yield from _pieces(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
     elif start == slot.start and (slot.name not in cuts or cuts[slot.name].rank == 0):

@@ -146,7 +146,7 @@ def _group_names(snapshot: Snapshot, shapes: Shapes) -> Sequence[Sequence[str]]:
 
 
 def model_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int) -> dict[str, Any]:
-    """Return what a model file holds: the module, counters, and the client's state."""
+    """Return the content of a model file: the module, counters, and the client's state."""
     shared = snapshot.shared
     client = cast("dict[str, object]", shared.get("client_state") or {})
     if taken := sorted(RESERVED & client.keys()):
@@ -192,7 +192,7 @@ def _frozen_parts(snapshot: Snapshot, frozen: Shapes, target: Target, rank: int)
 
 
 def _optimizer_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int) -> dict[str, Any]:
-    """Return what an optimizer file holds: one rank's part of masters and moments."""
+    """Return the content of an optimizer file: one rank's part of masters and moments."""
     groups: list[tuple[list[Fragment], int]] = []
     for shapes in model.groups:
         if target.stage == 3:

@@ -91,7 +91,7 @@ def _ask(cluster: Cluster, node: Node, question: Down, kind: type[T]) -> T:
     """Return a host's answer of this kind. Raises `LaunchError` where none comes."""
     cluster.send(question, [node])
     deadline = time.monotonic() + ANSWER
-    while time.monotonic() < deadline and not node.over:
+    while time.monotonic() < deadline and not node.has_ended:
         if (came := cluster.receive()) is not None and came[0] is node and isinstance(came[1], kind):
             return came[1]
     raise LaunchError(f"{node.name}: {node.lost or f'no answer within {ANSWER:g} s; is it overloaded?'}")

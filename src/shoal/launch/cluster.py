@@ -38,7 +38,7 @@ from shoal.launch.protocol import (
     Signal,
     Status,
 )
-from shoal.launch.starting import Closed, Connected, Ended, HostEvent, Said, Starter
+from shoal.launch.starting import Closed, Connected, Ended, ErrorLine, HostEvent, Starter
 from shoal.launch.streams import RankLogs
 
 __all__ = ["Cluster", "Node", "run_job"]
@@ -46,9 +46,9 @@ __all__ = ["Cluster", "Node", "run_job"]
 BEAT = 1.0
 """Seconds between two beats."""
 START = 120.0
-"""Seconds that hosts have to start."""
+"""Seconds within which hosts have to start."""
 LAST = 20.0
-"""Seconds beyond the grace period that hosts have to end, once they were told to."""
+"""Seconds beyond the grace period within which hosts have to end, once they were told to."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -61,29 +61,30 @@ class Node:
     facts: Facts | None = None
     offset: float = 0.0
     """Its clock minus this one, in seconds, as far as one message tells."""
-    heard: float = 0.0
+    last_heard: float = 0.0
+    """When its last message arrived, on the monotonic clock."""
     code: int | None = None
     """Exit code of its ranks, once they have ended."""
     lost: str = ""
-    """Why it is lost."""
-    called: str = ""
-    """Its own name for itself."""
-    said: deque[str] = field(default_factory=lambda: deque[str](maxlen=30))
+    """Why it is lost; empty while it is not."""
+    own_name: str = ""
+    """The name under which it reports itself."""
+    last_lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=30))
     """The last lines of its error stream."""
 
     @property
     def name(self) -> str:
-        """Its name in the hostfile, else the one that it has."""
-        return self.host.name or self.called or "a node"
+        """Its name in the hostfile, else the one that it reports."""
+        return self.host.name or self.own_name or "a node"
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will come of it."""
+    def has_ended(self) -> bool:
+        """Whether its ranks have ended, or it is lost: no message of it is awaited."""
         return self.code is not None or bool(self.lost)
 
 
 class Cluster:
-    """The hosts of a job, from their start to their end. Enter it to start them; leaving it ends them."""
+    """The hosts of a job, as a context manager: entering it starts them, leaving it ends them."""
 
     def __init__(self, starter: Starter, job: ClusterJob, launcher: str) -> None:
         self.job = job
@@ -115,7 +116,7 @@ class Cluster:
     def send(self, message: Down, nodes: Sequence[Node] | None = None) -> None:
         """Send a message to hosts that are not over."""
         for node in self.nodes if nodes is None else nodes:
-            if node.channel is not None and not node.over:
+            if node.channel is not None and not node.has_ended:
                 node.channel.send(message)
 
     def receive(self) -> tuple[Node, Message] | None:
@@ -133,19 +134,19 @@ class Cluster:
         return self._take(self.nodes[event.node], event)
 
     def _take(self, node: Node, event: HostEvent) -> tuple[Node, Message] | None:
-        node.heard = time.monotonic()
-        match event.what:
+        node.last_heard = time.monotonic()
+        match event.message:
             case Connected(channel=channel):
                 node.channel = channel
-            case Said(text=text):
-                node.said.append(text)
+            case ErrorLine(text=text):
+                node.last_lines.append(text)
                 if node.facts is not None:
                     print_status(f"[{node.name}] {text}")
             case Closed():
                 self._lose(node)
             case Hello():
-                node.called = event.what.host
-                node.facts = Facts(**event.what.facts)
+                node.own_name = event.message.host
+                node.facts = Facts(**event.message.facts)
                 node.offset = node.facts.clock - time.time()
             case Ended():
                 raise AssertionError("only the process that starts all hosts ends")
@@ -157,10 +158,10 @@ class Cluster:
 
     def _take_shared(self, event: HostEvent) -> None:
         """Take a line, or the end, of the process that started all hosts."""
-        match event.what:
-            case Said(text=text):
+        match event.message:
+            case ErrorLine(text=text):
                 self._said.append(text)
-                if all(node.facts is not None for node in self.nodes) and not all(node.over for node in self.nodes):
+                if all(node.facts is not None for node in self.nodes) and not all(node.has_ended for node in self.nodes):
                     print_status(f"[{self._launcher}] {text}")
             case _:
                 for node in self.nodes:
@@ -168,7 +169,7 @@ class Cluster:
                         node.lost = self._reason(node) or f"{self._launcher} ended before it started"
 
     def _lose(self, node: Node) -> None:
-        if not node.over:
+        if not node.has_ended:
             reason = self._reason(node)
             node.lost = ((reason or "the process there ended without a word") if node.facts is None else
                          "the connection broke" + (f": {reason}" if reason else ""))
@@ -176,7 +177,7 @@ class Cluster:
     def _reason(self, node: Node) -> str:
         """Return why a host is lost, by what it said, or by what the launcher said of it or at all."""
         about = [line for line in self._said if node.name in line]
-        return explain(node.said) or explain(about or self._said)
+        return explain(node.last_lines) or explain(about or self._said)
 
     def _tick(self) -> None:
         """Send a beat, and lose the hosts that are silent."""
@@ -185,7 +186,7 @@ class Cluster:
             self._beat = now
             self.send(Beat())
         for node in self.nodes:
-            if node.facts is not None and not node.over and now - node.heard > self.job.quiet:
+            if node.facts is not None and not node.has_ended and now - node.last_heard > self.job.quiet:
                 node.lost = f"no word from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
 
     def _await(self) -> None:
@@ -248,7 +249,7 @@ class _JobMonitor:
                 pass
 
     def end(self, number: int) -> None:
-        """Have the ranks of all hosts end; once it was said, a repetition changes nothing."""
+        """Have the ranks of all hosts end, by one message; later calls send none."""
         if self.deadline == float("inf"):
             self.deadline = time.monotonic() + self.grace + LAST
             self.cluster.send(Signal(number=number))
@@ -264,7 +265,7 @@ class _JobMonitor:
             self.end(signal.SIGTERM)
         if time.monotonic() > self.deadline:
             for node in self.cluster.nodes:
-                if not node.over:
+                if not node.has_ended:
                     node.lost = "it did not end in time, and is left to end by itself"
 
     def finish(self) -> int:
@@ -295,7 +296,7 @@ def run_job(cluster: Cluster, log_dir: str | None, grace: float) -> int:
     watch = _JobMonitor(cluster, logs, grace)
     try:
         with cluster, _signals_to(watch.signals.put):
-            while not all(node.over for node in cluster.nodes):
+            while not all(node.has_ended for node in cluster.nodes):
                 if (came := cluster.receive()) is not None:
                     watch.take(*came)
                 watch.heed()

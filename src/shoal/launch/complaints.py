@@ -27,7 +27,7 @@ COMPLAINTS: tuple[tuple[str, str], ...] = (
 
 
 def explain(lines: Iterable[str]) -> str:
-    """Return what the lines of an error stream mean, with the remedy; the last line if none is known; empty for no lines."""
+    """Return the meaning of an error stream's lines, with the remedy; the last line if none is known; empty for no lines."""
     said = [line for line in lines if line.strip()]
     for pattern, meaning in COMPLAINTS:
         for line in said:

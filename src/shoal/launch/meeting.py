@@ -120,7 +120,7 @@ class OrderedRendezvous(RendezvousHandler):
         self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Return how many agents wait to join."""
+        """Return the number of agents that wait to join."""
         return self._handler.num_nodes_waiting()
 
     def get_run_id(self) -> str:

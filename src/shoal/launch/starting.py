@@ -25,7 +25,7 @@ from shoal.launch.addresses import own_addresses
 from shoal.launch.job import ClusterJob
 from shoal.launch.protocol import Channel, Hello, Message, answer
 
-__all__ = ["Closed", "Connected", "Ended", "HostEvent", "Said", "Starter"]
+__all__ = ["Closed", "Connected", "Ended", "ErrorLine", "HostEvent", "Starter"]
 
 LINGER = 5.0
 """Seconds that a process has to end once its connection has closed."""
@@ -35,13 +35,13 @@ HANDSHAKE = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
-    """A host is connected; what it says arrives from now on."""
+    """A host is connected: its messages follow."""
 
     channel: Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ErrorLine:
     """A line of an error stream."""
 
     text: str
@@ -59,11 +59,11 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEvent:
-    """Something that came of a host."""
+    """An event of one host: a message, a line of its error stream, or a change of its connection."""
 
     node: int | None
     """The number of the host; None for the process that started all."""
-    what: Message | Connected | Said | Closed | Ended
+    message: Message | Connected | ErrorLine | Closed | Ended
 
 
 class Starter:
@@ -123,10 +123,10 @@ class Starter:
             with suppress(OSError):  # it has ended already, and its error stream says why
                 _stream(process.stdin).write(text)
                 _stream(process.stdin).flush()
-            self.events.put(HostEvent(node=node, what=Connected(channel=channel)))
+            self.events.put(HostEvent(node=node, message=Connected(channel=channel)))
             self._relay(node, channel)
             complaints.join(LINGER)
-            self.events.put(HostEvent(node=node, what=Closed()))
+            self.events.put(HostEvent(node=node, message=Closed()))
 
         self._thread(serve)
 
@@ -136,7 +136,7 @@ class Starter:
         def serve() -> None:
             self._read_lines(None, _stream(process.stdout))
             process.wait()
-            self.events.put(HostEvent(node=None, what=Ended()))
+            self.events.put(HostEvent(node=None, message=Ended()))
 
         self._thread(serve)
 
@@ -171,19 +171,19 @@ class Starter:
         connection.settimeout(None)
         channel = Channel(reader, writer)
         if isinstance(hello := channel.receive(), Hello):
-            self.events.put(HostEvent(node=hello.node, what=Connected(channel=channel)))
-            self.events.put(HostEvent(node=hello.node, what=hello))
+            self.events.put(HostEvent(node=hello.node, message=Connected(channel=channel)))
+            self.events.put(HostEvent(node=hello.node, message=hello))
             self._relay(hello.node, channel)
-            self.events.put(HostEvent(node=hello.node, what=Closed()))
+            self.events.put(HostEvent(node=hello.node, message=Closed()))
 
     def _relay(self, node: int, channel: Channel) -> None:
         while (message := channel.receive()) is not None:
-            self.events.put(HostEvent(node=node, what=message))
+            self.events.put(HostEvent(node=node, message=message))
 
     def _read_lines(self, node: int | None, stream: BinaryIO) -> None:
         for line in stream:
             if text := line.decode(errors="replace").rstrip():
-                self.events.put(HostEvent(node=node, what=Said(text=text)))
+                self.events.put(HostEvent(node=node, message=ErrorLine(text=text)))
 
     @staticmethod
     def _thread(serve: Callable[..., None], *args: object) -> threading.Thread:

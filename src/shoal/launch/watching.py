@@ -19,7 +19,7 @@ from pathlib import Path
 from shoal.errors import LaunchError
 from shoal.launch import rank
 from shoal.launch.console import Console
-from shoal.resilience.watch import Suspicion, Verdict, Watch
+from shoal.resilience.watch import StallKind, Suspicion, Watch
 
 __all__ = ["Reaction", "WatchedRank", "stacks"]
 
@@ -73,7 +73,7 @@ class Reaction:
         self._looked = time.monotonic()
 
     def _kill(self, suspicion: Suspicion, watched: WatchedRank) -> None:
-        text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.verdict is Verdict.STOPPED)
+        text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.kind is StallKind.STOPPED)
         self._watch.double(suspicion)
         rank.record(watched.error_file, LaunchError(str(suspicion)), text, summary=str(suspicion))
         with suppress(ProcessLookupError):
@@ -83,7 +83,7 @@ class Reaction:
         call = (suspicion.local_rank, -1 if suspicion.reading is None else suspicion.reading.calls)
         if call not in self._reported:
             self._reported.add(call)
-            text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.verdict is Verdict.STOPPED)
+            text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.kind is StallKind.STOPPED)
             self._console.status(f"shoal run: rank {watched.rank} (pid {suspicion.pid}) is {suspicion}; it goes on, because "
                                  f"--watch does not end it\n{text}".rstrip())
 

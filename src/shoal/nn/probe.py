@@ -40,7 +40,7 @@ Rates = dict[str, dict[str, float]]
 
 
 def choose(choice: Choice, device: torch.device = HOST) -> Products:
-    """Return who computes the products of fp32 tensors on `device`; off the host that is torch.
+    """Return the kernels that compute the products of fp32 tensors on `device`: off the host, torch's.
 
     Raises ConfigError for "onednn" where this torch does not have it.
     """

@@ -1,4 +1,4 @@
-"""The `kernels` section: who computes the products of linear layers.
+"""The `kernels` section: the library whose kernels compute the products of linear layers.
 
     {"kernels": {"linear": "auto"}}
 """

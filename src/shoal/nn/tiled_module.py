@@ -43,5 +43,5 @@ class TiledMLP(nn.Module):
         self.module, self.rows, self.dim = module, rows, dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what `module` makes of `x`."""
+        """Return the output of `module` for `x`."""
         return in_tiles(self.module, x, rows=self.rows, dim=self.dim)

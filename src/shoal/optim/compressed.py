@@ -69,18 +69,18 @@ class CompressedOptimizer(Optimizer):
         return time <= self.warmup_steps(group)
 
     def steps_to_send(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps' gradients the next step sends; 0 if it skips communication."""
+        """Return the number of steps whose gradients the next step sends; 0 if it skips communication."""
         return 1
 
     def unsent_steps(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps' gradients have not been sent yet."""
+        """Return the number of steps whose gradients have not been sent yet."""
         return 0
 
     def drop_unsent(self) -> None:
         """Note that an overflow has discarded the unsent gradients."""
 
     def steps_in_gradient(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps' gradients the next step consumes; 0 if it skips communication."""
+        """Return the number of steps whose gradients the next step consumes; 0 if it skips communication."""
         return self.steps_to_send(group) if self.communicates else self.unsent_steps(group) + 1
 
     def max_joint_steps(self, group: Mapping[str, Any]) -> int:

@@ -95,7 +95,7 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
 
 
 def count_moments(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> int:
-    """Return how many tensors of a weight's shape the optimizer keeps for it; Adam's two if the class cannot be probed."""
+    """Return the number of tensors of its shape that the optimizer keeps for a weight; 2, as Adam, if unknown."""
     try:
         return sum(value.dim() > 0 for value in blank_state(optimizer_class, defaults).values())
     except Exception:  # a foreign class may raise anything when it is built or stepped on a probe

@@ -1,6 +1,6 @@
 """Gradient statistics of all ranks before any unit steps: the global norm, overflow, and which slots have a gradient.
 
-Every rank sums the squares of the spans that it owns, and the sums are added in rank order. Each element counts once, and
+Every rank sums the squares of the shards that it owns, and the sums are added in rank order. Each element counts once, and
 the norm has the same bits at every stage. An overflow on any rank makes the norm infinite or NaN on all ranks.
 
 The norm stays on the device until something on the host asks for it, so that a step need not wait for backward. The masks

@@ -61,7 +61,7 @@ def apply_masks(optimizer: CompressedOptimizer, units: Sequence[TrainableUnit], 
     for view in views:
         state, gradient = optimizer.state.get(view.parameter, {}), view.unit.gradient
         given = _mask_of(optimizer, optimizer.param_groups[view.group], state)
-        if given is None or not gradient.pending:
+        if given is None or not gradient.has_gradient:
             continue
         addend, _ = view.unit.transport.exact_addend(view.part) or (None, 1)
         vectors = [each for each in (gradient.at_rest(view.part), addend, state.get("exp_avg")) if each is not None]

@@ -225,7 +225,7 @@ class ZeroOneAdam(CompressedAdam):
                               f"{beta1} no momentum is left after so many steps: give {most} at most")
 
     def steps_to_send(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps' gradients the next step sends; 0 if it skips communication.
+        """Return the number of steps whose gradients the next step sends; 0 if it skips communication.
 
         These are the local steps of arXiv 2202.06009, Algorithm 1. (There each rank steps by its own momentum.)
         """
@@ -236,7 +236,7 @@ class ZeroOneAdam(CompressedAdam):
         return group.get(_UNSENT, 0)
 
     def max_joint_steps(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps at the present learning rate are as long as one at the largest so far."""
+        """Return the number of steps that, at the present learning rate, are as long as one at the largest so far."""
         rate = float(group["lr"])
         return max(1, int(group.get(_MAX_LR, rate) / rate)) if rate else sys.maxsize
 
@@ -257,7 +257,7 @@ class ZeroOneAdam(CompressedAdam):
             group[_UNSENT] = 0
 
     def _scheduled_joint_steps(self, group: Mapping[str, Any]) -> int:
-        """Return how many steps to join from the next step on, were it not for `max_joint_steps`."""
+        """Return the number of steps to join from the next step on, were it not for `max_joint_steps`."""
         since = next_step_number(group) - 1 - group["var_freeze_step"]
         doubled = 2 ** min(since // group["local_step_scaler"], 64) if since >= 0 else 1
         return min(doubled, group["local_step_clipper"])

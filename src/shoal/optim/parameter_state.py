@@ -78,13 +78,13 @@ class ParameterState:
         """Return the whole value in fp32, of the parameter's shape; None where there is none. Ranks call it together."""
         if not self._exists(kind):
             return None
-        span = self.unit.master_span
-        own = torch.zeros(len(span), device=self.unit.full.device)
+        owned = self.unit.master_range
+        own = torch.zeros(len(owned), device=self.unit.full.device)
         with self._pieces(kind, changed=False) as pieces:
             for piece in pieces:
-                at = self.slot.start + piece.start - span.start
+                at = self.slot.start + piece.start - owned.start
                 own[at:at + piece.values.numel()].copy_(piece.values)
-        whole = self.unit.gather_spans(own)
+        whole = self.unit.gather_shards(own)
         return whole[self.slot.start:self.slot.stop].view(self.slot.shape).div_(self._factor(kind)).clone()
 
     @torch.no_grad()
@@ -155,16 +155,16 @@ class ParameterState:
     @contextmanager
     def _pieces(self, kind: str, *, changed: bool) -> Generator[list[_Piece]]:
         """Yield the elements of the parameter that rest on this rank, fetched within the context."""
-        span = self.unit.master_span
-        own = range(max(self.slot.start, span.start), min(self.slot.stop, span.stop))
+        owned = self.unit.master_range
+        own = range(max(self.slot.start, owned.start), min(self.slot.stop, owned.stop))
         with ExitStack() as within:
             if not own:
                 yield []
             elif kind == MASTER:
-                part = fetched(self.unit.state.master, own.start - span.start, own.stop - span.start, changed=changed)
+                part = fetched(self.unit.state.master, own.start - owned.start, own.stop - owned.start, changed=changed)
                 yield [_Piece(start=own.start - self.slot.start, values=within.enter_context(part))]
             elif kind == GRADIENT:
-                part = self.unit.gradient.opened(range(own.start - span.start, own.stop - span.start), changed=changed)
+                part = self.unit.gradient.opened(range(own.start - owned.start, own.stop - owned.start), changed=changed)
                 yield [_Piece(start=own.start - self.slot.start, values=within.enter_context(part))]
             else:
                 yield [piece for view in self._views() for piece in self._moments(view, kind, within, changed=changed)]

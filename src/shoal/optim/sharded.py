@@ -192,9 +192,9 @@ class ShardedOptimizer(Optimizer):
         return self.norm
 
     @property
-    def pending(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether there are gradients since the last step."""
-        return self.begun or any(unit.gradient.pending and not unit.awaits_step
+        return self.begun or any(unit.gradient.has_gradient and not unit.awaits_step
                                  for unit in self._model.trainable)
 
     @property
@@ -234,7 +234,7 @@ class ShardedOptimizer(Optimizer):
         self._scheduler.check()
         self._model.close_grads(keep=True)
         parameter_groups = self._model.parameter_groups
-        if units and not self.pending:
+        if units and not self.has_gradients:
             raise UsageError(f"rank {self._model.parameter_groups.world.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
         if not self._steps_in_gradient:
@@ -274,19 +274,19 @@ class ShardedOptimizer(Optimizer):
 
     def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
         """Reduce the outstanding gradients of `units`, and return their statistics over all ranks."""
-        self._model.settle()  # units that no forward has used since the last step may still be publishing their masters
-        self._model.adopt_replaced()
+        self._model.finish_pending()  # units that no forward has used since the last step may still publish their masters
+        self._model.load_replaced()
         self._write_check.check()
         self._model.flush()
         if isinstance(self.optimizer, CompressedOptimizer):
-            apply_masks(self.optimizer, units, self.views.views, self._model.cuts)
+            apply_masks(self.optimizer, units, self.views.views, self._model.tensor_slices)
         return reduce_grad_stats(units, self._model.parameter_groups, norm=self.rules.needs_norm,
                                  device=self._model.storage.device)
 
     def _finish_before_read(self) -> None:
         """Complete the last step, so that a reader sees its state."""
         self.check_not_begun("optimizer.state")
-        self.settle()
+        self.finish_deferred_steps()
 
     def _skip_sync(self) -> bool:
         """Carry the gradients over to a later step, and count this one: it skips communication."""
@@ -361,16 +361,16 @@ class ShardedOptimizer(Optimizer):
         for unit in self._model.trainable:
             unit.gradient.accumulator.rescale(factor)
 
-    def settle(self) -> None:
+    def finish_deferred_steps(self) -> None:
         """Wait for the deferred steps of the last step, and let their units rest. Steps of units on disk are deferred."""
-        self._scheduler.settle()
+        self._scheduler.finish_deferred()
         for unit in self._model.trainable:
             unit.residency.unpin_stepped()
 
     def close(self) -> None:
         """Wait for the deferred steps, and end the scheduler's thread."""
         try:
-            self._scheduler.settle()
+            self._scheduler.finish_deferred()
         finally:
             self._scheduler.close()
 
@@ -412,7 +412,7 @@ class ShardedOptimizer(Optimizer):
         (loss * self.scaler.value).backward(retain_graph=retain_graph)
 
     def _factor(self, norm: GlobalNorm | None, loss_scale: float) -> Factor:
-        """Return what a step multiplies gradients by: a number, or where all of the step is the device's, one on it."""
+        """Return the factor of gradients in a step: a number, or where the whole step is on a device, a tensor on it."""
         clip = self.rules.clipping
         if clip <= 0 or norm is None:
             return 1 / loss_scale
@@ -464,6 +464,6 @@ def _matches_master(unit: TrainableUnit) -> bool:
     """Whether this rank's weights equal its masters, cast."""
     if unit.state.granule is not None:  # the masters are offloaded
         return False
-    span, master = unit.master_span, unit.state.master.tensor
-    weights = unit.full[span.start:span.stop]
+    owned, master = unit.master_range, unit.state.master.tensor
+    weights = unit.full[owned.start:owned.stop]
     return torch.equal(weights, master.to(device=weights.device, dtype=weights.dtype))

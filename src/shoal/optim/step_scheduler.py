@@ -80,12 +80,12 @@ class DeferredStep:
 
     def request(self) -> None:
         if not (self._in_backward or self._is_taken):
-            self._scheduler.settle(self._unit, wait=False)  # the thread may have taken it without notice
+            self._scheduler.finish_deferred(self._unit, wait=False)  # the thread may have taken it without notice
         self.keeps_weights = not self._is_taken
 
     def finish(self) -> None:
         if not self._is_taken:
-            self._scheduler.settle(self._unit)
+            self._scheduler.finish_deferred(self._unit)
 
     def mark_taken(self) -> None:
         """Note that the weights contain the step."""
@@ -131,7 +131,7 @@ class StepScheduler:
 
         The pass reads the gradients and changes moments, but no weights.
         """
-        self.settle()
+        self.finish_deferred()
         self._join()
         try:
             pieces = self._pieces([unit for unit, mask in slots_with_grad.items() if mask], views, step_pass)
@@ -149,7 +149,7 @@ class StepScheduler:
         """
         units = [unit for unit, mask in slots_with_grad.items() if mask]
         begun = {unit for unit in units if began_in_backward(unit)}
-        self.check() if begun else self.settle()
+        self.check() if begun else self.finish_deferred()
         later = [unit for unit in units if defer and unit not in begun and _can_defer(unit)]
         now = [unit for unit in units if unit not in begun and unit not in later]
         if now or not begun:
@@ -196,7 +196,7 @@ class StepScheduler:
         for unit in self._units:
             unit.poison(DeferredStep(self, unit))
 
-    def settle(self, unit: TrainableUnit | None = None, *, wait: bool = True) -> None:
+    def finish_deferred(self, unit: TrainableUnit | None = None, *, wait: bool = True) -> None:
         """Wait for the deferred step of `unit`, or of all units. Raises `TierError` now and later if a step failed.
 
         Without `wait`, only publish the units whose step is complete.

@@ -114,7 +114,7 @@ class Views:
 def _views_of(unit: TrainableUnit) -> Iterator[MasterView]:
     """Cut a unit at the borders of optimizer groups, and at multiples of what is fetched, or of what is cast, at once."""
     granule = unit.state.granule or CAST_ELEMENTS
-    parts = [piece for part in unit.layout.parts(unit.master_span) for piece in _pieces(part, granule)]
+    parts = [piece for part in unit.layout.parts(unit.master_range) for piece in _pieces(part, granule)]
 
     def border(part: Part) -> tuple[int, int]:
         return unit.layout.slots[part.slot].group, part.offset // granule

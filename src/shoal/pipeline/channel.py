@@ -212,7 +212,7 @@ class Sender(ChannelEndpoint):
         return form, [(HEADER_TAG, self._wire.pack_integers(NEW_FORM, len(spec))), (TEXT_TAG, self._wire.pack_bytes(spec))]
 
     def _preamble(self, form: int, header: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        """Return what precedes the tensors of the next message: its header, unless both ends predicted a small form."""
+        """Return the prefix of the tensors of the next message: its header, unless both ends predicted a small form."""
         predicted = self._predictor.predict(self._message_count) if self._wire.early_receives_are_free else -1
         sizes = self._small_sizes[predicted] if predicted >= 0 else None
         if sizes is None:

@@ -104,7 +104,7 @@ class Executor:
     """Runs this rank's row of a schedule over its stages, which are given by number; `last` is the pipeline's last stage."""
 
     def __init__(self, stages: Mapping[int, nn.Module], last: int, links: Links, loss_fn: Callable[..., Any] | None,
-                 run_pass: RunPass, *, may_be_freed: Callable[[Tensor], bool], label: str, board: FailureBoard):
+                 run_pass: RunPass, *, may_be_freed: Callable[[Tensor], bool], label: str, failure_board: FailureBoard):
         """`may_be_freed` tells whether a tensor's memory may be released between forward and backward.
 
         `label` names this rank in errors.
@@ -116,7 +116,7 @@ class Executor:
         self._run_pass = run_pass
         self._may_be_freed = may_be_freed
         self._label = label
-        self._board = board
+        self._board = failure_board
         self._failure: str | None = None
         self._saved: dict[tuple[int, int], _SavedMicrobatch] = {}
         self._position = 0

@@ -37,14 +37,14 @@ _FIX = ("the ranks of the first and the last stage, and all their tensor ranks, 
 class MicrobatchSource:
     """Draws the microbatches of each call, on which the ranks of `world` agree before a pass begins."""
 
-    def __init__(self, world: Communicator, board: FailureBoard, *, coordinates: tuple[int, ...], has_first_stage: bool,
-                 has_last_stage: bool, label: str, compare_values: bool):
+    def __init__(self, world: Communicator, failure_board: FailureBoard, *, coordinates: tuple[int, ...],
+                 has_first_stage: bool, has_last_stage: bool, label: str, compare_values: bool):
         """With `compare_values`, values of samples are compared at each call, otherwise at the first of each kind.
 
         `coordinates` are those of `DrawnMicrobatches`; `label` names this rank and its stages in errors.
         """
         self._world = world
-        self._board = board
+        self._board = failure_board
         self._coordinates = coordinates
         self._has_first_stage = has_first_stage
         self._draws = has_first_stage or has_last_stage

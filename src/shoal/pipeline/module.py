@@ -160,7 +160,7 @@ class PipelineModule(nn.Module):
         for stage in self.stages:
             stage.set_recompute(self._recompute)
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Make the stages run the modules that now have the layers' names: a tensor-parallel plan may have replaced them."""
         for stage in self.stages:
             for layer in stage.layers:

@@ -64,7 +64,7 @@ class Recorder:
         self._sum_ended()
         self.settings = settings
 
-    def settle(self) -> None:
+    def wait_for_calls(self) -> None:
         """Wait until the device has finished all launched calls."""
         for device in {call.device for call in list(self._ended) if call.device is not None and not call.passed}:
             synchronize(device)

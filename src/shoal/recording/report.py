@@ -70,8 +70,8 @@ def lateness_table(ranks: Sequence[Lateness]) -> Table:
     """Return a row for each rank; the rank that others waited for longest is first."""
     from rich.table import Table
 
-    table = Table(title="who came last, and what it cost the others")
-    for column in ("rank", "calls", "came last", "held others ms", "stood waiting ms"):
+    table = Table(title="ranks that entered collectives last")
+    for column in ("rank", "calls", "was last", "others waited ms", "waited ms"):
         table.add_column(column, justify="right")
     for each in sorted(ranks, key=lambda each: -each.delay_caused):
         table.add_row(str(each.rank), str(each.calls), str(each.last), f"{1e3 * each.delay_caused:.3f}",

@@ -64,10 +64,10 @@ class Vault:
             self._writer = Writer(Ranks.join(self._ranks.group))
         return self._writer
 
-    def settle(self) -> None:
+    def wait_until_ended(self) -> None:
         """Wait until the writing of a generation that is under way has ended, successfully or not."""
         if self._writer is not None:
-            self._writer.settle()
+            self._writer.wait_until_ended()
 
     def generations(self, after: int) -> list[Tag]:
         """Return the complete generations of more than `after` steps, newest first. A collective call."""

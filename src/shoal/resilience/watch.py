@@ -22,7 +22,7 @@ from statistics import median
 
 from shoal.recording.page import Reading, TrainingPhase, read
 
-__all__ = ["Process", "Suspicion", "Verdict", "Watch", "process"]
+__all__ = ["Process", "StallKind", "Suspicion", "Watch", "process"]
 
 FACTOR = 10.0
 """A call is late after so many times the median duration of its phase."""
@@ -43,7 +43,7 @@ PAUSE = 3.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Verdict(Enum):
+class StallKind(Enum):
     """The reason to end a rank."""
 
     STOPPED = "stopped"
@@ -76,7 +76,7 @@ class Suspicion:
 
     local_rank: int
     pid: int
-    verdict: Verdict
+    kind: StallKind
     reading: Reading | None
     seconds: float
     """For how long the call has lasted, or the process was seen stopped."""
@@ -85,7 +85,7 @@ class Suspicion:
     def __str__(self) -> str:
         where = "before initialize" if self.reading is None else (
             f"in {self.reading.phase.name.lower().replace('_', ' ')} after {self.reading.steps} steps")
-        if self.verdict is Verdict.STOPPED:
+        if self.kind is StallKind.STOPPED:
             return f"stopped (state T, as by SIGSTOP) for {self.seconds:.1f} s, {where}"
         return f"hung {where}: the call has lasted {self.seconds:.1f} s, its deadline is {self.deadline:.1f} s"
 
@@ -134,7 +134,7 @@ class Watch:
                 self._learn(local_rank, reading)
             if (stopped := self._stopped(local_rank, facts, now)) is not None:
                 if stopped >= STOPPED_AFTER:
-                    found.append(Suspicion(local_rank=local_rank, pid=pid, verdict=Verdict.STOPPED, reading=reading,
+                    found.append(Suspicion(local_rank=local_rank, pid=pid, kind=StallKind.STOPPED, reading=reading,
                                            seconds=stopped, deadline=STOPPED_AFTER))
                 continue
             idle = self._is_idle(local_rank, facts, now)
@@ -150,7 +150,7 @@ class Watch:
 
     def double(self, suspicion: Suspicion) -> None:
         """Double the deadlines of the phase in which a rank is ended."""
-        if suspicion.verdict is Verdict.HUNG and suspicion.reading is not None:
+        if suspicion.kind is StallKind.HUNG and suspicion.reading is not None:
             self._grace[suspicion.reading.phase] *= 2
 
     def deadline(self, reading: Reading) -> float:
@@ -170,7 +170,7 @@ class Watch:
         seconds, deadline = now - max(reading.since, self._resumed), self.deadline(reading)
         if seconds <= deadline:
             return None
-        return Suspicion(local_rank=local_rank, pid=pid, verdict=Verdict.HUNG, reading=reading, seconds=seconds,
+        return Suspicion(local_rank=local_rank, pid=pid, kind=StallKind.HUNG, reading=reading, seconds=seconds,
                          deadline=deadline)
 
     def _learn(self, local_rank: int, reading: Reading) -> None:

@@ -121,7 +121,7 @@ def _attend_whole(query: Tensor, key: Tensor, value: Tensor, *, blocks: Blocks |
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks: Blocks | None,
             exchange: Exchange) -> Exchange:
-    """Return what is exchanged: the same on every rank, which compare the bytes of the rank that sends most."""
+    """Return the exchange to use: the same on every rank, which compare the bytes of the rank that sends most."""
     if blocks is None or blocks.row_blocks % axis.ranks:
         return "heads"
     if exchange != "auto":

@@ -103,6 +103,6 @@ class PeerMessages:
         self._received = received
 
     def wait(self) -> list[Tensor]:
-        """Return what each rank sent."""
+        """Return the values that the ranks sent, by rank."""
         self._handle.wait()
         return self._received

@@ -27,16 +27,16 @@ EXCHANGE, RETURN = "sequence exchange", "sequence return"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """The way of the units of one tensor. Entries of one's own rank are copies."""
+    """The sends and receives that redistribute the units of one tensor. Entries of this rank itself are copies."""
 
     send: tuple[Tensor, ...]
-    """By peer, the units that it is sent: int64 on the host, ascending."""
+    """By peer, the units that this rank sends to it: int64 on the host, ascending."""
     receive: tuple[Tensor, ...]
-    """By peer, where what it sends goes in the result."""
+    """By peer, the positions in the result of the units that it sends here."""
     units: int
     """Units of the tensor."""
     results: int
-    """Units of the result; those that nobody sends are zeros."""
+    """Units of the result; those that no rank sends are zeros."""
     shared: bool
     """Whether a unit goes to several ranks."""
 

@@ -1,4 +1,4 @@
-"""Row-wise collectives of an embedding whose gradient touches few rows; rank r owns a contiguous span of rows.
+"""Row-wise collectives of an embedding whose gradient touches few rows; rank r owns a contiguous shard of rows.
 
     reduce        each rank sends its rows to their owners, which sum them in rank order     instead of a reduce-scatter
     replicate     each owner sends the reduced rows to all ranks                             instead of an all-gather
@@ -7,7 +7,7 @@
 
 A row that no rank sends has a gradient of zero, and adding zeros changes no bit: the result is that of the dense collective,
 bit for bit. Each exchange begins with an all-gather of row counts, so that all ranks make the same choice between rows and
-the dense collective: rows, if those of the busiest rank, weighted by `ROW_COST`, are fewer bytes than the whole span.
+the dense collective: rows, if those of the busiest rank, weighted by `ROW_COST`, are fewer bytes than the whole shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.transport.reduction import wide_dtype
 __all__ = ["ROW_COST", "RowExchange", "RowTable", "changed_rows", "coalesced", "to_dense"]
 
 ROW_COST = 2.5
-"""The cost of a byte of a row relative to a byte of a whole span: rows are sorted, gathered and scattered one by one.
+"""The cost of a byte of a row relative to a byte of a whole shard: rows are sorted, gathered and scattered one by one.
 Measured at 1 Gbit/s (docs/sparse.md): a slower wire hides more of that, a faster one less."""
 
 MOST_SKIPPED = 15
@@ -36,21 +36,21 @@ MOST_SKIPPED = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """The partition of an embedding's rows over the ranks: rank r owns rows [r * span, (r + 1) * span)."""
+    """The partition of an embedding's rows over the ranks: rank r owns rows [r * n, (r + 1) * n) of `rows_per_rank` n."""
 
     columns: int
-    span: int
+    rows_per_rank: int
     """Rows owned by each rank, padding included."""
     ranks: int
 
     @property
     def index(self) -> torch.dtype:
-        """The dtype of a row number within its owner's span."""
-        return torch.int32 if self.span <= torch.iinfo(torch.int32).max else torch.int64
+        """The dtype of a row number within its owner's shard."""
+        return torch.int32 if self.rows_per_rank <= torch.iinfo(torch.int32).max else torch.int64
 
     def count_by_owner(self, rows: Tensor) -> Tensor:
-        """Return how many of the sorted `rows` each rank owns, (ranks,)."""
-        boundaries = torch.arange(self.ranks + 1, device=rows.device) * self.span
+        """Return the number of the sorted `rows` that each rank owns, (ranks,)."""
+        boundaries = torch.arange(self.ranks + 1, device=rows.device) * self.rows_per_rank
         return torch.searchsorted(rows, boundaries).diff()
 
     def row_bytes(self, dtype: torch.dtype) -> int:
@@ -59,7 +59,7 @@ class RowTable:
 
     def prefers_rows(self, busiest: int, dtype: torch.dtype) -> bool:
         """Whether sending rows is cheaper than the dense collective, if the busiest rank sends or receives so many rows."""
-        whole = (self.ranks - 1) * self.span * self.columns * dtype.itemsize
+        whole = (self.ranks - 1) * self.rows_per_rank * self.columns * dtype.itemsize
         return busiest * self.row_bytes(dtype) * ROW_COST <= whole
 
 
@@ -69,9 +69,10 @@ class RowExchange:
     def __init__(self, communicator: Communicator, size: int, columns: int, accumulate: torch.dtype, wire: torch.dtype,
                  device: torch.device, *, unit: str, index: int):
         """`size` is the number of elements of the embedding, padding included; `columns` is its width."""
-        self.table = table = RowTable(columns=columns, span=size // columns // communicator.ranks, ranks=communicator.ranks)
+        self.table = table = RowTable(columns=columns, rows_per_rank=size // columns // communicator.ranks,
+                                      ranks=communicator.ranks)
         self._communicator = communicator
-        self._own = communicator.rank * table.span
+        self._own = communicator.rank * table.rows_per_rank
         self._accumulate, self._wire, self._device = accumulate, wire, device
         self._labels = {kind: Label(kind=kind, unit=unit, index=index) for kind in Label.KINDS}
         self._unit = unit
@@ -82,9 +83,9 @@ class RowExchange:
         self._counts: list[list[int]] = []
         """Rows of the current reduction: [sender][owner]."""
         self.reduced: Tensor | None = None
-        """The row numbers within this rank's span that the last reduction wrote."""
+        """The row numbers within this rank's shard that the last reduction wrote."""
         self._published: Tensor | None = None
-        """A copy of this rank's span as last published; None: not kept."""
+        """A copy of this rank's shard as last published; None: not kept."""
         self._skip = self._skipped = 0  # publications until the next comparison; length of the last such pause
 
     @property
@@ -141,14 +142,14 @@ class RowExchange:
         return all(row[0] >= 0 for row in self._counts) and self.table.prefers_rows(_busiest(self._counts), self._wire)
 
     def reduce(self, own: Tensor, *, scale: float, accumulate: bool) -> Handle:
-        """Sum the collected rows of all ranks, times `scale`, into this rank's span `own` (1-D), and clear them.
+        """Sum the collected rows of all ranks, times `scale`, into this rank's shard `own` (1-D), and clear them.
 
         `own` holds zeros, or with `accumulate` the sum to add to.
         """
         rank, columns = self._communicator.rank, self.table.columns
         rows, values = self._take()
         counts = self._counts if self.table.ranks > 1 else [[len(rows)]]
-        numbers = (rows % self.table.span).to(self.table.index).split(counts[rank])
+        numbers = (rows % self.table.rows_per_rank).to(self.table.index).split(counts[rank])
         addends = values.to(self._wire).split(counts[rank])
         received = list(enumerate(counts[other][rank] for other in range(self.table.ranks)))
         number_buffers = [numbers[rank] if other == rank else numbers[rank].new_empty(count) for other, count in received]
@@ -160,7 +161,7 @@ class RowExchange:
         return _RowReduction(self, arriving, number_buffers, addend_buffers, own.view(-1, columns), scale, accumulate)
 
     def replicate(self, whole: Tensor) -> Handle:
-        """All-gather the rows that the last reduction wrote to this rank's span of `whole` (1-D)."""
+        """All-gather the rows that the last reduction wrote to this rank's shard of `whole` (1-D)."""
         assert self.reduced is not None
         counts = self._gather_counts(self.reduced)
         if self._prefer_rows(counts, whole.dtype):
@@ -168,12 +169,12 @@ class RowExchange:
         return self._communicator.all_gather(whole, self._labels["replicate"])
 
     def publish(self, whole: Tensor, *, written: bool) -> Handle:
-        """All-gather the rows that changed in this rank's span of the weights `whole` (1-D) since the last publication.
+        """All-gather the rows that changed in this rank's shard of the weights `whole` (1-D) since the last publication.
 
-        `written`: this rank's copy of other spans may have been modified, so that all spans are sent whole. Changed rows
+        `written`: this rank's copy of other shards may have been modified, so that all shards are sent whole. Changed rows
         are found by comparing with a copy; once nearly all rows changed, the next publications skip the comparison.
         """
-        own = whole.view(-1, self.table.columns)[self._own:self._own + self.table.span]
+        own = whole.view(-1, self.table.columns)[self._own:self._own + self.table.rows_per_rank]
         if self.table.ranks > 1 and not self._skip:
             changed = None if written or self._published is None else changed_rows(own, self._published)
             counts = self._gather_counts(changed)
@@ -191,7 +192,7 @@ class RowExchange:
         return self._communicator.all_gather(whole, self._labels["publish"])
 
     def gather_rows(self, whole: Tensor, numbers: Tensor) -> bool:
-        """Fetch the rows `numbers` (any shape) from their owners into `whole` (1-D), which holds this rank's span.
+        """Fetch the rows `numbers` (any shape) from their owners into `whole` (1-D), which holds this rank's shard.
 
         Returns False, the same on all ranks, if gathering the whole table is cheaper; then nothing was fetched. Blocks.
         """
@@ -201,7 +202,7 @@ class RowExchange:
         if not self.table.prefers_rows(_busiest(counts), whole.dtype):
             return False
         label, requested = self._labels["gather rows"], [row[rank] for row in counts]
-        mine = list((wanted % self.table.span).to(self.table.index).split(counts[rank]))
+        mine = list((wanted % self.table.rows_per_rank).to(self.table.index).split(counts[rank]))
         theirs = [mine[rank].new_empty(count) for count in requested]
         self._communicator.all_to_all(_to_others(mine, rank), _to_others(theirs, rank), label).wait()
         theirs[rank] = mine[rank]
@@ -220,12 +221,12 @@ class RowExchange:
         return self._communicator.gather_words(count, self._counting).flatten().tolist()
 
     def _prefer_rows(self, counts: list[int], dtype: torch.dtype) -> bool:
-        """Whether to all-gather rows rather than whole spans."""
+        """Whether to all-gather rows rather than whole shards."""
         busiest = max(max((self.table.ranks - 1) * count, sum(counts) - count) for count in counts)
         return min(counts) >= 0 and self.table.prefers_rows(busiest, dtype)
 
     def _all_gather_rows(self, whole: Tensor, rows: Tensor, counts: list[int], label: Label) -> Handle:
-        """All-gather `rows` of this rank's span; `counts` are the rows of each rank."""
+        """All-gather `rows` of this rank's shard; `counts` are the rows of each rank."""
         table = whole.view(-1, self.table.columns)
         numbers, values = rows.to(self.table.index), table[self._own + rows]
         number_buffers = [numbers.new_empty(count) for count in counts]
@@ -233,7 +234,7 @@ class RowExchange:
         arriving = [self._communicator.all_to_all(_to_others([mine] * len(counts), self._communicator.rank),
                                                   _to_others(into, self._communicator.rank), label)
                     for mine, into in ((numbers, number_buffers), (values, value_buffers))]
-        return _ArrivingRows(arriving, table, self.table.span, _to_others(number_buffers, self._communicator.rank),
+        return _ArrivingRows(arriving, table, self.table.rows_per_rank, _to_others(number_buffers, self._communicator.rank),
                              _to_others(value_buffers, self._communicator.rank))
 
 
@@ -297,13 +298,14 @@ class _RowReduction(_RowsInFlight):
 class _ArrivingRows(_RowsInFlight):
     """An all-gather of rows, which copies them into the whole table."""
 
-    def __init__(self, arriving: list[Handle], table: Tensor, span: int, numbers: list[Tensor], values: list[Tensor]):
+    def __init__(self, arriving: list[Handle], table: Tensor, rows_per_rank: int, numbers: list[Tensor],
+                 values: list[Tensor]):
         super().__init__(arriving, numbers, values)
-        self._table, self._span = table, span
+        self._table, self._rows_per_rank = table, rows_per_rank
 
     def _store(self) -> None:
         for rank, (numbers, values) in enumerate(zip(self._numbers, self._values, strict=True)):
-            self._table.index_copy_(0, numbers.long() + rank * self._span, values)
+            self._table.index_copy_(0, numbers.long() + rank * self._rows_per_rank, values)
 
 
 def coalesced(gradient: Tensor) -> tuple[Tensor, Tensor]:

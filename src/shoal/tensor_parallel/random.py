@@ -33,7 +33,7 @@ class Apart:
         self.seed = seed
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint needs beside the state of the default generators."""
+        """Return the state that a checkpoint needs beside the state of the default generators."""
         return {"seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

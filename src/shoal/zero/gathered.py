@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from torch import nn
 
 from shoal.zero.ownership import owner_of
-from shoal.zero.replaced import adopt
+from shoal.zero.replaced import load_replaced
 from shoal.zero.saved_tensors import tracked
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold
@@ -48,7 +48,7 @@ def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
             try:
                 yield
             finally:
-                adopt(unit, keep=not unit.is_sharded)
+                load_replaced(unit, keep=not unit.is_sharded)
         if modifier_rank is not None:
             unit.broadcast_edit(modifier_rank)
         elif not unit.is_sharded:
@@ -66,7 +66,7 @@ def _writes_dropped(unit: Unit) -> Generator[None]:
     that arrive inside the context get the restored shards.
     """
     used = unit.readers > 1
-    memory = unit.full if used else unit.weight if unit.memory.rests_in_full else None
+    memory = unit.full if used else unit.rest.tensor if unit.memory.rests_in_full else None
     values = None if memory is None else unit.memory.take_snapshot(memory)
     try:
         yield

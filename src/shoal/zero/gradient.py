@@ -1,7 +1,7 @@
 """The gradient of one unit over all ranks, resting where the stage says.
 
 A reduction closes this rank's accumulator and adds the sum over the ranks to `own`. Where the gradient rests PARTIAL the
-accumulator's own span receives the sum in place, and nothing else is held. The sum rests in a tier: it is fetched before
+accumulator's own shard receives the sum in place, and nothing else is held. The sum rests in a tier: it is fetched before
 an addition, and offloaded after its pass or its reduction. The transport decides how it travels.
 
 Between two steps two facts hold independently of each other:
@@ -57,8 +57,8 @@ class Gradient:
         self._norm: Tensor | None = None
         self._gathered: Tensor | None = None
         communicator = wire.replica_group.communicator
-        partial, own = stage.gradient is PARTIAL, layout.span(communicator.rank)
-        self._own_span, self._ranks = own, communicator.ranks
+        partial, own = stage.gradient is PARTIAL, layout.shard_range(communicator.rank)
+        self._own_range, self._ranks = own, communicator.ranks
         self._span, self.rest = mirrored(
             wire.pool.device, store, layout.size if partial else len(own), wire.dtypes.accumulate,
             f"gradient of unit '{wire.name}'", offset_names(layout.names, 0 if partial else own.start))
@@ -67,7 +67,7 @@ class Gradient:
         self._place.fetch(fresh=True)
         self._start = own.start if partial and stage.master is SHARD else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
-        """This rank's span of the reduced gradient."""
+        """This rank's shard of the reduced gradient."""
         whole = stage.master is SHARD or len(own) == layout.size
         self.reduced = self.own if whole else self._span.tensor
         """The reduced gradient, where the master rests."""
@@ -82,8 +82,8 @@ class Gradient:
         return self.reduced_in_pass and self.accumulator.reopened
 
     @property
-    def pending(self) -> bool:
-        """Whether a backward pass ran since the last step."""
+    def has_gradient(self) -> bool:
+        """Whether a backward pass ran since the last step: there is a sum, or there are addends of one."""
         return self.has_sum or self.unreduced
 
     @property
@@ -96,7 +96,7 @@ class Gradient:
         self._measured = wanted
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of this rank's span of the reduced gradient, in fp32 or wider."""
+        """Return the L2 norm of this rank's shard of the reduced gradient, in fp32 or wider."""
         if (norm := self._norm) is None:
             here = self._place.fetched
             self._place.fetch()
@@ -234,8 +234,8 @@ class Gradient:
                 self.own.copy_(self._own_part(whole))
 
     def _own_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's span of `whole` (size,)."""
-        return whole[self._own_span.start:self._own_span.stop]
+        """Return this rank's shard of `whole` (size,)."""
+        return whole[self._own_range.start:self._own_range.stop]
 
     def join_replicas(self) -> None:
         """Add the sums of the other copies of the state: once, when a step begins."""
@@ -270,20 +270,24 @@ class Gradient:
         """Discard the gradient. Recompute of an earlier forward may add to the next one."""
         self.wait_reduced()
         self.discard()
-        if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
-            self.own.zero_()  # this rank's span of the residual buffer held the sum
-        self._norm = None
-        self.has_sum = self.unreduced = self.reduced_in_pass = self.consumed_early = False
+        self._clear()
 
     def finish_step(self) -> None:
-        """Discard the gradient that a step has consumed: no recompute adds to it any more."""
-        self.reset()
+        """Forget the gradient that a step has consumed and discarded: no recompute adds to it any more."""
+        self._clear()
         self.late_recompute = False
+
+    def _clear(self) -> None:
+        """Forget which slots received a gradient, and that there is a sum."""
+        if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
+            self.own.zero_()  # this rank's shard of the residual buffer held the sum
+        self._norm = None
+        self.has_sum = self.unreduced = self.reduced_in_pass = self.consumed_early = False
 
     @property
     def is_reset(self) -> bool:
         """Whether `reset` has nothing to discard."""
-        return not (self.pending or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
+        return not (self.has_gradient or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
                     or self.consumed_early)
 
     def discard(self) -> None:

@@ -216,7 +216,7 @@ class Hooks:
         unit.check()
         if not in_backward():  # a script reads a node of the graph between passes
             unit.gather()
-        elif unit.phase is not Phase.GATHERED or unit.is_concealed:
+        elif unit.phase is not Phase.GATHERED:
             self.backward.begin()
             self.backward.enter(module, unit)
 

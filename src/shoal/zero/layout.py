@@ -1,11 +1,11 @@
 """Where each parameter of a unit lies in the unit's flat buffer, and which part of it each rank holds.
 
-Parameters ("slots") lie one after the other, ordered by optimizer group; the buffer is N equal spans, one per rank:
+Parameters ("slots") lie one after the other, ordered by optimizer group; the buffer is N equal shards, one per rank:
 
     | slot 0      | slot 1 | slot 2           |pad|
-    | span of rank 0      | span of rank 1        |
+    | shard of rank 0      | shard of rank 1        |
 
-Nothing outside this package sees the flat buffer: the part of a slot within a span is a `Part`, elements [start, stop) of
+Nothing outside this package sees the flat buffer: the part of a slot within a shard is a `Part`, elements [start, stop) of
 a named tensor in row-major order.
 """
 
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Elements [start, stop) of a slot, found at `offset` within the buffer of a span."""
+    """Elements [start, stop) of a slot, found at `offset` within the buffer of a shard."""
 
     slot: int
     start: int
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The slots of one unit over `ranks` equal spans."""
+    """The slots of one unit over `ranks` equal shards."""
 
     slots: tuple[Slot, ...]
     ranks: int
@@ -58,7 +58,7 @@ class Layout:
     @classmethod
     def pack(cls, shapes: Sequence[tuple[str, tuple[int, ...], int]], ranks: int, copies: int = 1,
              grain: int = 1) -> Layout:
-        """Lay (name, shape, group) one after the other; the groups must be in order. Each span is a multiple of `copies`
+        """Lay (name, shape, group) one after the other; the groups must be in order. Each shard is a multiple of `copies`
         and of `grain`.
         """
         slots: list[Slot] = []
@@ -74,16 +74,16 @@ class Layout:
         """Elements of the slots, padding not included."""
         return sum(prod(slot.shape) for slot in self.slots)
 
-    def span(self, rank: int) -> range:
+    def shard_range(self, rank: int) -> range:
         step = self.size // self.ranks
         return range(rank * step, (rank + 1) * step)
 
-    def parts(self, span: range) -> Iterator[Part]:
-        """Yield the parts of the slots that lie within `span`, in order."""
+    def parts(self, shard: range) -> Iterator[Part]:
+        """Yield the parts of the slots that lie within `shard`, in order."""
         for index, slot in enumerate(self.slots):
-            start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
+            start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
             if start < stop:
-                yield Part(slot=index, start=start - slot.start, stop=stop - slot.start, offset=start - span.start)
+                yield Part(slot=index, start=start - slot.start, stop=stop - slot.start, offset=start - shard.start)
 
     def names(self, elements: range) -> list[str]:
         """Return the names of the slots that lie, in part or whole, among `elements`."""

@@ -51,7 +51,7 @@ class OptimizerState:
         self._size, self._names = size, names
         self._on_disk = tiers.weight.granule is not None
         self.master = master
-        self.weights = rounded
+        self.separate_weights = rounded
         """The resting weights where they are not the master; None where they are."""
         self._gradient = gradient
         self._fetched: list[range] = []
@@ -60,12 +60,12 @@ class OptimizerState:
     @property
     def rounded(self) -> Span | None:
         """The resting weights in the compute dtype, which the step writes; None where it writes none."""
-        return None if self.follows_publication else self.weights
+        return None if self.follows_publication else self.separate_weights
 
     @property
     def follows_publication(self) -> bool:
         """Whether the weights follow the master by compressed publications alone: the step leaves them as they are."""
-        return self.weights is not None and self._gradient.transport.compresses_weights
+        return self.separate_weights is not None and self._gradient.transport.compresses_weights
 
     @property
     def granule(self) -> int | None:

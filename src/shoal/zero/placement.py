@@ -113,7 +113,7 @@ def state_bytes(stage: int, parameters: int, ranks: int, *, compute: torch.dtype
 
     `compute` is the dtype of the weights, `accumulate` that of the gradient at rest (default: `compute`), `moments` how
     many tensors the optimizer keeps per parameter (Adam: 2). Weights that have the master's dtype are their own master.
-    Source of the formula: ZeRO, section 3.1 and table 1; padding of a unit to equal spans is not counted.
+    Source of the formula: ZeRO, section 3.1 and table 1; padding of a unit to equal shards is not counted.
     """
     row = STAGES[stage]
     accumulate = accumulate or compute

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Phase
 
-__all__ = ["ReplacedParameters", "adopt", "replaced_slots"]
+__all__ = ["ReplacedParameters", "load_replaced", "replaced_slots"]
 
 
 class ReplacedParameters:
@@ -43,7 +42,7 @@ class ReplacedParameters:
         `nn.Parameter` in the place of one that the engine trains, and for one that the model gained.
         """
         for unit in self._released:
-            adopt(unit)
+            load_replaced(unit)
         if training:
             for unit in self._units if self._has_replaced() else ():
                 check_fit(unit, self._units)
@@ -52,16 +51,16 @@ class ReplacedParameters:
             if self._members.has_changed():
                 self._refuse_new_parameters()
 
-    def adopt(self) -> None:
+    def load(self) -> None:
         """Take over the values of all such parameters. Raises `UsageError` as `check` does."""
         for unit in self._units if self._has_replaced() else ():
             check_fit(unit, self._units)
-            adopt(unit)
+            load_replaced(unit)
 
     def _has_replaced(self) -> bool:
         """Whether a parameter of a gathered unit is no view of its buffer: the same as `replaced_slots`, for every step."""
         for unit, views in self._views:
-            if unit.phase is Phase.GATHERED:
+            if unit.holds_values:
                 start = unit.full.data_ptr()
                 if any(p.data_ptr() != start + offset or not p.is_contiguous() for p, offset in views):
                     return True
@@ -130,7 +129,7 @@ def _parameters_of(module: nn.Module) -> dict[str, object]:
 
 
 @torch.no_grad()
-def adopt(unit: Unit, *, keep: bool = True) -> None:
+def load_replaced(unit: Unit, *, keep: bool = True) -> None:
     """Copy the values of gathered parameters with other memory into the buffer of `unit`, and make them its views again.
 
     With `keep` the values rest, masters included. Raises `UsageError` for values that the buffer cannot hold; parameters
@@ -173,7 +172,7 @@ def check_fit(unit: Unit, others: Iterable[Unit] = ()) -> None:
 
 def replaced_slots(unit: Unit) -> list[int]:
     """Return the slots of a gathered unit whose parameters are no views of its buffer; none of another."""
-    if unit.phase is not Phase.GATHERED:
+    if not unit.holds_values:
         return []
     start, width = unit.full.data_ptr(), unit.full.element_size()
     return [index for index, (slot, member) in enumerate(zip(unit.layout.slots, unit.members, strict=True))

@@ -84,7 +84,7 @@ class ShardedModel:
         """The first names, in the whole model, of parameters that have others here."""
         self.tied_buffers = tied_buffers or {}
         """Buffers that several pipeline stages have, by their names here."""
-        self.cuts = parameter_groups.tensor_slices
+        self.tensor_slices = parameter_groups.tensor_slices
         self.storage = storage
         self.pool = Pool(storage.device)
         self.scope = Scope()
@@ -143,10 +143,10 @@ class ShardedModel:
         for unit in self.trainable:
             unit.gradient.join_replicas()
 
-    def adopt_replaced(self) -> None:
+    def load_replaced(self) -> None:
         """Take over the values of parameters that scripts have given other memory: a step changes the buffers alone."""
         for each in self.passes:
-            each.replaced.adopt()
+            each.replaced.load()
 
     def close_grads(self, *, keep: bool) -> None:
         """Let scripts read `p.grad` no more until the next backward pass; with `keep` what they wrote there counts."""
@@ -160,7 +160,7 @@ class ShardedModel:
 
     def state_bytes(self, moments: Mapping[Tensor, Mapping[str, Any]]) -> StateBytes:
         """Measure the bytes that rest on this rank, with those of the optimizer's state `moments`."""
-        weight = sum(unit.weight.nbytes for unit in self.units)
+        weight = sum(unit.rest.tensor.nbytes for unit in self.units)
         gradient = sum(unit.gradient.bytes for unit in self.trainable)
         master = sum(unit.master.nbytes for unit in self.trainable if unit.has_separate_master)
         kept = sum(value.nbytes for state in moments.values() for value in state.values()
@@ -181,7 +181,7 @@ class ShardedModel:
         for each in self.passes:
             each.backward.interrupt()
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait for everything under way, and for deferred steps, except those of a step that backward has only begun."""
         for unit in self.units:
             if unit.pending is not None and not unit.pending.in_backward:
@@ -198,7 +198,7 @@ class ShardedModel:
         raised at the end.
         """
         try:
-            self.settle()
+            self.finish_pending()
         finally:
             for each in self.passes:
                 each.remove()

@@ -57,19 +57,19 @@ class TrainableUnit(Unit):
                         pool=pool)
         self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)
         self.gradient = Gradient(wire, stage, self.transport, tiers.state)
-        self.master_span: Final = self.span if stage.master is SHARD else range(self.layout.size)
+        self.master_range: Final = self.shard_range if stage.master is SHARD else range(self.layout.size)
         """The elements of the buffer whose master rests on this rank."""
         self.state = self._new_state(tiers, separate=self.transport.is_compressible)
 
     def _new_state(self, tiers: Tiers, *, separate: bool) -> OptimizerState:
         """Return the state that the optimizer steps; with `separate` the master is never the resting weights."""
-        store, span, wide = tiers.state, self.master_span, master_dtype(self.full.dtype)
-        part, names = (range(span.start - self.resting.start, span.stop - self.resting.start),
-                       offset_names(self.layout.names, span.start))
+        store, owned, wide = tiers.state, self.master_range, master_dtype(self.full.dtype)
+        part, names = (range(owned.start - self.resting_range.start, owned.stop - self.resting_range.start),
+                       offset_names(self.layout.names, owned.start))
         stepped = self.rest.part(part) if isinstance(self.rest, ResidentSpan) else SubSpan(self.rest, part)
-        in_place = wide == self.full.dtype and self.weight.device == store.device and not separate
-        master = stepped if in_place else store.place(len(span), wide, f"master of unit '{self.name}'", names=names)
-        return OptimizerState(self.name, len(span), tiers, master, None if in_place else stepped, self.gradient, names)
+        in_place = wide == self.full.dtype and self.rest.tensor.device == store.device and not separate
+        master = stepped if in_place else store.place(len(owned), wide, f"master of unit '{self.name}'", names=names)
+        return OptimizerState(self.name, len(owned), tiers, master, None if in_place else stepped, self.gradient, names)
 
     @cached_property
     def weight_transport(self) -> WeightTransport:
@@ -81,16 +81,16 @@ class TrainableUnit(Unit):
 
     @property
     def precise_range(self) -> range:
-        return self.master_span
+        return self.master_range
 
     @property
     def master(self) -> Tensor:
-        """The fp32 master, or the resting weights (master_span,)."""
+        """The fp32 master, or the resting weights (master_range,)."""
         return self.state.master.tensor
 
     @property
     def has_separate_master(self) -> bool:
-        return self.state.weights is not None
+        return self.state.separate_weights is not None
 
     @property
     def slots_without_grad(self) -> Sequence[int]:
@@ -104,11 +104,11 @@ class TrainableUnit(Unit):
 
     def keep_for_step(self) -> None:
         if self.gradient.consumed_early and self.can_stay and not self.has_separate_master:
-            self.keep_part_resident(range(len(self.master_span)))
+            self.keep_part_resident(range(len(self.master_range)))
 
     def keep_part_resident(self, part: range, *, by_step: bool = False) -> None:
         """Have the weights whose masters are the elements `part`, counted as the master's, stay in memory."""
-        start = self.master_span.start - self.resting.start
+        start = self.master_range.start - self.resting_range.start
         self.residency.pin(range(start + part.start, start + part.stop), by_step=by_step)
 
     @torch.no_grad()
@@ -135,23 +135,23 @@ class TrainableUnit(Unit):
     @torch.no_grad()
     def cast_master_to_weights(self) -> None:
         """Round the whole master to where this rank's weights rest."""
-        if self.state.weights is not None:
-            part = range(len(self.master_span))
+        if self.state.separate_weights is not None:
+            part = range(len(self.master_range))
             self.state.fetch(part).wait()
-            self.state.weights.tensor.copy_(self.state.master.tensor)
+            self.state.separate_weights.tensor.copy_(self.state.master.tensor)
             self.state.commit(part)
 
     @torch.no_grad()
     def gather_master(self) -> Tensor:
         """Return the master of all ranks, the whole buffer (size,), in memory of its own; each rank of the unit calls it."""
         with fetched(self.state.master, changed=False) as own:
-            return self.gather_spans(own)
+            return self.gather_shards(own)
 
     @torch.no_grad()
-    def gather_spans(self, own: Tensor) -> Tensor:
-        """Return the whole buffer (size,) of which `own` is this rank's part (master_span,); all its ranks call it."""
+    def gather_shards(self, own: Tensor) -> Tensor:
+        """Return the whole buffer (size,) of which `own` is this rank's part (master_range,); all its ranks call it."""
         values = torch.zeros(self.layout.size, dtype=own.dtype, device=self.full.device)
-        values[self.master_span.start:self.master_span.stop] = own
+        values[self.master_range.start:self.master_range.stop] = own
         if self.stage.master is SHARD:
             self.communicator.all_gather(values, Label(kind="gather", unit=self.name, index=self.index)).wait()
         return values
@@ -159,18 +159,18 @@ class TrainableUnit(Unit):
     def _keep(self, values: Tensor) -> None:
         super()._keep(values)
         if self.has_separate_master:
-            span = self.master_span
+            owned = self.master_range
             with fetched(self.state.master, changed=True) as master:
-                master.copy_(values[span.start:span.stop])
+                master.copy_(values[owned.start:owned.stop])
 
     @torch.no_grad()
     def keep_slots(self, slots: Iterable[int]) -> None:
         slots = list(slots)
         super().keep_slots(slots)
         for slot in (self.layout.slots[index] for index in slots) if self.has_separate_master else ():
-            own = range(max(slot.start, self.master_span.start), min(slot.stop, self.master_span.stop))
+            own = range(max(slot.start, self.master_range.start), min(slot.stop, self.master_range.stop))
             if own:
-                first = self.master_span.start
+                first = self.master_range.start
                 with fetched(self.state.master, own.start - first, own.stop - first, changed=True) as master:
                     master.copy_(self.full[own.start:own.stop])
 

@@ -1,6 +1,6 @@
 """A unit: the parameters that are gathered, reduced and stepped together, as one flat buffer.
 
-    weight   the resting weights: the whole buffer, or this rank's span of it, in the compute dtype (`WeightMemory`)
+    weight   the resting weights: the whole buffer, or this rank's shard of it, in the compute dtype (`WeightMemory`)
     full     the whole buffer in the compute dtype, whose views the parameters are; without memory while released
     master   the optimizer's fp32 copy: a view of `weight` where dtype and tier agree, else a copy (`TrainableUnit`)
 
@@ -53,13 +53,13 @@ class Unit:
         """The number of the unit, equal on every rank: all make their units in the same order."""
         self.is_sharded: Final = stage.weight is SHARD
         """Whether each rank holds a slice of the weights at rest."""
-        self.span: Final = self.layout.span(self.communicator.rank)
+        self.shard_range: Final = self.layout.shard_range(self.communicator.rank)
         """The elements of the buffer that this rank owns."""
-        self.resting: Final = self.span if self.is_sharded else range(self.layout.size)
+        self.resting_range: Final = self.shard_range if self.is_sharded else range(self.layout.size)
         """The elements of the buffer whose weights rest on this rank."""
-        self.memory = WeightMemory(self.layout, self.resting, dtype, device, weights, f"weights of unit '{name}'",
+        self.memory = WeightMemory(self.layout, self.resting_range, dtype, device, weights, f"weights of unit '{name}'",
                                    is_sharded=self.is_sharded)
-        self.full, self.rest, self.weight = self.memory.full, self.memory.rest, self.memory.rest.tensor
+        self.full, self.rest = self.memory.full, self.memory.rest
         self.reshards: Final = self.memory.can_shrink
         """Whether the weights are released between their uses."""
         self.can_stay: Final = self.reshards and self.memory.rests_in_full and not isinstance(self.rest, ResidentSpan)
@@ -78,7 +78,6 @@ class Unit:
         self._parameters = [member.parameter for member in members]
         self.versions = VersionCounters(self._parameters)
         self._bring: Callable[[], None] | None = None
-        self._is_concealed = False  # guarded although it is gathered
 
     def _enter(self, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, f"unit '{self.name}': {self.phase.name} -> {phase.name}"
@@ -89,9 +88,9 @@ class Unit:
         return self.phase is Phase.RELEASED
 
     @property
-    def is_concealed(self) -> bool:
-        """Whether the weights are guarded although they are gathered."""
-        return self._is_concealed
+    def holds_values(self) -> bool:
+        """Whether the whole buffer holds the weights, whether they may be read or not."""
+        return self.phase in (Phase.GATHERED, Phase.CONCEALED)
 
     @cached_property
     def weight_transport(self) -> WeightTransport:
@@ -106,7 +105,7 @@ class Unit:
     @property
     def precise_range(self) -> range:
         """The elements of the buffer that `precise` holds."""
-        return self.resting
+        return self.resting_range
 
     @property
     def readers(self) -> int:
@@ -152,17 +151,29 @@ class Unit:
         """Start bringing the resting weights, if the unit is released. A pending step brings them instead."""
         if self.pending is not None:
             self.pending.request()
-        if self.phase is Phase.RELEASED and not self.awaits_step:
+        if not self.awaits_step:
+            self._start_loading()
+
+    def prefetch(self) -> None:
+        """Start gathering, if the unit is released. A collective waits for a pending step, a fetch on this rank does not."""
+        if not self._gathers_over_ranks:
+            self.fetch()
+            return
+        if self.pending is not None:
+            self.pending.finish()
+        self._start_loading()
+        self._start_gather()
+
+    def _start_loading(self) -> None:
+        """Start bringing the resting weights of a released unit."""
+        if self.phase is Phase.RELEASED:
             with torch.no_grad():
                 self._loading = self.memory.grow()
                 self.residency.unpin()
             self._enter(Phase.LOADING)
 
-    def prefetch(self) -> None:
-        """Start gathering, if the unit is released."""
-        if self.pending is not None and self._gathers_over_ranks:
-            self.pending.finish()
-        self.fetch()
+    def _start_gather(self) -> None:
+        """Start the all-gather of a unit whose weights are on their way, where the ranks hold parts of it."""
         if self.phase is Phase.LOADING and self._gathers_over_ranks:
             with torch.no_grad(), self._loading.following():  # compute before its use waits for neither
                 self._handle = self.weight_transport.gather(self.full)
@@ -172,14 +183,18 @@ class Unit:
         """Return when the parameters hold their values."""
         if not self._scope.is_open:
             self.check()
-        if self.phase is not Phase.GATHERED and self.pending is not None:
+        if self.pending is not None and not self.holds_values:
             self.pending.finish()  # which may gather it to publish, and a hold keeps it gathered
         if self.phase is Phase.GATHERED:
-            self._reveal()
+            return
+        if self.phase is Phase.CONCEALED:
+            self._enter(Phase.GATHERED)
+            self._unguard()
             return
         if self.phase is Phase.ROWS_GATHERED:
             self._shrink()
-        self.prefetch()
+        self._start_loading()
+        self._start_gather()
         with torch.no_grad():
             self._loading.wait()
         if self._handle is not None:
@@ -210,14 +225,9 @@ class Unit:
     def conceal(self) -> None:
         """Guard the weights of a unit that stays gathered for its next use: to read them raises as if it were released."""
         if self.phase is Phase.GATHERED and self.is_sharded and not self._contexts:
-            self._is_concealed = True
+            self._enter(Phase.CONCEALED)
             for parameter in self._parameters:
                 guard(parameter)
-
-    def _reveal(self) -> None:
-        if self._is_concealed:
-            self._is_concealed = False
-            self._unguard()
 
     @torch.no_grad()
     def gather_rows(self, rows: Tensor) -> None:
@@ -238,8 +248,10 @@ class Unit:
         if not self.reshards or self.phase is Phase.RELEASED or self._holds:
             return
         with torch.no_grad():
-            # Where a deferred step is pending, another rank has not started this fetch: no collective while it loads
-            self._loading.wait() if self.phase is Phase.LOADING else self.gather()
+            if self.phase is Phase.LOADING:  # where a deferred step is pending, another rank has not started this fetch:
+                self._loading.wait()  # no collective
+            elif self.phase is Phase.IN_FLIGHT:
+                self.gather()
             if not self.is_sharded and any(self.versions.since):
                 self.memory.mark_dirty()
             self._shrink()
@@ -271,7 +283,7 @@ class Unit:
 
     def keep_resident(self) -> None:
         """Have the resting weights stay in memory for their next use."""
-        self.residency.pin(range(len(self.resting)))
+        self.residency.pin(range(len(self.resting_range)))
 
     @property
     def serves_reads(self) -> bool:

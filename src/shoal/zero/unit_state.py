@@ -21,6 +21,7 @@ class Phase(Enum):
     IN_FLIGHT = "a collective writes it"
     ROWS_GATHERED = "the rows that the present call looks up"
     GATHERED = "the values"
+    CONCEALED = "the values, kept for backward: until then a read raises, as if they were released"
 
 
 TRANSITIONS = frozenset({
@@ -33,6 +34,9 @@ TRANSITIONS = frozenset({
     (Phase.ROWS_GATHERED, Phase.RELEASED),
     (Phase.GATHERED, Phase.IN_FLIGHT),  # publish, where weights rest replicated
     (Phase.GATHERED, Phase.RELEASED),
+    (Phase.GATHERED, Phase.CONCEALED),  # conceal, where a forward ends
+    (Phase.CONCEALED, Phase.GATHERED),  # gather
+    (Phase.CONCEALED, Phase.RELEASED),
     (Phase.IN_FLIGHT, Phase.RELEASED),  # poison
 })
 

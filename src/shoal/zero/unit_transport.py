@@ -6,8 +6,8 @@
     OneBitTransport    one bit an element and one scale a block (docs/compression.md)
 
 `Unit` asks its transport to gather, `TrainableUnit` to publish, `Gradient` to reduce and to replicate. A transport keeps
-neither weights nor gradient: it fills the spans of other ranks in the unit's buffer, reads the accumulator's closed buffer,
-and adds to `gradient.own`, this rank's span of the sum.
+neither weights nor gradient: it fills the shards of other ranks in the unit's buffer, reads the accumulator's closed buffer,
+and adds to `gradient.own`, this rank's shard of the sum.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InFlight:
     handle: Handle
     borrowed: list[Tensor] = field(default_factory=list[Tensor])
     replicate: Callable[[Tensor], Handle]
-    """Gives all ranks the spans of the sum, where the master rests replicated."""
+    """Gives all ranks the shards of the sum, where the master rests replicated."""
     _summed: bool = field(default=False, init=False)
 
     def sum(self, pool: Pool) -> bool:
@@ -78,7 +78,7 @@ class InFlight:
         return True
 
     def start_replicating(self, whole: Tensor) -> None:
-        """Start giving all ranks the spans of the sum `whole` (1-D)."""
+        """Start giving all ranks the shards of the sum `whole` (1-D)."""
         self.handle = self.replicate(whole)
 
 
@@ -87,7 +87,7 @@ class Reducible(Protocol):
 
     accumulator: GradAccumulator
     own: Tensor
-    """This rank's span of the sum."""
+    """This rank's shard of the sum."""
     reduced: Tensor
     """The sum, where the master rests."""
     has_sum: bool
@@ -110,7 +110,7 @@ class WeightTransport:
         self._publish_label = Label(kind="publish", unit=unit, index=index)
 
     def gather(self, full: Tensor) -> Handle:
-        """Give every rank the sharded weights: all spans of `full`, in which each rank has its own."""
+        """Give every rank the sharded weights: all shards of `full`, in which each rank has its own."""
         return self._communicator.all_gather(full, self._gather_label)
 
     def gather_rows(self, full: Tensor, rows: Tensor) -> bool:
@@ -118,7 +118,7 @@ class WeightTransport:
         return False
 
     def publish(self, master: Tensor, full: Tensor, *, foreign_writes: bool) -> Handle:
-        """Give every rank the stepped weights of every span of `full`. `foreign_writes`: the script wrote into `full`."""
+        """Give every rank the stepped weights of every shard of `full`. `foreign_writes`: the script wrote into `full`."""
         return self._communicator.all_gather(full, self._publish_label)
 
 
@@ -160,7 +160,7 @@ class DenseTransport(WeightTransport):
         self.skips_sync = skip_sync
 
     def exact_addend(self, part: range) -> tuple[Tensor, int] | None:
-        """Return this rank's uncompressed addend of the elements `part` of its span, and the number of addends; None where
+        """Return this rank's uncompressed addend of the elements `part` of its shard, and the number of addends; None where
         all are exact."""
         return None
 
@@ -177,15 +177,15 @@ class DenseTransport(WeightTransport):
                         replicate=self.replicate)
 
     def replicate(self, whole: Tensor) -> Handle:
-        """Give every rank the spans of the sum `whole` (1-D)."""
+        """Give every rank the shards of the sum `whole` (1-D)."""
         return self._replicate_over(self._communicator, whole)
 
     def gather_sum(self, whole: Tensor) -> None:
-        """Give every rank the spans of the sum `whole` (1-D), unrounded."""
+        """Give every rank the shards of the sum `whole` (1-D), unrounded."""
         self._communicator.all_gather(whole, self._replicate_label).wait()
 
     def sum_over_replicas(self, own: Tensor, replicas: Communicator) -> None:
-        """Sum `own`, this rank's span, over the other copies of the state."""
+        """Sum `own`, this rank's shard, over the other copies of the state."""
         part = own[replicas.rank * (own.numel() // replicas.ranks):][:own.numel() // replicas.ranks]
         source = self._on_wire(own)
         staging = self._pool.borrow(replicas.staging_elements(source.numel()), source.dtype)
@@ -209,12 +209,12 @@ class DenseTransport(WeightTransport):
         return self._pool.borrow(source.numel(), self._dtypes.wire).copy_(source)
 
     def _replicate_over(self, communicator: Communicator, whole: Tensor) -> Handle:
-        """All-gather `whole`. Where the wire is narrower every span is rounded to it, this rank's own too."""
+        """All-gather `whole`. Where the wire is narrower every shard is rounded to it, this rank's own too."""
         if self._dtypes.wire.itemsize >= whole.dtype.itemsize:
             return communicator.all_gather(whole, self._replicate_label)
         narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
-        spans = whole.view(communicator.ranks, -1)
-        narrow.view(communicator.ranks, -1)[communicator.rank] = spans[communicator.rank]
+        shards = whole.view(communicator.ranks, -1)
+        narrow.view(communicator.ranks, -1)[communicator.rank] = shards[communicator.rank]
 
         def widen() -> None:
             whole.copy_(narrow)
@@ -263,7 +263,7 @@ class RowsTransport(DenseTransport):
 class OneBitTransport(DenseTransport):
     """Sends one bit an element and one scale a block, with error feedback.
 
-        reduce     every rank packs its addend of each other's span; the owner adds what it unpacks to its own, exact addend
+        reduce     every rank packs its addend of each other's shard; the owner adds what it unpacks to its own, exact addend
         publish    the owner packs by how much its master is ahead of the published weights; every rank adds what it unpacks
 
     The exact addend is kept apart until the step, since the squares of compressed values are not those of a gradient. The
@@ -278,10 +278,10 @@ class OneBitTransport(DenseTransport):
         super().__init__(wire, carries=True)
         self._before, self._after = self._before * self._after, 1.0
         self._copies = wire.replica_group.identical_grad_ranks
-        self._span = wire.layout.size // self._communicator.ranks
-        self._row = onebit.packed_bytes(self._span)
+        self._shard_size = wire.layout.size // self._communicator.ranks
+        self._row = onebit.packed_bytes(self._shard_size)
         self._addends = self._communicator.ranks // self._copies
-        self._exact: Tensor | None = None  # this rank's own addend of its span, of the step's sum
+        self._exact: Tensor | None = None  # this rank's own addend of its shard, of the step's sum
         self._gradient = self._weights = False
 
     @classmethod
@@ -318,23 +318,23 @@ class OneBitTransport(DenseTransport):
         if not self._weights:
             return super().publish(master, full, foreign_writes=foreign_writes)
         ranks, rank = self._communicator.ranks, self._communicator.rank
-        spans = full.view(ranks, self._span)
+        shards = full.view(ranks, self._shard_size)
         flat = self._borrow()
         rows = flat.view(ranks, self._row)
-        onebit.difference(master, spans[rank], rows[rank])
+        onebit.difference(master, shards[rank], rows[rank])
         transfer = self._communicator.all_gather(flat, self._publish_label)
 
         def add() -> None:
-            for row, span in zip(rows, spans, strict=True):
-                onebit.unpack(row, span, accumulate=True)
+            for row, shard in zip(rows, shards, strict=True):
+                onebit.unpack(row, shard, accumulate=True)
             self._layout.clear_gaps(full)
             self._give_back([flat])
 
         return _HandleWithCallback(transfer, add)
 
     def _keep_exact(self, addend: Tensor, *, onto: bool) -> None:
-        """Keep this rank's span of `addend` (size,), which is to be reduced, `onto` that of an earlier sum of the step."""
-        own = addend.view(self._communicator.ranks, self._span)[self._communicator.rank]
+        """Keep this rank's shard of `addend` (size,), which is to be reduced, `onto` that of an earlier sum of the step."""
+        own = addend.view(self._communicator.ranks, self._shard_size)[self._communicator.rank]
         if self._exact is None:
             self._exact = torch.zeros_like(own)
         if not onto:
@@ -342,24 +342,24 @@ class OneBitTransport(DenseTransport):
         self._exact.add_(own, alpha=self._copies)
 
     def _reduce_packed(self, addend: Tensor) -> Handle:
-        """Sum `addend` (size,) over the ranks into this rank's span of it; the other spans keep the compression error.
+        """Sum `addend` (size,) over the ranks into this rank's shard of it; the other shards keep the compression error.
 
         The sum is taken in rank order, this rank's own addend first.
         """
         ranks, rank = self._communicator.ranks, self._communicator.rank
-        spans = addend.view(ranks, self._span)
+        shards = addend.view(ranks, self._shard_size)
         borrowed = [self._borrow(), self._borrow()]
         sent, received = (list(flat.view(ranks, self._row)) for flat in borrowed)
         sent[rank] = received[rank] = borrowed[0][:0]
         for peer in range(ranks):
             if peer != rank:
-                onebit.pack(spans[peer], sent[peer])
+                onebit.pack(shards[peer], sent[peer])
         transfer = self._communicator.all_to_all(sent, received, self._reduce_label)
 
         def add() -> None:
             for peer in range(ranks):
                 if peer != rank:
-                    onebit.unpack(received[peer], spans[rank], accumulate=True)
+                    onebit.unpack(received[peer], shards[rank], accumulate=True)
             self._layout.clear_gaps(addend)
             self._give_back(borrowed)
 

@@ -1,7 +1,7 @@
 """The memory of a unit's weights: the whole buffer, and the part of it that rests on this rank.
 
     full     the whole buffer in the compute dtype, whose views the parameters are; without memory while it is shrunk
-    rest     the part that rests: all of it, or this rank's span
+    rest     the part that rests: all of it, or this rank's shard
 
 Shrinking keeps the memory while a tensor of code outside shares it, and lets what that code may have written rest first.
 """
@@ -68,12 +68,12 @@ class WeightMemory:
         self._elastic.shrink(retain=self._external_refs is not None)
 
     def save(self) -> None:
-        """Copy the span of the full buffer into the resting shard."""
+        """Copy this rank's shard of the full buffer into the resting shard."""
         if self._elastic is not None:
             self._elastic.save_shard()
 
     def load(self) -> None:
-        """Copy the resting shard into its span of the full buffer."""
+        """Copy the resting shard into its place in the full buffer."""
         if self._elastic is not None:
             self._elastic.load_shard()
 

@@ -75,7 +75,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Return how many devices this host offers."""
+        """Return the number of devices that this host offers."""
 
     @abstractmethod
     def synchronize(self, device_index: int | None = None) -> None:

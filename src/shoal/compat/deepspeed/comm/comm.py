@@ -295,7 +295,7 @@ def get_logged_comm_ops() -> list[str]:
 
 
 def get_comm_operation_count() -> int:
-    """Return how many calls were recorded."""
+    """Return the number of calls that were recorded."""
     recorder = traffic.recorder
     return 0 if recorder is None else sum(row.calls for row in recorder.rows)
 

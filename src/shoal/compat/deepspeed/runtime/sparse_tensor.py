@@ -51,7 +51,7 @@ class SparseTensor:
         return torch.sparse_coo_tensor(indices.unsqueeze(0), values, size, check_invariants=True)
 
     def sparse_size(self) -> tuple[int, int]:
-        """Return how many numbers the rows with their indices are, and how many the dense tensor is."""
+        """Return the numbers of elements of the rows with their indices, and of the dense tensor."""
         indices, values, size = self._rows()
         return indices.numel() + values.numel(), torch.Size(size).numel()
 

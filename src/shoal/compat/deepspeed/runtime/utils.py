@@ -294,7 +294,7 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
 
 
 def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
-    """Return how many elements of the gradients are zero."""
+    """Return the number of elements of the gradients that are zero."""
     zeros = sum(int((each.grad == 0).sum()) for each in _counted(_listed(parameters), mpu) if each.grad is not None)
     return float(_over_model_ranks(torch.tensor(float(zeros)), dist.ReduceOp.SUM, mpu))
 

@@ -9,7 +9,7 @@ __all__ = ["bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "b
 
 
 def _first(mpu: Any, names: tuple[str, ...], default: Any) -> Any:
-    """Return what the first method that `mpu` has returns, `default` if it has none."""
+    """Call the first of the methods that `mpu` has, and return its result; `default` if it has none."""
     method = next((found for name in names if (found := getattr(mpu, name, None)) is not None), None)
     return default if method is None else method()
 

@@ -164,7 +164,7 @@ class CommsLogger:
         return {"summary": summary, "straggler_analysis": waits, "metadata": metadata} if return_dict else None
 
     def _stragglers(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return how long this rank's calls took over those of the quickest rank."""
+        """Return the seconds that this rank's calls took over those of the quickest rank."""
         mine = {name: {size: record[1] for size, record in sizes.items()} for name, sizes in self.comms_dict.items()}
         by_rank = gather_objects(mine, "log_all: latencies") if dist.is_initialized() else [mine]
         found: dict[str, dict[int, dict[str, Any]]] = {}

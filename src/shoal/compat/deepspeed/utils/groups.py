@@ -122,7 +122,7 @@ def get_sequence_parallel_rank() -> int:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Return how many they are, 1 where sequences are not split."""
+    """Return their number, 1 where sequences are not split."""
     return 1 if _mesh() is None else _mesh().get_sequence_parallel_world_size()
 
 
@@ -137,7 +137,7 @@ def get_sequence_data_parallel_rank() -> int:
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """Return how many they are."""
+    """Return their number."""
     return dist.get_world_size() if _mesh() is None else _mesh().get_sequence_data_parallel_world_size()
 
 

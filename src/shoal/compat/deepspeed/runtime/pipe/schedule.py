@@ -95,7 +95,7 @@ class PipeSchedule(ABC):
         """Yield the instructions of each tick."""
 
     def num_pipe_buffers(self) -> int:
-        """Return how many buffers the stage needs."""
+        """Return the number of buffers that the stage needs."""
         return self.micro_batches
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
