@@ -90,6 +90,7 @@ DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
         {"CudaRNGStatesTracker", "_CUDA_RNG_STATE_TRACKER", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"},
         "published names"),
     "compat/deepspeed/runtime/config.py": ({"enable_cuda_graph"}, "a published key"),
+    "compat/deepspeed/runtime/fp16/onebit/": ({"cuda_aware", "cuda_aware and comm_backend_name"}, "a published parameter"),
     "compat/device_accelerator.py": ({"accelerator"}, "the published accelerator answers what torch's does"),
     "compat/ranks_command.py": ({"CUDA_VISIBLE_DEVICES"}, "a published variable"),
     "launch/agent.py": ({"CUDA_VISIBLE_DEVICES"}, "which GPUs ranks are near to, before torch is loaded"),

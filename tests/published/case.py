@@ -117,7 +117,7 @@ def chosen(words: Sequence[str] = (), most: int | None = None) -> list[str]:
     ]
 
 
-SLOW = ("on_zero", "on_half", "on_optimizers", "on_checkpoint", "on_comm")
+SLOW = ("on_zero", "on_engine", "on_half", "on_optimizers", "on_checkpoint", "on_comm")
 """Families that the suite leaves to `python -m tests.published`: other tests of the suite train at every stage."""
 
 

@@ -20,6 +20,7 @@ from shoal.compat.deepspeed.monitor.monitor import MonitorMaster
 from shoal.compat.deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
 from shoal.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from shoal.compat.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from shoal.compat.deepspeed.utils import groups
 from shoal.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, write_script
@@ -34,6 +35,8 @@ from shoal.zero.gathered import gathered
 
 __all__ = ["DeepSpeedEngine", "PublishedEngine"]
 
+PLD_THETA, PLD_GAMMA = 1.0, 0.001
+"""The published defaults of `progressive_layer_drop`."""
 RESERVED = "checkpoint_parallel_dimensions"
 """A key of checkpoints that `client_state` may not have."""
 
@@ -101,10 +104,18 @@ class PublishedEngine(BaseEngine):
         self.published = DeepSpeedConfig(dict(given), mpu=self.mesh)
         self.managed = self.published.managed_gradient_accumulation
         self.monitor = MonitorMaster(self.published.monitor_config)
+        if self.published.pld_enabled:
+            self._check_drops_layers()
+            self.progressive_layer_drop = ProgressiveLayerDrop(self.pld_theta(), self.pld_gamma())
         groups.set_mesh(self.mesh)
         if self.sharded is not None:
             members = (member.parameter for unit in self.sharded.units for member in unit.members)
             owned_by(self.optimizer, members, stage=self.settings.zero_optimization.stage)
+
+    def _check_drops_layers(self) -> None:
+        if self.pipeline_parallelism:
+            raise NotSupportedYet("progressive_layer_drop: not supported yet beside a PipelineModule, whose layers get no "
+                                  "keyword arguments; set progressive_layer_drop.enabled to false")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -115,6 +126,8 @@ class PublishedEngine(BaseEngine):
     def _config(self) -> Any:
         return self.published
 
+    progressive_layer_drop: ProgressiveLayerDrop | None = None
+    """The schedule of dropped layers, with `progressive_layer_drop.enabled`."""
     checkpoint_engine = TorchCheckpointEngine()
     """Reads and writes single files for scripts; the engine's own checkpoints are not written by it."""
     store_gradients: bool = False
@@ -238,6 +251,18 @@ class PublishedEngine(BaseEngine):
             self.local_rank, None, collate_fn, num_local_io_workers, data_sampler,
             dataloader_drop_last=self.settings.dataloader_drop_last)
 
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Raise `NotSupportedYet`: batches pass as the loader yields them."""
+        with published_errors():
+            raise NotSupportedYet("set_data_post_process_func: not supported yet; change the batch in the loader's "
+                                  "collate_fn, or before the engine's forward")
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Any]) -> None:
+        """Raise `NotSupportedYet`: the engine samples by no curriculum."""
+        with published_errors():
+            raise NotSupportedYet("set_custom_curriculum_learning_schedule: not supported yet; schedule difficulty in the "
+                                  "training loop by runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler")
+
     compile = as_published(BaseEngine.compile)
 
     @as_published
@@ -286,6 +311,22 @@ class PublishedEngine(BaseEngine):
     def steps_per_print(self) -> int | None:
         """Return the configured value."""
         return self.published.steps_per_print
+
+    def pld_params(self) -> Any:
+        """Return the section `progressive_layer_drop`, None if there is none."""
+        return self.published.pld_params
+
+    def pld_theta(self) -> float:
+        """Return the share of layers that is kept in the end."""
+        return (self.pld_params() or {}).get("theta", PLD_THETA)
+
+    def pld_gamma(self) -> float:
+        """Return how fast the share of kept layers falls."""
+        return (self.pld_params() or {}).get("gamma", PLD_GAMMA)
+
+    def get_pld_theta(self) -> float | None:
+        """Return the share of layers that the present step keeps, None without progressive layer dropping."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def zero_offload_optimizer(self) -> Any:
         """Return the published section of offloaded optimizer state, None if there is none."""
@@ -393,7 +434,13 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
     """The engine that `deepspeed.initialize` returns for a module."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; within `torch.autocast` where `torch_autocast` asks for it."""
+        """Run the model; within `torch.autocast` where `torch_autocast` asks for it.
+
+        With `progressive_layer_drop` a model in training gets the keywords `progressive_layer_drop` and `pld_theta`.
+        """
+        if self.progressive_layer_drop is not None and self.module.training:
+            self.progressive_layer_drop.update_state(self.global_steps)
+            kwargs |= self.progressive_layer_drop.get_state()
         with published_errors(), self.autocast():
             return super().forward(*inputs, **kwargs)
 
@@ -420,6 +467,11 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
         """Accumulate without communication, at every stage; raises `AssertionError` when it is nested."""
         with published_errors(), super().no_sync():
             yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Generator[None]:
+        """Take several backward passes of one step, whose gradients are summed; each is reduced as it comes."""
+        yield
 
     @as_published
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

@@ -78,7 +78,8 @@ def set_z3_leaf_modules_by_suffix(model: nn.Module, module_name_suffixes: Iterab
 
 def mark_configured(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Mark the modules of `model` that `zero_optimization.leaf_module` names, or the published mixtures of experts."""
-    section = DeepSpeedZeroLeafModuleConfig(**((config.get("zero_optimization") or {}).get("leaf_module") or {}))
+    zero = config.get("zero_optimization")
+    section = DeepSpeedZeroLeafModuleConfig(**((zero.get("leaf_module") or {}) if isinstance(zero, Mapping) else {}))
     set_z3_leaf_modules(model, section.classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)

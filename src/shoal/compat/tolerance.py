@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from shoal.compat.deepspeed.comm.config import DeepSpeedCommsConfig
+from shoal.compat.deepspeed.elasticity.elasticity import refuse_other_batch
 from shoal.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
 from shoal.compat.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
-from shoal.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
+from shoal.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config, read_zero_config_deprecated
 from shoal.config.problem import join, nearest, shown
 from shoal.config.published import is_auto
 from shoal.config.resolve import nested
@@ -38,6 +39,8 @@ class Inert:
     reason: str
     for_scripts: bool = False
     """Dropped although Shoal has such a key: under the published name only scripts read it."""
+    native: frozenset[str] = frozenset()
+    """Keys of the block that Shoal alone has; the engine reads a block with one of them."""
 
 
 _WHOLE_UNITS = "a block is gathered whole, in one all-gather, whatever its modules are"
@@ -49,7 +52,9 @@ INERT: Mapping[str, Inert] = {
     "disable_python_gc": Inert(default=False, reason="no step leaves reference cycles for the collector"),
     "graph_harvesting": Inert(default=False, reason="nothing is captured as a CUDA graph; results are the same"),
     "seq_parallel_communication_data_type": Inert(default="fp32", reason="there is no sequence-parallel reduction"),
-    "activation_checkpointing": Inert(default=None, reason="checkpointing.configure reads it, the engine does not"),
+    "activation_checkpointing": Inert(
+        default=None, reason="checkpointing.configure reads it, the engine does not", for_scripts=True,
+        native=frozenset({"recompute", "rest", "budget", "nvme_path"})),
     "sparse_attention": Inert(default=None, reason="scripts read it, the engine does not", for_scripts=True),
     "timers": Inert(default=None, reason="throughput is logged by steps_per_print, and needs no synchronised timers"),
     "data_types.keep_in_fp32_modules": Inert(default="auto", reason="buffers always keep their dtype"),
@@ -65,7 +70,6 @@ INERT: Mapping[str, Inert] = {
     "zero_optimization.pipeline_loading_checkpoint": Inert(default=False, reason="reading always overlaps with copying"),
     "zero_optimization.load_from_fp32_weights": Inert(default=True, reason="masters are loaded exactly as saved"),
     "zero_optimization.parameter_alignment": Inert(default=False, reason="slices start at multiples of 64 elements"),
-    "zero_optimization.compute_grad_norm": Inert(default=True, reason="the norm is computed where a step needs it"),
     "zero_optimization.legacy_stage1": Inert(default=False, reason="there is one form of stage 1"),
     "zero_optimization.contiguous_gradients": Inert(default=True, reason="gradients of a unit always rest in one buffer"),
     "zero_optimization.reduce_scatter": Inert(default=True, reason="the stage decides which collective runs"),
@@ -81,9 +85,13 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_invalid(given)
     values = {key: value for key, value in copy.deepcopy(dict(given)).items() if value is not None}
     zero = values.get("zero_optimization")
-    if isinstance(zero, dict):
+    if isinstance(zero, bool):
+        values["zero_optimization"] = read_zero_config_deprecated(values)
+        values.pop("allgather_size", None)
+    elif isinstance(zero, dict):
         zero["stage"] = int(get_zero_config(given).stage)
-    for followed in ("managed_gradient_accumulation", "torch_autocast", *DeepSpeedMonitorConfig.model_fields):
+    for followed in ("managed_gradient_accumulation", "torch_autocast", "progressive_layer_drop",
+                     *DeepSpeedMonitorConfig.model_fields):
         values.pop(followed, None)  # the published engine itself honours it
     values = _known(Config, values, "")
     _resolve_averaging(values)
@@ -106,6 +114,7 @@ def _refuse_invalid(given: Mapping[str, Any]) -> None:
         assert not on or zero.stage, f"{name}: needs a ZeRO stage of 1 to 3"
     get_monitor_config(param_dict)
     DeepSpeedCommsConfig(param_dict)
+    refuse_other_batch(param_dict)
 
 
 def _without_native(section: object) -> object:
@@ -126,7 +135,7 @@ def _known(kind: type[Section], values: Mapping[str, Any], path: str) -> dict[st
         where = join(path, key)
         inert = INERT.get(join(path, key.removeprefix("stage3_")))
         name = kind.aliases.get(key, key)
-        if inert is not None and (inert.for_scripts or name not in kind.model_fields):
+        if inert is not None and _dropped(inert, value, known=name in kind.model_fields):
             _warn_inert(where, value, inert)
         elif name in inner and isinstance(value, Mapping):
             found[key] = _known(inner[name], cast("Mapping[str, Any]", value), where)
@@ -135,6 +144,13 @@ def _known(kind: type[Section], values: Mapping[str, Any], path: str) -> dict[st
         else:
             _warn_unknown(kind, key, where)
     return found
+
+
+def _dropped(inert: Inert, value: object, *, known: bool) -> bool:
+    """Whether the engine does not read a key of this row, which Shoal's own configuration has if it is `known`."""
+    if not known:
+        return True
+    return inert.for_scripts and not (isinstance(value, Mapping) and inert.native & {*cast("Mapping[str, Any]", value)})
 
 
 def _warn_inert(where: str, value: object, inert: Inert) -> None:

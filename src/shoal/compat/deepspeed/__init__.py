@@ -32,6 +32,7 @@ __getattr__, __dir__ = lazy_names(_HERE, {
     "dist": f"{_HERE}.comm:",
     "get_accelerator": f"{_HERE}.accelerator.real_accelerator",
     "init_distributed": f"{_HERE}.comm.comm",
+    "is_compile_supported": f"{_HERE}.runtime.compiler",
     **dict.fromkeys(("log_dist", "logger"), _LOGGING),
     "zero": f"{_HERE}.runtime.zero:",
     "DeepSpeedConfig": f"{_HERE}.runtime.config",

@@ -13,9 +13,10 @@ from shoal.resilience.elastic import WorldSizeError, elastic_batch
 from shoal.resilience.settings import ElasticitySettings
 
 __all__ = ["ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize", "compute_elastic_config",
-           "elasticity_enabled", "ensure_immutable_elastic_config"]
+           "elasticity_enabled", "ensure_immutable_elastic_config", "refuse_other_batch"]
 
 SECTION = "elasticity"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MINIMUM_VERSION = (0, 3, 8)
 
 
@@ -76,6 +77,14 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
         if scheduled.get(key) != runtime_elastic_config_dict.get(key):
             raise ElasticityConfigError(f"{SECTION}.{key}: got {runtime_elastic_config_dict.get(key)!r}, and the scheduler "
                                         f"planned for {scheduled.get(key)!r} (DEEPSPEED_ELASTICITY_CONFIG); give the same")
+
+
+def refuse_other_batch(ds_config: Mapping[str, Any]) -> None:
+    """Raise `ElasticityConfigError` for batch sizes beside an enabled section that does not ignore them."""
+    beside = [key for key in BATCH_KEYS if ds_config.get(key) is not None]
+    if elasticity_enabled(ds_config) and beside and not ds_config[SECTION].get("ignore_non_elastic_batch_info", False):
+        raise ElasticityConfigError(f"{SECTION}: got {', '.join(beside)} beside it; remove them, or set "
+                                    f"{SECTION}.ignore_non_elastic_batch_info to true")
 
 
 def _check_version(text: str) -> None:

@@ -19,7 +19,14 @@ import torch.distributed as dist
 
 from shoal.compat.config_reads import *  # noqa: F403
 from shoal.compat.config_reads import REDUCTIONS, TAG_MODES, get_sparse_attention
+from shoal.compat.deepspeed import __version__
 from shoal.compat.deepspeed.comm.config import DeepSpeedCommsConfig
+from shoal.compat.deepspeed.elasticity.elasticity import (
+    ElasticityIncompatibleWorldSize,
+    compute_elastic_config,
+    elasticity_enabled,
+    refuse_other_batch,
+)
 from shoal.compat.deepspeed.monitor.config import get_monitor_config
 from shoal.compat.deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from shoal.compat.deepspeed.runtime import constants
@@ -187,6 +194,20 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = given.get("train_micro_batch_size_per_gpu")
         self.gradient_accumulation_steps = given.get("gradient_accumulation_steps")
         self.managed_gradient_accumulation: bool = given.get("managed_gradient_accumulation", True)
+        self.elasticity_enabled = elasticity_enabled(given)
+        if self.elasticity_enabled:
+            self._read_elastic_batch(given)
+
+    def _read_elastic_batch(self, given: dict[str, Any]) -> None:
+        """Take the batch of the section `elasticity`; raises `ElasticityConfigError` if the file has another one too."""
+        refuse_other_batch(given)
+        ranks = self.world_size * given["elasticity"].get("model_parallel_size", 1)
+        total, _, micro = compute_elastic_config(given, __version__, world_size=ranks)
+        if micro is None:
+            raise ElasticityIncompatibleWorldSize(
+                f"elasticity.micro_batch_sizes: none divides the samples of a rank, {total // self.world_size}; add one")
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = total, micro
+        self.gradient_accumulation_steps = total // (micro * self.world_size)
 
     def _read_training(self, given: dict[str, Any]) -> None:
         optimizer, scheduler = given.get("optimizer") or {}, given.get("scheduler") or {}
@@ -235,7 +256,6 @@ class DeepSpeedConfig:
         self.sparse_attention = get_sparse_attention(given)
         self.pld_params = given.get("progressive_layer_drop")
         self.pld_enabled = bool((self.pld_params or {}).get("enabled", False))
-        self.elasticity_enabled = bool(given.get("elasticity", {}).get("enabled", False))
         self.pipeline = {"stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0,
                          "pipe_partitioned": True, "grad_partitioned": True, **given.get("pipeline", {})}
         types = given.get("data_types", {})

@@ -9,6 +9,7 @@ __getattr__, __dir__ = lazy_names(_HERE, {
     "DeepSpeedTensorOverride": _SHARDING,
     "DeepSpeedZeRoOffload": f"{_HERE}.parameter_offload",
     "GatheredParameters": _SHARDING,
+    "MiCS_Init": f"{_HERE}.mics",
     "Init": _SHARDING,
     "TiledLinear": f"{_HERE}.tiling",
     "TiledLinearReturnBias": f"{_HERE}.tiling",

@@ -125,7 +125,8 @@ def read_zero_config_deprecated(param_dict: Mapping[str, Any]) -> dict[str, Any]
     section: dict[str, Any] = {"stage": 1 if param_dict[ZERO_OPTIMIZATION] else 0}
     if section["stage"]:
         section["allgather_bucket_size"] = get_scalar_param(param_dict, "allgather_size", 500_000_000)
-    logger.warning('"zero_optimization": true is the oldest form of stage 1; write "zero_optimization": {"stage": 1}')
+    logger.warning('"zero_optimization": a boolean is the oldest form; write "zero_optimization": {"stage": %d}',
+                   section["stage"])
     return section
 
 

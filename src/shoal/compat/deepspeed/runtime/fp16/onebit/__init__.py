@@ -1,7 +1,7 @@
 """Compressing optimizers under their published names."""
 
-from shoal.optim.onebit import OneBitAdam as OnebitAdam
-from shoal.optim.onebit import ZeroOneAdam as ZeroOneAdam
-from shoal.optim.onebit_lamb import OneBitLamb as OnebitLamb
+from shoal.compat.deepspeed.runtime.fp16.onebit.adam import OnebitAdam as OnebitAdam
+from shoal.compat.deepspeed.runtime.fp16.onebit.lamb import OnebitLamb as OnebitLamb
+from shoal.compat.deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam as ZeroOneAdam
 
 __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]

@@ -1,5 +1,26 @@
-"""The published name of a compressing optimizer."""
+"""0/1 Adam under its published name."""
 
-from shoal.optim.onebit import ZeroOneAdam as ZeroOneAdam
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.compat.deepspeed.runtime.fp16.onebit.constructor import check_unused
+from shoal.optim.onebit import ZeroOneAdam as Native
 
 __all__ = ["ZeroOneAdam"]
+
+
+class ZeroOneAdam(Native):
+    """0/1 Adam; gradients are compressed by the engine that steps it, so `deepspeed` is not needed.
+
+    Raises `RuntimeError` for `amsgrad`, `ValueError` for `max_grad_norm`.
+    """
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: float = 1e-3, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.0, max_grad_norm: float = 0.0, var_freeze_step: int = 100_000,
+                 var_update_scaler: int = 16, local_step_scaler: int = 32_678, local_step_clipper: int = 16,
+                 amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl"):
+        check_unused("ZeroOneAdam", amsgrad, max_grad_norm, cuda_aware, comm_backend_name)
+        super().__init__(params, lr, var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper,
+                         bias_correction, (betas[0], betas[1]), eps, eps_inside_sqrt, weight_decay)
