@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import Variable
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_function_transform",
-           "in_gradient_transform", "is_reached", "keeps_graph", "run_backward"]
+           "in_gradient_transform", "is_reached", "keeps_graph", "run_backward", "saved_by_checkpoint"]
 
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
 
@@ -51,6 +52,12 @@ def is_reached(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))  # pyright: ignore[reportPrivateUsage]
     except RuntimeError:  # torch.autograd.grad is to return the gradient of a leaf
         return True
+
+
+def saved_by_checkpoint() -> bool:
+    """Return whether what autograd saves here goes to torch's non-reentrant checkpoint, which drops and recomputes it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore  it has no annotation
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def in_gradient_transform() -> bool:

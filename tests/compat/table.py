@@ -27,6 +27,9 @@ BETTER = {
     "deepspeed.ops.sparse_attention.VariableSparsityConfig": "unidirectional layouts draw no later random blocks",
     "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "nests, works at every stage, takes None",
     "deepspeed.runtime.zero.stage3.unwrap_model_for_generation": "no hook has to be removed",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.SequenceTiledCompute": "every tensor gets its gradient",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss": "the loss may be scaled afterwards",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "parameters learn where x needs no gradient",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": "pads what the ranks do not divide",
     "deepspeed.sequence.layer.DistributedAttention": "any number of heads, and of key heads",
     "deepspeed.utils.tensor_fragment.safe_get_full_fp32_param": "at stage 0 too",
@@ -38,7 +41,6 @@ BETTER = {
 REFUSED = {
     "deepspeed.init_inference": "generate with the module of a training engine, or with vLLM",
     "deepspeed.moe.layer.MoE": "write the experts as modules; they train like any others",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "shoal.nn.TiledMLP(module, rows=n)",
     "deepspeed.profiling.flops_profiler.get_model_profile": "torch.utils.flop_counter.FlopCounterMode; engine.trace()",
     "deepspeed.autotuning.autotuner.Autotuner": "`shoal config show FILE --ranks N` prices a configuration",
     "deepspeed.elasticity.DSElasticAgent": "`shoal run --nodes MIN:MAX`",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.errors import ReleasedError, UsageError
@@ -138,9 +139,10 @@ def regularised(trained: Any, turn: int) -> list[Tensor]:
 
 
 def called_directly(trained: Any, turn: int) -> list[Tensor]:
-    """Call submodules outside the engine's forward: blocks, their parts, and modules of the root."""
+    """Call submodules outside the engine's forward: blocks, their parts, and modules of the root; some are recomputed."""
     model, x = trained.module, entry(turn)
-    hidden = model.norm(model.blocks[2][0](model.blocks[1](model.first(x))))
+    inner = checkpoint(lambda value: model.blocks[1](value).tanh(), model.first(x), use_reentrant=False)
+    hidden = model.norm(model.blocks[2][0](inner))
     with torch.no_grad():
         seen = model.norm(model.blocks[0](hidden))
     trained.backward(hidden[:, :3].square().sum() + seen.sum())

@@ -8,13 +8,32 @@ is one forward more. The values are those of the whole, but for the order of sum
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UsageError
 
-__all__ = ["TiledMLP", "in_tiles"]
+__all__ = ["TiledMLP", "in_tiles", "over_tiles"]
+
+
+def over_tiles(function: Callable[..., Any], tensors: Sequence[Tensor], *, rows: int, dim: int) -> list[Any]:
+    """Return what `function` makes of each tile of `rows` positions of all `tensors` along `dim`, recomputed in backward.
+
+    Random numbers of the recompute are those of the forward. Raises UsageError for rows below 1, or tensors of several
+    lengths.
+    """
+    if rows < 1:
+        raise UsageError(f"over_tiles: rows: got {rows}; give 1 or more positions")
+    lengths = {tensor.shape[dim] for tensor in tensors}
+    if len(lengths) > 1:
+        raise UsageError(f"over_tiles: got tensors of {', '.join(map(str, sorted(lengths)))} positions along dim {dim}; "
+                         f"give tensors of one length")
+    tiles = zip(*(tensor.split(rows, dim) for tensor in tensors), strict=True)
+    return [checkpoint(function, *tile, use_reentrant=False) for tile in tiles]
 
 
 def in_tiles(module: nn.Module, x: Tensor, *, rows: int, dim: int = -2) -> Tensor:
@@ -25,8 +44,7 @@ def in_tiles(module: nn.Module, x: Tensor, *, rows: int, dim: int = -2) -> Tenso
     """
     if rows < 1:
         raise UsageError(f"in_tiles: rows: got {rows}; give 1 or more positions")
-    tiles = [checkpoint(module, tile, use_reentrant=False) for tile in x.split(rows, dim)]
-    output = torch.cat(tiles, dim)
+    output = torch.cat(over_tiles(module, [x], rows=rows, dim=dim), dim)
     if output.shape[dim] != x.shape[dim]:
         raise UsageError(f"in_tiles: {type(module).__name__} made {output.shape[dim]} positions of {x.shape[dim]} along dim "
                          f"{dim}; only a module that maps each position by itself can run in tiles")

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.activation import RestingView, SavedActivations
 from shoal.activation.saved import version_witness
-from shoal.autograd import in_backward
+from shoal.autograd import in_backward, saved_by_checkpoint
 from shoal.errors import UsageError
 from shoal.zero.compiled import opaque
 from shoal.zero.unit import Unit
@@ -126,12 +126,16 @@ class SavedTensorTracker:
         return bool(self._weights) or self._activations is not None
 
     def begin(self) -> None:
-        """Set the hooks for a forward, if there is anything to track."""
+        """Set the hooks for a forward, if there is anything to track.
+
+        A module that a script calls within `torch.utils.checkpoint` saves nothing: the checkpoint counts what is saved, and
+        expects as much from the recompute, whose forward hooks gather within backward.
+        """
         self.end()  # of a forward that was interrupted: torch may not have said so
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
         if self._activations is not None:
             self._activations.begin()
-        if self._weights or self._activations is not None:
+        if (self._weights or self._activations is not None) and not saved_by_checkpoint():
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
 

@@ -1,10 +1,8 @@
-"""Attention over split sequences for Hugging Face models."""
+"""Long sequences: attention over split ones for Hugging Face models, and computation over tiles."""
 
+from shoal.compat.tiled import SequenceTiledCompute as SequenceTiledCompute
+from shoal.compat.tiled import TiledFusedLogitsLoss as TiledFusedLogitsLoss
+from shoal.compat.tiled import TiledMLP as TiledMLP
+from shoal.compat.tiled import sequence_tiled_compute as sequence_tiled_compute
 from shoal.compat.ulysses import UlyssesSPAttentionHF as UlyssesSPAttentionHF
 from shoal.compat.ulysses import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
-from shoal.compat.unsupported import unsupported_class
-
-SequenceTiledCompute = unsupported_class("SequenceTiledCompute", "take shoal.nn.in_tiles(module, x, rows=n)")
-TiledMLP = unsupported_class("TiledMLP", "take shoal.nn.TiledMLP(module, rows=n)")
-TiledFusedLogitsLoss = unsupported_class("TiledFusedLogitsLoss",
-                                         "take shoal.nn.use_tiled_loss(model), or shoal.nn.tiled_head(head)")
