@@ -43,7 +43,7 @@ def pictures() -> dict[str, str]:
 
 
 def pipeline(name: str) -> str:
-    """Draw 8 microbatches through 4 ranks: `shoal pipeline show --schedule NAME --stages 4 --microbatches 8 --svg FILE`."""
+    """Draw 8 microbatches through 4 ranks: `shoal pipeline show --schedule NAME --ranks 4 --microbatches 8 --svg FILE`."""
     schedule = make_schedule(name, ranks=RANKS, microbatches=8)
     each = 1 / schedule.stages_per_rank
     return svg(simulate(schedule, Durations(forward=each, input=each, weight=each)))

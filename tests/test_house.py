@@ -50,9 +50,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 """From the ground up. A module imports its own part and the layers below; parts of one layer do not know each other."""
 
-UPWARD: dict[tuple[str, str], str] = {}
-"""Imports that point upward all the same: (file, module) and the reason."""
-
 LATER: dict[tuple[str, str], str] = {
     ("launch/run.py", "shoal.launch.agent"): "it imports torch, which may start threads: after the guardian has forked",
 }
@@ -166,7 +163,7 @@ def upward_imports(name: str, tree: ast.Module) -> Iterator[str]:
     for module in imports(tree):
         part = module.split(".")[1] if "." in module else "__init__"
         below, other = rank_of(part)
-        if part != part_of(name) and below >= height and (name, module) not in UPWARD:
+        if part != part_of(name) and below >= height:
             yield (f"shoal/{name} ({layer}) imports {module} ({other}), which does not lie below it: move what it needs "
                    f"down, or pass it in")
 
@@ -190,7 +187,7 @@ def test_an_import_that_points_upward_or_sideways_is_found(name: str, source: st
 def test_the_tables_of_imports_have_no_dead_rows() -> None:
     assert {part for parts in LAYERS.values() for part in parts} == {part_of(name_of(path)) for path in FILES}
     used = {(name_of(path), module) for path in FILES for module in imports(tree_of(path))}
-    assert used >= set(UPWARD) | set(LATER)
+    assert used >= set(LATER)
 
 
 def test_no_modules_import_each_other() -> None:
@@ -288,6 +285,8 @@ def attributes(tree: ast.Module) -> set[str]:
         found |= {target.id for node in owner.body for target in assigned(node) if isinstance(target, ast.Name)}
         found |= {target.attr for node in ast.walk(owner) for target in assigned(node)
                   if isinstance(target, ast.Attribute) and is_own(target)}
+        found |= {node.name for node in owner.body if isinstance(node, ast.FunctionDef)
+                  and any(isinstance(each, ast.Name) and each.id == "cached_property" for each in node.decorator_list)}
     return found
 
 
@@ -296,6 +295,7 @@ WRITTEN_BY_OTHERS = {
     "parameter.data": "torch's own: the memory of a parameter",
     "buffer.data": "torch's own: the memory of a buffer",
     "witness.data": "torch's own: the memory of a tensor that only counts writes",
+    "inner.state": "torch's own: the state of an optimizer that is handed over",
     "module.forward": "torch's own: the function that is compiled",
     "traffic.peer_memory_bytes": "a counter of `recording`, which every sender adds to",
     "traffic.recorder": "the record of collectives, which `comm` begins and ends",
@@ -309,15 +309,36 @@ WRITTEN_BY_OTHERS = {
 """Attributes that other files write, `receiver.attribute` or each of a `receiver.`, and why."""
 
 
+def written_attributes(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Yield (receiver, attribute) of writes: `x.a = 1`, `setattr(x, "a", 1)`, `vars(x)["a"] = 1`, `x.__dict__["a"] = 1`."""
+    for target in assigned(node):
+        match target:
+            case ast.Attribute(value=receiver, attr=name):
+                yield receiver, name
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="vars"), args=[receiver]),
+                               slice=ast.Constant(value=str(name))):
+                yield receiver, name
+            case ast.Subscript(value=ast.Attribute(value=receiver, attr="__dict__"), slice=ast.Constant(value=str(name))):
+                yield receiver, name
+            case _:
+                pass
+    match node:
+        case ast.Call(func=ast.Name(id="setattr") | ast.Attribute(attr="__setattr__"),
+                      args=[receiver, ast.Constant(value=str(name)), _]):
+            yield receiver, name
+        case _:
+            pass
+
+
 def foreign_writes(tree: ast.Module, known: set[str]) -> Iterator[str]:
     """Yield the writes to attributes in `known`, those of classes of the package, that no class of this file has."""
     own = attributes(tree)
     for node in ast.walk(tree):
-        for target in assigned(node):
-            if isinstance(target, ast.Attribute) and not is_own(target) and target.attr in known - own:
-                receiver = target.value.attr if isinstance(target.value, ast.Attribute) else getattr(target.value, "id", "")
-                if not WRITTEN_BY_OTHERS.keys() & {f"{receiver}.", f"{receiver}.{target.attr}"}:
-                    yield f"line {target.lineno} writes {ast.unparse(target)}; call a method of its class"
+        for receiver, attribute in written_attributes(node):
+            name = receiver.attr if isinstance(receiver, ast.Attribute) else getattr(receiver, "id", "")
+            if (attribute in known - own and name not in ("self", "cls")
+                    and not WRITTEN_BY_OTHERS.keys() & {f"{name}.", f"{name}.{attribute}"}):
+                yield f"line {node.lineno} writes {ast.unparse(receiver)}.{attribute}; call a method of its class"
 
 
 def test_attributes_of_a_class_are_written_in_its_own_file() -> None:
@@ -328,9 +349,12 @@ def test_attributes_of_a_class_are_written_in_its_own_file() -> None:
 def test_a_write_to_the_attribute_of_another_files_class_is_found() -> None:
     known = {"pending", "micro_steps", "boundary_override"}
     source = ("unit.pending = None\nself.pending = 1\n"
-              "self.progress.micro_steps = 1\nself.progress.boundary_override = True\nctx.pending = 1")
-    assert [fault.split(";")[0] for fault in foreign_writes(ast.parse(source), known)] == [
-        "line 1 writes unit.pending", "line 4 writes self.progress.boundary_override"]
+              "self.progress.micro_steps = 1\nself.progress.boundary_override = True\nctx.pending = 1\n"
+              "setattr(unit, 'pending', 1)\nvars(unit)['pending'] = 1\nunit.__dict__['pending'] = 1\n"
+              "vars(self)['pending'] = 1")
+    assert sorted(fault.split(";")[0] for fault in foreign_writes(ast.parse(source), known)) == [
+        "line 1 writes unit.pending", "line 4 writes self.progress.boundary_override",
+        "line 6 writes unit.pending", "line 7 writes unit.pending", "line 8 writes unit.pending"]
 
 
 # One place per mechanism

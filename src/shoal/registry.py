@@ -69,6 +69,10 @@ class Registry(Generic[T]):
         except (TypeError, ValueError, LookupError, AssertionError) as error:
             raise ConfigError(f"{self._section}: {type} with {_shown(keywords)}: {error}") from error
 
+    def check_name(self, type: str) -> None:
+        """Raise `ConfigError` for an unknown name, `NotSupportedYet` for a published name of a later version."""
+        self._find(type)
+
     def _find(self, type: str) -> Callable[..., T]:
         factory = self._own.get(type.lower()) or self._library.get(type)
         if factory is not None:

@@ -56,6 +56,15 @@ def test_show_prints_values_with_their_origins(file: Path, capsys: pytest.Captur
     assert "\n stage 0 default" in printed
 
 
+def test_show_warns_of_a_name_that_the_script_has_to_register(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"optimizer": {"type": "Adamm"}, "scheduler": {"type": "WarmupLRs"}, "train_batch_size": 1}')
+    assert main(["config", "show", str(path)]) == 0
+    optimizer, schedule = capsys.readouterr().err.splitlines()
+    assert "optimizer.type: got 'Adamm'; did you mean 'Adam'?" in optimizer and "shoal.register_optimizer" in optimizer
+    assert "scheduler.type: got 'WarmupLRs'; did you mean 'WarmupLR'?" in schedule and "shoal.register_schedule" in schedule
+
+
 def test_show_prints_one_json_object_with_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", str(file), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

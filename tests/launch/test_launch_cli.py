@@ -39,6 +39,12 @@ def test_a_mistyped_command_suggests_the_nearest_one(capsys):
             "attention; did you mean `shoal run`?" in message)
 
 
+def test_a_mistyped_option_suggests_the_nearest_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--rank", "2", "train.py"])
+    assert "unrecognized arguments: --rank; did you mean --ranks?" in capsys.readouterr().err
+
+
 def test_a_script_without_run_gets_a_hint(capsys):
     assert "start a script with `shoal run SCRIPT`" in error_of(capsys, "./train.py")
 

@@ -15,7 +15,7 @@ from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.text_grid import grid
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIZE = ("--stages", "4", "--microbatches", "8")
+SIZE = ("--ranks", "4", "--microbatches", "8")
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +71,10 @@ def test_durations_are_for_all_layers_of_a_rank(capsys: pytest.CaptureFixture[st
 
 
 def test_one_rank_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--schedule", "1f1b", "--stages", "1", "--microbatches", "1") == 0
+    assert show("--schedule", "1f1b", "--ranks", "1", "--microbatches", "1") == 0
     shown = capsys.readouterr().out
     assert shown.startswith("1f1b (one forward, one backward): 1 rank, 1 microbatch\n") and "bubble       0.0%" in shown
-    assert show("--all", "--stages", "1", "--microbatches", "1") == 0
+    assert show("--all", "--ranks", "1", "--microbatches", "1") == 0
 
 
 def test_travel_lengthens_the_makespan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +112,9 @@ def test_the_images_in_the_docs_are_what_the_command_draws(name: str, tmp_path: 
     (["--schedule", "zbb", *SIZE], "shoal pipeline: pipeline schedule: got 'zbb'; did you mean 'zbv'? It is one of gpipe, "),
     (["--schedule", "zbv", *SIZE, "--stages-per-rank", "3"],
      "shoal pipeline: pipeline schedule zbv: stages_per_rank: got 3; zbv takes 2; with 3 choose interleaved"),
-    (["--schedule", "1f1b", "--stages", "0", "--microbatches", "8"],
-     "argument --stages: got '0'; give a whole number, 1 or more"),
-    (["--schedule", "1f1b", "--stages", "4", "--microbatches", "x"],
+    (["--schedule", "1f1b", "--ranks", "0", "--microbatches", "8"],
+     "argument --ranks/--stages: got '0'; give a whole number, 1 or more"),
+    (["--schedule", "1f1b", "--ranks", "4", "--microbatches", "x"],
      "argument --microbatches: got 'x'; give a whole number, 1 or more"),
     (["--schedule", "1f1b", *SIZE, "--forward", "0"], "argument --forward: got '0'; give a number above 0"),
     (["--schedule", "1f1b", *SIZE, "--weight", "one"], "argument --weight: got 'one'; give a number above 0"),
@@ -123,8 +123,8 @@ def test_the_images_in_the_docs_are_what_the_command_draws(name: str, tmp_path: 
     (SIZE, "one of the arguments --schedule --all is required"),
     (["--all", "--schedule", "1f1b", *SIZE], "argument --schedule: not allowed with argument --all"),
     (["--all", *SIZE, "--svg", "x.svg"], "shoal pipeline: --svg: a table is not drawn; name one schedule with --schedule"),
-    (["--schedule", "1f1b", "--stages", "100", "--microbatches", "100000"],
-     "shoal pipeline: --stages 100 --microbatches 100000: up to 60,000,000 instructions; at most 1,000,000 are simulated"),
+    (["--schedule", "1f1b", "--ranks", "100", "--microbatches", "100000"],
+     "shoal pipeline: --ranks 100 --microbatches 100000: up to 60,000,000 instructions; at most 1,000,000 are simulated"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str],
                                                     message: str) -> None:

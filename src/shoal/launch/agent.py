@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
-from shoal.launch.console import Console
+from shoal.launch.console import Console, counted
 from shoal.launch.doctor import REPORT, page_of
 from shoal.launch.failure import Failure
 from shoal.launch.job_record import JobRecord, read_record, write_record
@@ -211,8 +211,8 @@ class Agent(LocalElasticAgent):
                              if isinstance(worker.id, int) and self._exits.get(worker.id)]
             self._report()
         if alive := len(self._alive()):
-            self.console.status(f"shoal run: sending {death_sig.name} to {_count(alive)}, which have {grace:g} s to finish; "
-                                "a second signal kills them at once")
+            self.console.status(f"shoal run: sending {death_sig.name} to {counted(alive, 'rank')}, which have {grace:g} s "
+                                "to finish; a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         sweep(self.mark, ORPHAN_GRACE, set() if self._spares is None else self._spares.pids)
@@ -358,19 +358,15 @@ def _default_ranks(console: Console) -> int:
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
     basis = f"one per GPU ({gpus})" if gpus else f"half of {usable} cores"
-    console.status(f"shoal run: {_count(ranks)}, {basis}; set --ranks N to change it")
+    console.status(f"shoal run: {counted(ranks, 'rank')}, {basis}; set --ranks N to change it")
     return ranks
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreShare]:
     groups = cores.physical_cores(plan.core_list or cores.usable())
     if ranks > len(groups):
-        console.status(f"shoal run: {_count(ranks)} on {len(groups)} cores: ranks are not bound to cores, and each uses one "
-                       "thread")
+        console.status(f"shoal run: {counted(ranks, 'rank')} on {len(groups)} cores: ranks are not bound to cores, and each "
+                       "uses one thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
+from shoal.launch.console import counted
 
 __all__ = ["add_arguments", "main"]
 
@@ -76,8 +77,9 @@ def _inspect(args: argparse.Namespace) -> int:
                       f"{line.bytes:,}", str(line.ranges), _rank_ranges(line.ranks))
     console = Console()
     console.print(table)
-    console.print(f"step {summary.step}, saved by {summary.ranks} ranks: {len(summary.tensors)} tensors, "
-                  f"{summary.bytes:,} bytes in {summary.files} files", highlight=False)
+    console.print(f"step {summary.step}, saved by {counted(summary.ranks, 'rank')}: "
+                  f"{counted(len(summary.tensors), 'tensor')}, "
+                  f"{summary.bytes:,} bytes in {counted(summary.files, 'file')}", highlight=False)
     return 0
 
 

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from shoal.errors import ShoalError, UsageError
 from shoal.version import __version__
@@ -57,9 +57,18 @@ def _dispatch(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         raise UsageError(_unknown(name))
     command = cast(_Command, importlib.import_module(f"shoal.launch.{name.replace('-', '_')}"))
-    parser = argparse.ArgumentParser(prog=f"shoal {name}", description=COMMANDS[name], allow_abbrev=False)
+    parser = _Parser(prog=f"shoal {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
     return command.main(parser.parse_args(words))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error about an unknown option names the nearest one that there is."""
+
+    def error(self, message: str) -> NoReturn:
+        option = message.removeprefix("unrecognized arguments: ").split()[0]
+        near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.7)
+        super().error(f"{message}; did you mean {near[0]}?" if near and option != message else message)
 
 
 def _unknown(name: str) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from shoal.config.reference import render
 from shoal.config.resolve import DEFAULT, leaves
 from shoal.engine.schema import Config
+from shoal.errors import ShoalError
+from shoal.optim.registry import check_optimizer_name
+from shoal.schedule.registry import check_schedule_name
 
 __all__ = ["add_arguments", "main"]
 
@@ -32,11 +36,24 @@ def main(args: argparse.Namespace) -> int:
             config = Config.resolve(args.file, data_ranks=args.ranks or 1, data_ranks_origin=origin)
             show = _print_json if args.json else _print_table
             show(config)
+            _warn_of_names(config)
         case "reference":
             _write(render(Config), args.output)
         case _:
             raise AssertionError(args.action)
     return 0
+
+
+def _warn_of_names(config: Config) -> None:
+    """Write a line to standard error for an optimizer or a schedule of unknown name, which the script may yet register."""
+    for check, name, register in ((check_optimizer_name, config.optimizer.type, "shoal.register_optimizer"),
+                                  (check_schedule_name, config.scheduler.type, "shoal.register_schedule")):
+        try:
+            if name is not None:
+                check(name)
+        except ShoalError as error:
+            print(f"shoal config: {error}. initialize refuses it, unless the script calls {register} before",
+                  file=sys.stderr)
 
 
 def _ranks(text: str) -> int:

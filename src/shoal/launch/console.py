@@ -11,7 +11,12 @@ from shoal.launch.failure import Failure
 from shoal.launch.protocol import Channel, Output, Report, Status
 from shoal.launch.streams import RankLogs
 
-__all__ = ["Console", "Remote", "Terminal", "print_line", "print_status"]
+__all__ = ["Console", "Remote", "Terminal", "counted", "print_line", "print_status"]
+
+
+def counted(count: int, word: str, ending: str = "s") -> str:
+    """Return the count with its noun: "1 rank", "2 ranks", with `ending` "es" also "2 microbatches"."""
+    return f"{count} {word}{'' if count == 1 else ending}"
 
 
 class Console(Protocol):

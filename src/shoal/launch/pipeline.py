@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import UsageError
+from shoal.launch.console import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = show.add_mutually_exclusive_group(required=True)
     which.add_argument("--schedule", metavar="X", help=f"one of {', '.join(SCHEDULES)}")
     which.add_argument("--all", action="store_true", help="compare all schedules in a table")
-    show.add_argument("--stages", type=_count, required=True, metavar="P", help="ranks of the pipeline")
+    show.add_argument("--ranks", "--stages", type=_count, required=True, metavar="P",
+                      help="ranks of the pipeline (stages, where each rank has one)")
     show.add_argument("--microbatches", type=_count, required=True, metavar="M", help="microbatches of one step")
     show.add_argument("--stages-per-rank", type=_count, metavar="V",
                       help="stages per rank (default: the least that the schedule allows; with --all, V for the schedules "
@@ -61,17 +63,17 @@ def main(args: argparse.Namespace) -> int:
     if args.all:
         asked = args.stages_per_rank
         simulations = [_simulated(name, asked if asked is not None and recipe.allows_stages(asked) else recipe.min_stages,
-                                  args, args.in_flight if recipe.allows_in_flight(args.in_flight, args.stages) else None)
+                                  args, args.in_flight if recipe.allows_in_flight(args.in_flight, args.ranks) else None)
                        for name, recipe in SCHEDULES.items()]
         _compare(simulations, _wait(_simulated("1f1b", 1, args, None)), Console())
         if args.in_flight is not None:
-            limited = [name for name, recipe in SCHEDULES.items() if recipe.allows_in_flight(args.in_flight, args.stages)]
+            limited = [name for name, recipe in SCHEDULES.items() if recipe.allows_in_flight(args.in_flight, args.ranks)]
             Console().print(f"in flight: at most {args.in_flight} microbatches in {', '.join(limited) or 'none'}; the "
                             f"others, and the 1F1B that all are compared with, hold their own number", highlight=False,
                             soft_wrap=True)
         return 0
     simulation = _simulated(args.schedule, args.stages_per_rank, args, args.in_flight)
-    _show(simulation, (args.stages - 1) * (args.forward + args.input + args.weight), Console())
+    _show(simulation, (args.ranks - 1) * (args.forward + args.input + args.weight), Console())
     if args.svg is not None:
         _write(args.svg, simulation)
     return 0
@@ -81,11 +83,11 @@ def _simulated(name: str, stages_per_rank: int | None, args: argparse.Namespace,
     from shoal.pipeline.check import check, simulate
     from shoal.pipeline.schedules import make_schedule
 
-    instructions = 3 * args.stages * args.microbatches * (stages_per_rank or 2)
+    instructions = 3 * args.ranks * args.microbatches * (stages_per_rank or 2)
     if instructions > _MAX_INSTRUCTIONS:
-        raise UsageError(f"--stages {args.stages} --microbatches {args.microbatches}: up to {instructions:,} instructions; "
+        raise UsageError(f"--ranks {args.ranks} --microbatches {args.microbatches}: up to {instructions:,} instructions; "
                          f"at most {_MAX_INSTRUCTIONS:,} are simulated")
-    schedule = make_schedule(name, ranks=args.stages, microbatches=args.microbatches, stages_per_rank=stages_per_rank,
+    schedule = make_schedule(name, ranks=args.ranks, microbatches=args.microbatches, stages_per_rank=stages_per_rank,
                              in_flight=in_flight)
     check(schedule)
     return simulate(schedule, _durations(args, schedule.stages_per_rank))
@@ -113,8 +115,8 @@ def _show(simulation: Simulation, usual: float, console: Console) -> None:
              f"(p-1)(F+I+W) = {usual:.6g}",
              f"activations  at most {_short(max(schedule.peak_microbatches))}, of microbatches at all layers of a rank; "
              f"by rank: {' '.join(peaks)}"]
-    console.print(f"{schedule.name} ({SCHEDULES[schedule.name].summary}): {_counted(schedule.ranks, 'rank')}{each}, "
-                  f"{_counted(schedule.microbatches, 'microbatch', 'es')}\n", highlight=False, soft_wrap=True)
+    console.print(f"{schedule.name} ({SCHEDULES[schedule.name].summary}): {counted(schedule.ranks, 'rank')}{each}, "
+                  f"{counted(schedule.microbatches, 'microbatch', 'es')}\n", highlight=False, soft_wrap=True)
     console.print(painted(simulation, width=console.width), soft_wrap=True)
     console.print("\n" + "\n".join(lines), highlight=False, soft_wrap=True)
 
@@ -156,10 +158,6 @@ def _write(path: str, simulation: Simulation) -> None:
 
 def _short(value: float) -> str:
     return f"{round(value, 2):g}"
-
-
-def _counted(count: int, word: str, ending: str = "s") -> str:
-    return f"{count} {word}{ending if count > 1 else ''}"
 
 
 def _count(text: str) -> int:

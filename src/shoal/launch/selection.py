@@ -23,7 +23,7 @@ from shoal.cluster.launchers import LAUNCHERS, Launcher, Start
 from shoal.errors import HostsError, LaunchError, UsageError
 from shoal.launch import bootstrap
 from shoal.launch.cluster import Cluster
-from shoal.launch.console import print_status
+from shoal.launch.console import counted, print_status
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.starting import Starter
@@ -87,7 +87,7 @@ class Selection:
     def describe(self, what: str) -> str:
         """Return the plan: hosts, ranks, variables, and the commands that would run."""
         total = sum(len(host.slots) for host in self.hosts)
-        lines, rank = [f"{len(self.hosts)} hosts, {total} ranks, started by {self.launcher.name}"], 0
+        lines, rank = [f"{counted(len(self.hosts), 'host')}, {counted(total, 'rank')}, started by {self.launcher.name}"], 0
         for host in self.hosts:
             last = rank + len(host.slots) - 1
             slots = ",".join(map(str, host.slots))

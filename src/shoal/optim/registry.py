@@ -25,7 +25,7 @@ from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
 from shoal.registry import Registry
 
-__all__ = ["Groups", "make_optimizer", "register_optimizer"]
+__all__ = ["Groups", "check_optimizer_name", "make_optimizer", "register_optimizer"]
 
 Groups = list[Tensor] | list[dict[str, Any]]
 F = TypeVar("F", bound=Callable[..., Optimizer])
@@ -74,6 +74,11 @@ def make_optimizer(type: str, params: Mapping[str, object] | None,
     if type.lower() in _PUBLISHED or type in _TORCH:  # a registered class may use these keywords for something else
         _check_values(params)
     return _optimizers.make(type, params, list(groups))
+
+
+def check_optimizer_name(type: str) -> None:
+    """Raise `ConfigError` for a name that no optimizer is registered under, `NotSupportedYet` for one of a later version."""
+    _optimizers.check_name(type)
 
 
 @register_optimizer("Adam")

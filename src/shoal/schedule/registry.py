@@ -23,7 +23,8 @@ from shoal.schedule.base import Schedule, torch_optimizer
 from shoal.schedule.cycle import LRRangeTest, OneCycle
 from shoal.schedule.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-__all__ = ["AnySchedule", "add_tuning_arguments", "get_config_from_args", "make_schedule", "register_schedule"]
+__all__ = ["AnySchedule", "add_tuning_arguments", "check_schedule_name", "get_config_from_args", "make_schedule",
+           "register_schedule"]
 
 
 class AnySchedule(Protocol):
@@ -66,6 +67,11 @@ def register_schedule(name: str) -> Callable[[F], F]:
         return _schedules.register(name, factory)
 
     return register
+
+
+def check_schedule_name(type: str) -> None:
+    """Raise `ConfigError` for a name that no schedule is registered under."""
+    _schedules.check_name(type)
 
 
 def make_schedule(type: str, params: Mapping[str, object] | None, optimizer: Optimizer, *,
