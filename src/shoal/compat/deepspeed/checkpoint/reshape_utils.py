@@ -76,7 +76,7 @@ def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[list[A
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any:
-    """Return two nested states joined: tensors by their elements in order, other values from the first.
+    """Return two nested states joined: tensors by their elements in order, numbers and other values from the first.
 
     Raises `ValueError` for lists of different lengths, and for states of different types.
     """
@@ -92,6 +92,6 @@ def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any
                 raise ValueError(f"{where}: cannot merge lists of {len(state_a)} and {len(state_b)} items")
             return [merge_state(one, other, key_list) for one, other in zip(state_a, state_b, strict=True)]
         case Tensor():
-            return torch.cat([state_a, state_b], dim=0)
+            return torch.cat([state_a, state_b], dim=0) if state_a.dim() else state_a
         case _:
             return state_a
