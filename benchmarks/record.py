@@ -53,7 +53,7 @@ def _run(name: str) -> bool:
     file = FOLDER / f"{name}.json"
     before = file.stat().st_mtime_ns if file.exists() else 0
     script, *words = shlex.split(SECTIONS[name].command)
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), *words], cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, f"benchmarks/{script}", *words], cwd=ROOT, check=False)
     return done.returncode == 0 and file.exists() and file.stat().st_mtime_ns > before
 
 
