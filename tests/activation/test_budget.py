@@ -9,11 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import shoal
 from shoal.activation import RecomputeMode
-from shoal.activation.budget import BlockBytes, choose, peak
+from shoal.activation.budget import BlockBytes, Budget, Moment, PassBytes, choose, peak
 from shoal.errors import ConfigError
+from shoal.pipeline.layer import LayerSpec
+from shoal.pipeline.module import PipelineModule
 from shoal.testing import run_ranks
 
 from .test_activations import BLOCKS, ROWS, WIDTH, Block
@@ -30,23 +33,39 @@ def _blocks(draw: st.DrawFn) -> list[BlockBytes]:
     return found
 
 
-@given(_blocks(), st.integers(0, 1000), st.integers(1, 9000))
-def test_the_peak_of_a_choice_is_within_the_budget(blocks: list[BlockBytes], outside: int, budget: int) -> None:
-    choice = choose(blocks, outside, budget)
-    if choice is None:
-        assert peak(blocks, [RecomputeMode.FULL] * len(blocks), outside) > budget
+FULL, NONE = RecomputeMode.FULL, RecomputeMode.NONE
+IN_FLIGHT = (frozenset({Moment(0, (2,), (0,)), Moment(None, (1,), (1,))}), frozenset({Moment(0, (0,), (0,))}))
+
+
+@given(_blocks(), st.integers(0, 1000), st.integers(1, 20_000), st.sampled_from(IN_FLIGHT))
+def test_the_peak_of_a_choice_is_within_the_budget(blocks: list[BlockBytes], outside: int, budget: int,
+                                                   moments: frozenset[Moment]) -> None:
+    passes = [PassBytes(blocks=tuple(blocks), outside=outside)]
+    choices = choose(passes, budget, moments)
+    if choices is None:
+        assert peak(passes, [[FULL] * len(blocks)], moments) > budget
         return
-    assert peak(blocks, choice, outside) <= budget
+    choice, = choices
+    assert peak(passes, choices, moments) <= budget
     for index, recompute in enumerate(choice):  # and none can recompute less
-        if recompute is not RecomputeMode.NONE:
-            assert peak(blocks, [*choice[:index], RecomputeMode.NONE, *choice[index + 1:]], outside) > budget
+        if recompute is not NONE:
+            assert peak(passes, [[*choice[:index], NONE, *choice[index + 1:]]], moments) > budget
 
 
 def test_the_peak_counts_a_block_that_is_recomputed_beside_earlier_ones() -> None:
     block = BlockBytes(inputs=1, selective=3, kept=10)
-    assert peak([block] * 3, [RecomputeMode.FULL] * 3, 5) == 5 + 2 + 10
-    assert peak([block] * 3, [RecomputeMode.FULL, RecomputeMode.FULL, RecomputeMode.NONE], 5) == 5 + 2 + 10
-    assert peak([block] * 3, [RecomputeMode.NONE] * 3, 5) == 5 + 30
+    passes = [PassBytes(blocks=(block,) * 3, outside=5)]
+    assert peak(passes, [[FULL] * 3]) == 5 + 2 + 10
+    assert peak(passes, [[FULL, FULL, NONE]]) == 5 + 2 + 10
+    assert peak(passes, [[NONE] * 3]) == 5 + 30
+
+
+def test_the_peak_counts_passes_in_flight_of_each_root() -> None:
+    block = BlockBytes(inputs=1, selective=3, kept=10)
+    passes = [PassBytes(blocks=(block,) * 3, outside=5), PassBytes(blocks=(block,), outside=0)]
+    choices = [[FULL] * 3, [NONE]]
+    assert peak(passes, choices, [Moment(0, (2, 1), (0, 0))]) == (5 + 2 + 10) + 2 * (5 + 3) + 10
+    assert peak(passes, choices, [Moment(None, (1, 0), (2, 0)), Moment(1, (0, 0), (0, 0))]) == (5 + 3) + 2 * (5 + 30)
 
 
 def _trained(section: dict[str, Any], rows: tuple[int, ...] = (ROWS, ROWS, ROWS)) -> tuple[list[float], list[str], int]:
@@ -62,7 +81,11 @@ def _trained(section: dict[str, Any], rows: tuple[int, ...] = (ROWS, ROWS, ROWS)
         losses.append(loss.item())
     budget = None if engine.activations is None else engine.activations.budget
     engine.destroy()
-    return (losses, [], 0) if budget is None else (losses, [each.value for each in budget.choice], budget.expected)
+    return (losses, [], 0) if budget is None else (losses, _modes(budget), budget.expected)
+
+
+def _modes(budget: Budget) -> list[str]:
+    return [each.value for choice in budget.choices for each in choice]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -78,6 +101,64 @@ def test_blocks_recompute_as_little_as_the_budget_allows(ranks: int) -> None:
         assert all(each[1] == choice for each in found)
     assert shares[0] < shares[-1] == 2 * BLOCKS
     assert sorted(shares) == shares
+
+
+def _piped(schedule: str, per_rank: int, budget: str | None) -> tuple[list[float], list[str], int, int]:
+    """Train a pipeline; return the losses, the modes of this rank's blocks, and the peak as expected and as measured."""
+    held = _LiveBytes()
+    model = PipelineModule([LayerSpec(Block) for _ in range(4 * BLOCKS)], num_stages=2, loss_fn=nn.functional.mse_loss,
+                           schedule=schedule, stages_per_rank=per_rank, partition_method="uniform", seed_layers=True,
+                           base_seed=0)
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6, "log_level": "error",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "activation_checkpointing": {} if budget is None else {"budget": budget}})[0]
+    torch.manual_seed(0)
+    data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(6)]
+    losses: list[float] = []
+    for step in range(3):
+        if step == 1 and engine.activations is not None and engine.activations.budget is not None:
+            held.watch(engine.activations.budget)
+        losses.append(engine.train_batch((x.clone(), y.clone()) for x, y in data).item())
+    chosen = None if engine.activations is None else engine.activations.budget
+    engine.destroy()
+    return (losses, [], 0, 0) if chosen is None else (losses, _modes(chosen), chosen.expected, held.most)
+
+
+class _LiveBytes:
+    """The bytes of saved tensors that are alive when one more is saved."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def watch(self, budget: Budget) -> None:
+        see = budget.see
+
+        def seen(tensor: torch.Tensor, module: object) -> None:
+            see(tensor, module)
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._seen = {key: each for key, each in self._seen.items() if not each[0].expired()}
+            self._seen[reference.cdata] = reference, tensor.untyped_storage().nbytes()
+            self.most = max(self.most, sum(size for _, size in self._seen.values()))
+
+        budget.see = seen
+
+
+@pytest.mark.parametrize(("schedule", "per_rank", "sizes"), [
+    ("1f1b", 1, (5, 9, 1000)), ("interleaved", 2, (5, 1000)), ("zb-h1", 1, (11,)), ("zbv", 2, (11,))])
+def test_a_budget_holds_over_all_passes_in_flight_of_a_pipeline(schedule: str, per_rank: int,
+                                                                sizes: tuple[int, ...]) -> None:
+    plain = run_ranks(2, _piped, schedule, per_rank, None)
+    kept: list[int] = []
+    for size in sizes:  # in MB
+        found = run_ranks(2, _piped, schedule, per_rank, f"{size}MB")
+        for (losses, modes, expected, measured), (usual, *_) in zip(found, plain, strict=True):
+            assert losses == usual
+            assert measured <= expected <= size * 1_000_000
+            assert len(modes) == 2 * BLOCKS
+        kept.append(sum(modes.count("none") for _, modes, *_ in found))
+    assert sorted(set(kept)) == kept and kept[-1] == 4 * BLOCKS, "a smaller budget recomputes more, the largest nothing"
 
 
 def test_a_larger_batch_recomputes_more() -> None:

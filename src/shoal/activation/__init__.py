@@ -10,9 +10,10 @@ Of nested `torch.autograd.graph.saved_tensors_hooks` only the innermost act, so 
 track weights, ask `SavedActivations` for all other tensors.
 """
 
-from shoal.activation.budget import Budget
+from shoal.activation.budget import ALONE, Budget, Moment
 from shoal.activation.recompute import RecomputeMode, recompute_blocks
 from shoal.activation.saved import RestingView, SavedActivations, Slices
 from shoal.activation.settings import ActivationSettings
 
-__all__ = ["ActivationSettings", "Budget", "RecomputeMode", "RestingView", "SavedActivations", "Slices", "recompute_blocks"]
+__all__ = ["ALONE", "ActivationSettings", "Budget", "Moment", "RecomputeMode", "RestingView", "SavedActivations", "Slices",
+           "recompute_blocks"]

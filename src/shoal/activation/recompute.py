@@ -67,7 +67,6 @@ class _Block:
             return self._counted(keeping), using
         return nullcontext(), nullcontext()
 
-
     @contextmanager
     def _counted(self, keeping: AbstractContextManager[Any]) -> Generator[None]:
         with keeping, _KeptBytes() as found:

@@ -27,6 +27,7 @@ from shoal.recording.call import Handle
 from shoal.tier import Disk, Store, Transfer, mirrored
 from shoal.tier.span import DONE, PlacedSpan
 from shoal.transport.collectives import Communicator, Label
+from shoal.tree import tensors_within
 
 __all__ = ["SMALL", "RestingView", "SavedActivations", "SliceGather", "Slices", "version_witness"]
 
@@ -263,8 +264,18 @@ class SavedActivations:
     def begin(self) -> None:
         """Begin with a forward pass."""
         self._group = None
+
+    def begin_pass(self, root: nn.Module) -> None:
+        """Begin with a forward pass through `root`, one of the roots of the budget."""
+        self.begin()
         if self.budget is not None and torch.is_grad_enabled():
-            self.budget.begin_pass()
+            self.budget.begin_pass(root)
+
+    def see_output(self, output: object) -> None:
+        """Count the output of a pass, which is alive until its backward, in the budget."""
+        if self.budget is not None and torch.is_grad_enabled():
+            for tensor in tensors_within(output):
+                self.budget.see(tensor, None)
 
     def close(self) -> None:
         """Give the store's memory back. Graphs that are alive can still run backward."""

@@ -7,10 +7,9 @@ from functools import partial
 from shoal.activation import Budget, RecomputeMode, SavedActivations, Slices
 from shoal.engine.base import BaseEngine
 from shoal.engine.schema import Config
-from shoal.errors import ConfigError, NotSupportedYet
+from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.mesh.parameter_groups import COPIES
-from shoal.pipeline.module import PipelineModule
 from shoal.tier import Disk
 from shoal.tier.store import open_store
 from shoal.transport.collectives import Communicator
@@ -25,11 +24,9 @@ def recompute_as_configured(settings: Config, engine: BaseEngine) -> None:
     recompute = RecomputeMode(section.recompute)
     if recompute is RecomputeMode.NONE and section.budget is None:
         return
-    if section.budget is not None and isinstance(engine.module, PipelineModule):
-        raise NotSupportedYet("activation_checkpointing.budget: the model is a PipelineModule, which has several "
-                              "microbatches in flight; give recompute instead")
     key, got = ("budget", section.budget) if section.budget is not None else ("recompute", f"'{recompute.value}'")
-    engine.recompute([module for module in blocks(engine.module) if any(True for _ in module.children())], recompute)
+    engine.recompute([module for root in engine.roots for module in blocks(root) if any(True for _ in module.children())],
+                     recompute)
     if not any(engine.parameter_groups.world.gather_objects(len(engine.recomputed))):
         raise ConfigError(f"activation_checkpointing.{key}: got {got}; the {type(engine.module).__name__} "
                           f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers in "
@@ -51,7 +48,8 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
     elif section.partition_activations and groups.tensor is not None:
         slices = Slices(groups.tensor, engine.recomputed)
     if section.budget is not None:
-        budget = Budget(section.budget, engine.recomputed, partial(_most, groups.communicator(*COPIES)))
+        blocks_of = {root: [block for block in engine.recomputed if block in set(root.modules())] for root in engine.roots}
+        budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*COPIES)), engine.moments)
     moves = store.device != device or isinstance(store, Disk)
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal import comm
-from shoal.activation import RecomputeMode, SavedActivations, recompute_blocks
+from shoal.activation import ALONE, Moment, RecomputeMode, SavedActivations, recompute_blocks
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
 from shoal.device import can_pin, empty_cache
@@ -172,6 +172,10 @@ class BaseEngine(Accessors, nn.Module):
             self.buffer_sync = BufferSync(self.module, self.parameter_groups.buffers) or None
         BaseEngine.engines[self.module] = ref(self)
         return sharded
+
+    def moments(self) -> frozenset[Moment]:
+        """Return the passes of a step whose activations are held at one time."""
+        return ALONE
 
     def recompute(self, modules: list[nn.Module], mode: RecomputeMode) -> None:
         """Have blocks recompute their activations in backward, until the engine is destroyed."""

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.activation import Moment
 from shoal.data import RepeatingLoader
 from shoal.engine.base import BaseEngine
 from shoal.engine.mesh_setup import aliases_of
 from shoal.errors import NotSupportedYet, PipelineError, UsageError
 from shoal.interrupts import uninterrupted
 from shoal.pipeline.executor import Batches, Executor
+from shoal.pipeline.in_flight import moments
 from shoal.pipeline.links import Connector, Links
 from shoal.pipeline.microbatch_source import MicrobatchSource
 from shoal.pipeline.module import PipelineModule
@@ -44,6 +46,7 @@ class PipelineEngine(BaseEngine):
             raise NotSupportedYet("zero_optimization.offload_optimizer.step_in_backward: a pipeline takes its step when all "
                                   "its microbatches are through: set it to false")
         self._schedules: dict[int, PipelineSchedule] = {}
+        self._moments: dict[int, frozenset[Moment]] = {}
         self.data_iterator: Iterator[Any] | None = None
         """Where microbatches are drawn from if `train_batch` is given no iterator."""
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -67,6 +70,13 @@ class PipelineEngine(BaseEngine):
     def roots(self) -> Mapping[nn.Module, str]:
         """The stages of this rank."""
         return {stage: f"stage {number}" for number, stage in zip(self.module.numbers, self.module.stages, strict=True)}
+
+    def moments(self) -> frozenset[Moment]:
+        """Return the passes of a step whose activations are held at one time, by the schedule."""
+        count = self.gradient_accumulation_steps()
+        if count not in self._moments:
+            self._moments[count] = moments(self._schedule(count), self.stage_id)
+        return self._moments[count]
 
     @property
     def aliases(self) -> Mapping[str, str]:

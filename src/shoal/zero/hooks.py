@@ -138,13 +138,15 @@ class Hooks:
             for within in self._in_graphs:
                 for unit in self._units[within]:
                     self._window.use(unit)
-            self._saved.begin()
+            self._saved.begin(self._model)
 
     @opaque
     @unbroken
     def _end_call(self, module: nn.Module, args: object, output: object) -> None:
         """End the forward pass with its outermost call, which may have raised."""
         if module is self._outermost and not in_backward():
+            if module is self._model:
+                self._saved.see_output(output)
             self._finish(concluded=output is not None)
 
     def _begin_inner_call(self, module: nn.Module, args: object) -> None:

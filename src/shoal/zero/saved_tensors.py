@@ -125,8 +125,8 @@ class SavedTensorTracker:
     def __bool__(self) -> bool:
         return bool(self._weights) or self._activations is not None
 
-    def begin(self) -> None:
-        """Set the hooks for a forward, if there is anything to track.
+    def begin(self, root: nn.Module) -> None:
+        """Set the hooks for a forward of `root`, if there is anything to track.
 
         A module that a script calls within `torch.utils.checkpoint` saves nothing: the checkpoint counts what is saved, and
         expects as much from the recompute, whose forward hooks gather within backward.
@@ -134,10 +134,15 @@ class SavedTensorTracker:
         self.end()  # of a forward that was interrupted: torch may not have said so
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
         if self._activations is not None:
-            self._activations.begin()
+            self._activations.begin_pass(root)
         if (self._weights or self._activations is not None) and not saved_by_checkpoint():
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
+
+    def see_output(self, output: object) -> None:
+        """Note what the model returns, which is alive until its backward."""
+        if self._activations is not None:
+            self._activations.see_output(output)
 
     def end(self) -> None:
         """Remove the hooks."""
