@@ -138,6 +138,15 @@ def test_samples_are_skipped_as_often_as_the_configuration_says(tmp_path: Path) 
             in found[3][0]["ended"])
 
 
+def test_a_record_that_cannot_be_written_is_logged_and_the_ranks_rewind(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "vault0.guard.part").mkdir(parents=True)
+    found = attempts(tmp_path / "memory", 0, 2, flip=13)
+    for rank in range(2):
+        assert found[0][rank]["ended"].startswith("GuardRewind: step 14: ")
+        assert any("another attempt will not know of this step" in text for text in found[0][rank]["messages"])
+        assert found[1][rank]["ended"] == ""
+
+
 def test_a_value_is_far_off_where_it_is_no_number_or_above_its_limit() -> None:
     history = History(16, deviations=10)
     history.values.extend([1.0] * (LEAST - 1))

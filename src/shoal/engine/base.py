@@ -362,8 +362,9 @@ class BaseEngine(Accessors, nn.Module):
                         self.get_mom())
 
     def _judge(self, norm: GlobalNorm) -> None:
-        assert self.guard is not None and self.sharded is not None
-        judge_step(self.guard, self.global_steps + 1, norm.value, self.sharded, self.training_dataloader)
+        assert self.guard is not None and self.sharded is not None and self.optimizer is not None
+        judge_step(self.guard, self.global_steps + 1, norm.value, self.sharded, self.training_dataloader,
+                   overflow=self.optimizer.overflow)
 
     # Checkpoints and state dicts
 

@@ -54,14 +54,16 @@ def open_guard(config: Config, parameter_groups: ParameterGroups, vault: Vault |
     return Guard(vault.folder.with_suffix(".guard.json"), settings, parameter_groups.world)
 
 
-def judge_step(guard: Guard, step: int, norm: float, sharded: ShardedModel, loader: object) -> None:
+def judge_step(guard: Guard, step: int, norm: float, sharded: ShardedModel, loader: object, *, overflow: bool) -> None:
     """Have the guard judge `step` by its gradient norm and this rank's own gradients, before a weight changes.
+
+    An `overflow` is one that the loss scale skips.
 
     Raises `GuardRewind` and `GuardError` as `Guard.judge` does, on every rank.
     """
     norms = [own for unit in sharded.trainable if (own := unit.gradient.accumulator.norms) is not None]
     own = torch.stack(norms).sum() if norms else torch.zeros(())
-    guard.judge(step, norm, own, lambda: _samples_of_step(loader))
+    guard.judge(step, norm, own, lambda: _samples_of_step(loader), overflow=overflow)
 
 
 def _samples_of_step(loader: object) -> list[Samples]:

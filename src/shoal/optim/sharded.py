@@ -227,8 +227,8 @@ class ShardedOptimizer(Optimizer):
     def take_step(self, judge: Callable[[GlobalNorm], None] | None = None) -> bool:
         """Apply the accumulated gradients; return False if an overflow skipped the step. All ranks return the same.
 
-        `judge` is called with the norm before anything changes, where there is a norm and no overflow; the step is not taken
-        if it raises.
+        `judge` is called with the norm before anything changes, where there is a norm; after `overflow` is set. The step is
+        not taken if it raises.
         """
         units = self._model.trainable
         self._scheduler.check()
@@ -249,7 +249,7 @@ class ShardedOptimizer(Optimizer):
         try:
             if not self.rules.allow_unused:
                 _refuse_unused(stats, parameter_groups)
-            if judge is not None and self._norm is not None and not self.overflow:
+            if judge is not None and self._norm is not None:
                 judge(self._norm)
             self.scaler.update(self.overflow)
             if not self.overflow:

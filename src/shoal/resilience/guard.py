@@ -126,16 +126,21 @@ class Guard:
         """Forget the losses of a step that is not taken."""
         self._losses.clear()
 
-    def judge(self, step: int, norm: float, gradient: Tensor, samples: Callable[[], Iterable[Samples]]) -> None:
+    def judge(self, step: int, norm: float, gradient: Tensor, samples: Callable[[], Iterable[Samples]], *,
+              overflow: bool = False) -> None:
         """Accept step `step`, or raise on every rank; a collective call, before the step changes anything.
 
         `norm` is that of the gradients of all ranks, `gradient` this rank's own, a number; `samples` returns those of the
-        step. Raises `GuardRewind` to restart from the last copy, `GuardError` where the samples cannot be skipped.
+        step. An `overflow` is left to the loss scale, and enters no history: it only proves that a replay gave another
+        result. Raises `GuardRewind` to restart from the last copy, `GuardError` where the samples cannot be skipped.
         """
-        measured = self._measure(step, norm, gradient)
-        objection = self._objection(measured)
         suspect = self._record.suspect
-        if suspect is not None and suspect.step == step:
+        replayed = suspect is not None and suspect.step == step
+        if overflow and not replayed:
+            return
+        measured = self._measure(step, norm, gradient)
+        objection = None if overflow else self._objection(measured)
+        if suspect is not None and replayed:
             if objection is None:
                 self._report_hardware(suspect, measured, "Training goes on")
                 self._record.suspect = None
@@ -148,7 +153,8 @@ class Guard:
             self._record.suspect = measured
             self._rewind(f"step {step}: {objection}. The step is not taken: it is replayed from the last copy, to tell "
                          f"hardware from data")
-        self._accept(measured)
+        if not overflow:
+            self._accept(measured)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, for a checkpoint."""
@@ -228,12 +234,19 @@ class Guard:
         raise GuardRewind(f"{text}. Where shoal run may not restart, it ends here: give --max-restarts")
 
     def _write(self) -> None:
-        """Write the record. A collective call: no rank goes on, or ends, before it is there."""
+        """Write the record, or log why that failed. A collective call: no rank goes on, or ends, before it is there."""
+        error = ""
         if self._ranks.rank == 0:
             draft = self._path.with_suffix(".part")
-            draft.write_text(json.dumps(asdict(self._record)))
-            os.replace(draft, self._path)
-        self._ranks.gather_objects(None)
+            try:
+                draft.write_text(json.dumps(asdict(self._record)))
+                os.replace(draft, self._path)
+            except OSError as failure:
+                error = str(failure)
+        (error, *_) = self._ranks.gather_objects(error)
+        if error:
+            logger.error("resilience.guard: its record cannot be written, and another attempt will not know of this step: "
+                         "%s. Free memory in %s", error, self._path.parent)
 
 
 def _read(path: Path) -> _Record:
