@@ -161,6 +161,27 @@ def test_a_budget_holds_over_all_passes_in_flight_of_a_pipeline(schedule: str, p
     assert sorted(set(kept)) == kept and kept[-1] == 4 * BLOCKS, "a smaller budget recomputes more, the largest nothing"
 
 
+def _one_block_a_stage(section: dict[str, Any]) -> tuple[list[float], int]:
+    model = PipelineModule([LayerSpec(Block) for _ in range(2)], num_stages=2, loss_fn=nn.functional.mse_loss,
+                           partition_method="uniform", seed_layers=True)
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "log_level": "error", "activation_checkpointing": section,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    torch.manual_seed(0)
+    data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(2)]
+    losses = [engine.train_batch(iter([microbatch])).item() for microbatch in data]
+    count = len(engine.recomputed)
+    engine.destroy()
+    return losses, count
+
+
+@pytest.mark.parametrize("section", [{"recompute": "full"}, {"budget": "1MB"}])
+def test_a_block_that_is_alone_in_its_stage_repeats_those_of_others(section: dict[str, Any]) -> None:
+    for (losses, count), (usual, _) in zip(run_ranks(2, _one_block_a_stage, section), run_ranks(2, _one_block_a_stage, {}),
+                                           strict=True):
+        assert losses == usual and count == 1
+
+
 def test_a_larger_batch_recomputes_more() -> None:
     (_, same, _), = run_ranks(1, _trained, {"budget": "4MB"})
     (_, grown, expected), = run_ranks(1, _trained, {"budget": "4MB"}, rows=(ROWS, ROWS, 2 * ROWS, ROWS))

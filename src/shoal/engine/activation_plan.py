@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+
+from torch import nn
 
 from shoal.activation import Budget, RecomputeMode, SavedActivations, Slices
 from shoal.engine.base import BaseEngine
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError
 from shoal.log import warn_once
+from shoal.mesh.mesh import AXES
 from shoal.mesh.parameter_groups import COPIES
 from shoal.tier import Disk
 from shoal.tier.store import open_store
@@ -25,12 +29,31 @@ def recompute_as_configured(settings: Config, engine: BaseEngine) -> None:
     if recompute is RecomputeMode.NONE and section.budget is None:
         return
     key, got = ("budget", section.budget) if section.budget is not None else ("recompute", f"'{recompute.value}'")
-    engine.recompute([module for root in engine.roots for module in blocks(root) if any(True for _ in module.children())],
-                     recompute)
+    engine.recompute(_blocks_with_layers(engine), recompute)
     if not any(engine.parameter_groups.world.gather_objects(len(engine.recomputed))):
         raise ConfigError(f"activation_checkpointing.{key}: got {got}; the {type(engine.module).__name__} "
                           f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers in "
                           f"them). Call torch.utils.checkpoint.checkpoint in its forward, or remove the key")
+
+
+def _blocks_with_layers(engine: BaseEngine) -> list[nn.Module]:
+    """Return the repeated blocks of this rank that have layers in them; a collective call.
+
+    Layers of a pipeline repeat those of all stages: a stage may have one of them.
+    """
+    found = {module: None for root in engine.roots for module in blocks(root)}
+    if engine.mesh.size("pipeline") > 1:
+        layers = [layer for root in engine.roots for layer in root.children()]
+        mine = engine.mesh.rank(*(axis for axis in AXES if axis != "pipeline")), [_class(layer) for layer in layers]
+        listed = engine.parameter_groups.world.gather_objects(mine)
+        counts = Counter(name for coordinate, names in listed if coordinate == 0 for name in names)
+        found |= {layer: None for layer in layers
+                  if counts[_class(layer)] > 1 and not any(module in found for module in layer.modules())}
+    return [module for module in found if any(True for _ in module.children())]
+
+
+def _class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations | None:
