@@ -232,8 +232,25 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str | int, nn.Parameter
     yield from _external_parameters(module)
 
 
+def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    """Discard the gradients of a module; those of a model of stage 3 as `engine.zero_grad` does, for they are slices."""
+    optimizers = {optimizer: None for parameter in self.parameters() if sharding_unit(parameter) is not None
+                  and (optimizer := _optimizers.get(parameter)) is not None}
+    own = {*self.parameters()}
+    for optimizer in optimizers:
+        if own.issuperset(parameter for group in optimizer.bit16_groups for parameter in group):
+            optimizer.zero_grad()
+            own.difference_update(parameter for parameter in own.copy() if _optimizers.get(parameter) is optimizer)
+    if own:
+        _plain_zero_grad(self, set_to_none)
+
+
+_plain_zero_grad = nn.Module.zero_grad
+
+
 def add_attributes() -> None:
     """Add the published attributes to `torch.nn.Parameter`, and the published methods to `torch.nn.Module`."""
+    nn.Module.zero_grad = _zero_grad
     for name, method in (("ds_external_parameters", _external_parameters), ("all_parameters", _all_parameters)):
         if name not in vars(nn.Module):
             setattr(nn.Module, name, method)
