@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal.compat.deepspeed as deepspeed
+from shoal.compat.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from shoal.testing import run_ranks
 
 RANKS, STEPS, SAMPLES, NOISE, WIDTH = 2, 3, 4, 3, 5
@@ -95,3 +96,38 @@ def plain_adversaries() -> list[list[float]]:
 def test_two_adversaries_train_as_in_plain_pytorch(stage: int) -> None:
     for found, wanted in zip(run_ranks(RANKS, adversaries, stage), plain_adversaries(), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def averaged() -> list[list[float]]:
+    """Average the weights of a model after each step, gathering each parameter that its status calls absent."""
+    model, _ = networks()
+    engine = deepspeed.initialize(model=model, config={
+        "train_batch_size": RANKS * SAMPLES, "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})[0]
+    found: list[list[float]] = []
+    for step in range(STEPS):
+        engine.backward(engine(drawn(step, 0)[1]).square().mean())
+        engine.step()
+        found.append([])
+        for parameter in engine.module.parameters():
+            absent = [each for each in (parameter,) if hasattr(each, "ds_id")
+                      and each.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+            with deepspeed.zero.GatheredParameters(absent, enabled=len(absent) > 0):
+                found[-1].append(float(parameter.data.cpu().mean()))
+    return found
+
+
+def test_scripts_gather_what_its_status_calls_absent() -> None:
+    torch.manual_seed(1)
+    plain, _ = networks()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0)
+    wanted: list[list[float]] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        plain(drawn(step, 0)[1]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        wanted.append([float(parameter.detach().mean()) for parameter in plain.parameters()])
+    for found in run_ranks(RANKS, averaged):
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-6)

@@ -53,7 +53,6 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
-_STATUS = {Phase.GATHERED: ZeroParamStatus.AVAILABLE, Phase.IN_FLIGHT: ZeroParamStatus.INFLIGHT}
 _STAGE_3 = WeakIdKeyDictionary()
 """The parameters of engines of stage 3, of which small ones may rest whole."""
 _numbers = count()
@@ -88,7 +87,8 @@ def _id(parameter: nn.Parameter, unit: Unit) -> int:
 
 
 def _status(parameter: nn.Parameter, unit: Unit) -> ZeroParamStatus:
-    return _STATUS.get(unit.phase, ZeroParamStatus.NOT_AVAILABLE)
+    """A gather under way for the next forward makes nothing available: scripts gather what is NOT_AVAILABLE, and read."""
+    return ZeroParamStatus.AVAILABLE if unit.phase is Phase.GATHERED else ZeroParamStatus.NOT_AVAILABLE
 
 
 def _slice(parameter: nn.Parameter, unit: Unit) -> Tensor:
