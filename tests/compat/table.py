@@ -25,7 +25,8 @@ BETTER = {
     "deepspeed.ops.sparse_attention.SparseAttentionUtils": "padding without a mask makes one",
     "deepspeed.ops.sparse_attention.SparseSelfAttention": "fp32 and bf16 too, on the CPU too",
     "deepspeed.ops.sparse_attention.VariableSparsityConfig": "unidirectional layouts draw no later random blocks",
-    "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "nests, works at every stage, takes None",
+    "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "nests, works at every stage, takes None; "
+                                                                         "edits reach the masters",
     "deepspeed.runtime.zero.stage3.unwrap_model_for_generation": "no hook has to be removed",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.SequenceTiledCompute": "every tensor gets its gradient",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss": "the loss may be scaled afterwards",
@@ -34,6 +35,7 @@ BETTER = {
     "deepspeed.sequence.layer.DistributedAttention": "any number of heads, and of key heads",
     "deepspeed.utils.tensor_fragment.safe_get_full_fp32_param": "at stage 0 too",
     "deepspeed.utils.tensor_fragment.safe_get_full_grad": "without the loss scale",
+    "deepspeed.utils.tensor_fragment.safe_set_full_fp32_param": "the weights follow at once",
     "deepspeed.utils.tensor_fragment.safe_get_full_optimizer_state": "zeros before the first step, in place of an error",
 }
 """Names that do more than published, and what."""
