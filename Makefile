@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: chaos deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers record \
-	bench-slow-network bench-communication bench-gpu peers clients ray docs dist clean
+	bench-slow-network bench-communication bench-survival bench-gpu peers clients ray docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -77,7 +77,7 @@ fuzz: .venv/.installed  ## train random compositions of features and compare wit
 fuzz-idioms: .venv/.installed  ## run random programs of PyTorch idioms beside plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz.idioms$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
 
-chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its weights; SEED=s COUNT=n RANKS=n STAGES='2 3-offload'
+chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its weights; SEED=s COUNT=n RANKS=n STAGES='2 3-offload 2-mesh'
 	$(BIN)/python benchmarks/faults.py$(if $(SEED), --seed $(SEED))$(if $(COUNT), --faults $(COUNT))$(if $(RANKS), --ranks \
 		$(RANKS))$(if $(STAGES), --stages $(STAGES))
 
@@ -105,6 +105,9 @@ bench-communication: .venv/.installed  ## time and count what compressing and sp
 	$(BIN)/python benchmarks/communication.py --plot
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/sparse.py
+
+bench-survival: .venv/.installed  ## measure what copies in memory, the guard and the watch cost a step; RANKS=n
+	$(BIN)/python benchmarks/survival.py$(if $(filter command,$(origin RANKS)), --ranks $(RANKS))
 
 record: .venv/.installed  ## list the sections of docs/measurements.md, or make some anew; SECTIONS='tuning-2 zero-2'
 	$(BIN)/python benchmarks/record.py $(if $(SECTIONS),$(filter-out none,$(SECTIONS)),--list)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.tensor_parallel import Column, Plan, Row, Whole, parallelize
 
 
 class Tokens(torch.utils.data.Dataset[Tensor]):
@@ -48,6 +49,42 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Pairs(Tokens):
+    """Sequences of tokens by number, and the tokens that follow: what a pipeline takes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tokens = super().__getitem__(index)
+        return tokens[:-1], tokens[1:]
+
+
+class Block(nn.Module):
+    """A residual block of two linear layers, which tensor ranks slice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def next_token_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def sliced_pipeline(width: int, layers: int) -> tuple[nn.Module, shoal.Mesh]:
+    """Return a pipeline of two stages, each sliced over two tensor ranks, and its mesh."""
+    mesh = shoal.Mesh(pipeline=2, tensor=2)
+    model = shoal.PipelineModule([shoal.LayerSpec(nn.Embedding, 256, width),
+                                  *(shoal.LayerSpec(Block, width) for _ in range(layers)),
+                                  shoal.LayerSpec(nn.Linear, width, 256)], loss_fn=next_token_loss, num_stages=2)
+    plan = Plan({"0": Whole(), "*.up": Column(), "*.down": Row(), str(layers + 1): Whole()})
+    parallelize(model, mesh.group("tensor"), plan, stages=mesh.group("pipeline"))
+    return model, mesh
 
 
 def fail(number: int, frame: object) -> None:
@@ -92,7 +129,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--stage", default="2", help="of ZeRO; with -offload the state is on the host")
+    parser.add_argument("--stage", default="2", help="of ZeRO; with -offload the state is on the host, with -mesh the ranks "
+                                                     "are 2 pipeline stages x 2 tensor ranks x data ranks")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--save", type=int, default=50)
     parser.add_argument("--width", type=int, default=64)
@@ -105,21 +143,25 @@ def main() -> None:
                   {"offload_optimizer": {"device": "cpu"}} if options.stage.endswith("-offload") else {})},
               "checkpoint": {"keep_last": 2},
               "resilience": {"vault": {"every": options.every}, "guard": {"enabled": True}}}
-    model = Model(options.width, options.layers)
+    in_mesh = options.stage.endswith("-mesh")
+    model, mesh = sliced_pipeline(options.width, options.layers) if in_mesh else (Model(options.width, options.layers), None)
     spoiled = SpoiledOnce()
-    model.head.weight.register_hook(spoiled)
-    engine, _, loader, _ = shoal.initialize(model=model, training_data=Tokens(), config=config)
+    list(model.parameters())[-1].register_hook(spoiled)
+    engine, _, loader, _ = shoal.initialize(model=model, training_data=Pairs() if in_mesh else Tokens(), config=config,
+                                            mpu=mesh)
     engine.load_checkpoint(options.out / "checkpoints")
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, hang)
     for number, handler in enumerate((exhaust_memory, end_file_space, spoiled.spoil)):
         signal.signal(signal.SIGRTMIN + number, handler)
     assert loader is not None
-    for tokens in loader:
-        if engine.global_steps >= options.steps:
-            break
-        engine.backward(engine(tokens))
-        engine.step()
+    batches = iter(loader)
+    while engine.global_steps < options.steps:
+        if isinstance(engine, shoal.PipelineEngine):
+            engine.train_batch()
+        else:
+            engine.backward(engine(next(batches)))
+            engine.step()
         time.sleep(options.pause)
         if engine.global_steps % options.save == 0:
             engine.save_checkpoint(options.out / "checkpoints")

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import zipfile
 
 import pytest
 
@@ -250,3 +251,32 @@ raise ValueError("the cause")
     assert "rank 0 of 2 failed: ValueError: the cause" in err
     assert "then rank 1" not in err
     assert (tmp_path / "left").read_text() == "rank 1 has ended"
+
+
+def test_a_rank_that_ends_writes_what_its_handlers_objects_and_files_hold(run, script, tmp_path):
+    """The process leaves without the teardown of the interpreter, which is where plain Python deletes what is left."""
+    code, out, err = run("--ranks", "1", script(f"""
+import atexit, zipfile
+import torch
+
+class Last:
+    def __del__(self):
+        print("deleted", flush=True)
+
+atexit.register(print, "handled")
+last = Last()
+left = open({str(tmp_path / "left")!r}, "w")
+left.write("buffered")
+archive = zipfile.ZipFile({str(tmp_path / "left.zip")!r}, "w")
+archive.writestr("name", "text")
+""")).end()
+    assert (code, out.splitlines()) == (0, ["handled", "deleted"]), err
+    assert (tmp_path / "left").read_text() == "buffered"
+    assert zipfile.ZipFile(tmp_path / "left.zip").read("name") == b"text"
+
+
+def test_a_module_that_ends_as_a_rank_flushes_its_files(run, tmp_path):
+    (tmp_path / "leaver.py").write_text(f"open_file = open({str(tmp_path / 'left')!r}, 'w')\nopen_file.write('buffered')")
+    code, _, err = run("--ranks", "1", "--module", "leaver", folder=str(tmp_path)).end()
+    assert (code, err) == (0, "")
+    assert (tmp_path / "left").read_text() == "buffered"
