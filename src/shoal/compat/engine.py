@@ -192,10 +192,11 @@ class PublishedEngine(BaseEngine):
         """
         if not str(save_dir):
             raise UsageError("save_checkpoint: save_dir is empty; give a folder")
-        if RESERVED in (client_state or {}):
-            raise KeyError(f"save_checkpoint: client_state has the key '{RESERVED}', which is reserved; rename it")
-        client = {key: value for key, value in (client_state or {}).items() if key not in LEFT_OVER}
-        saved = super().save_checkpoint(save_dir, tag, client_state=client, save_latest=save_latest,
+        if isinstance(client_state, Mapping):
+            if RESERVED in client_state:
+                raise KeyError(f"save_checkpoint: client_state has the key '{RESERVED}', which is reserved; rename it")
+            client_state = {key: value for key, value in client_state.items() if key not in LEFT_OVER}
+        saved = super().save_checkpoint(save_dir, tag, client_state=client_state, save_latest=save_latest,
                                         exclude_frozen_parameters=exclude_frozen_parameters)
         if self.settings.zero_optimization.stage and self.global_rank == 0:
             write_script(save_dir)
@@ -450,8 +451,6 @@ class DeepSpeedEngine(PublishedEngine, Engine, metaclass=ABCMeta):
         Keywords of older versions (`allreduce_gradients`, `release_loss`) have no effect.
         """
         with published_errors():
-            if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass numbers
-                raise UsageError(f"backward: got a {type(loss).__name__}; pass the scalar loss tensor")
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas).to(loss.dtype)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

@@ -7,9 +7,11 @@ When only one setting is given, accumulation is 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import index
+from typing import SupportsIndex
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 
 __all__ = ["BatchSizes", "DataRanks", "solve"]
 
@@ -30,6 +32,31 @@ class BatchSizes:
     def total(self) -> int:
         """Samples per optimizer step over all data ranks."""
         return self.micro * self.accumulation * self.data_ranks
+
+    def with_total(self, call: str, total: object) -> BatchSizes:
+        """Return the sizes of a step of `total` samples in more or fewer microbatches; `call` asks for them.
+
+        Raises `UsageError` unless `total` is a multiple of a microbatch on every data rank.
+        """
+        share = self.micro * self.data_ranks
+        if (count := _whole(total)) is None or count < 1 or count % share:
+            raise UsageError(f"{call}: got {total!r}; it must be a multiple of {share} (microbatches of {self.micro} on "
+                             f"{self.data_ranks} data ranks)")
+        return replace(self, accumulation=count // share)
+
+    def with_micro(self, call: str, micro: object) -> BatchSizes:
+        """Return the sizes with microbatches of `micro` samples; `call` asks for them.
+
+        Raises `UsageError` unless `micro` is a whole number of 1 or more.
+        """
+        if (count := _whole(micro)) is None or count < 1:
+            raise UsageError(f"{call}: got {micro!r}; it must be a whole number, 1 or more")
+        return replace(self, micro=count)
+
+
+def _whole(value: object) -> int | None:
+    """Return `value`, of Python or of numpy, as an int; None for anything but a whole number."""
+    return None if isinstance(value, bool) or not isinstance(value, SupportsIndex) else index(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -375,9 +374,13 @@ class BaseEngine(Accessors, nn.Module):
 
         `client_state` is any nest of JSON values, tensors and arrays. Returns True once the state is copied, or written
         where `checkpoint.async_save` is false. Raises `CheckpointError` (also for the save before this one), `UsageError`
-        for client state that needs pickle, `RanksDisagree` for differing tags where the configuration says so.
+        for client state that is no mapping, or needs pickle, `RanksDisagree` for differing tags where the configuration
+        says so.
         """
         self.begin_call("save_checkpoint")
+        if client_state is not None and not isinstance(client_state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass lists
+            raise UsageError(f"save_checkpoint: client_state: got a {type(client_state).__name__}; give a mapping of names "
+                             f"to values, such as {{'epoch': 1}}")
         self.checkpointer.save(self._training_objects(), save_dir, tag, client_state=client_state or {},
                                save_latest=save_latest, exclude_frozen=exclude_frozen_parameters)
         self.end_call()
@@ -412,9 +415,13 @@ class BaseEngine(Accessors, nn.Module):
                                 ) -> dict[str, Tensor] | None:
         """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it.
 
-        Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training.
+        Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training. Raises
+        `UsageError` for a `dtype` that is no floating-point one.
         """
         self.begin_call("consolidated_state_dict")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass names
+            raise UsageError(f"consolidated_state_dict: dtype: got {dtype!r}; give a floating-point torch.dtype, such as "
+                             f"torch.float32, or None for the parameters' own")
         assert self.sharded is not None
         return full_state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)
 
@@ -483,9 +490,12 @@ class BaseEngine(Accessors, nn.Module):
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
         """Load a state dict of the module, or its entry 'module'; every rank calls it with the same one.
 
-        Raises `UsageError` for tensors of another shape and, if `strict`, for names on one side only.
+        Raises `UsageError` for no mapping, for tensors of another shape and, if `strict`, for names on one side only.
         """
         self.begin_call("load_module_state_dict")
+        if not isinstance(checkpoint, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass None
+            raise UsageError(f"load_module_state_dict: got a {type(checkpoint).__name__}; give every rank the state dict, a "
+                             f"mapping of names to tensors (consolidated_state_dict returns it on rank 0 alone)")
         if custom_load_fn is not None:
             raise UsageError("load_module_state_dict: custom_load_fn is not supported: parameters may be sharded; write "
                              "within `with shoal.gathered(engine.module, modifier_rank=0)` instead")
@@ -506,22 +516,18 @@ class BaseEngine(Accessors, nn.Module):
 
         Raises `UsageError` unless it is a multiple of a microbatch on every rank, and within an accumulation.
         """
-        share = self.batch.micro * self.batch.data_ranks
-        if train_batch_size < 1 or train_batch_size % share:
-            raise UsageError(f"set_train_batch_size: got {train_batch_size}; it must be a multiple of {share} "
-                             f"(microbatches of {self.batch.micro} on {self.batch.data_ranks} data ranks)")
-        self._set_batch("set_train_batch_size", replace(self.batch, accumulation=train_batch_size // share))
+        self._set_batch("set_train_batch_size", self.batch.with_total, train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward, and with them those of a step; the loader follows.
 
-        Raises `UsageError` for less than 1, and within an accumulation.
+        Raises `UsageError` unless it is a whole number of 1 or more, and within an accumulation.
         """
-        if micro_batch_size < 1:
-            raise UsageError(f"set_train_micro_batch_size: got {micro_batch_size}; it must be 1 or more")
-        self._set_batch("set_train_micro_batch_size", replace(self.batch, micro=micro_batch_size))
+        self._set_batch("set_train_micro_batch_size", self.batch.with_micro, micro_batch_size)
 
-    def _set_batch(self, call: str, batch: BatchSizes) -> None:
+    def _set_batch(self, call: str, change: Callable[[str, int], BatchSizes], samples: int) -> None:
+        self.refuse_destroyed(call)
+        batch = change(call, samples)
         if self.optimizer is not None and self.optimizer.has_gradients:
             raise UsageError(f"{call}: called within an accumulation; call it right after a step")
         self.batch = batch
@@ -594,6 +600,10 @@ class BaseEngine(Accessors, nn.Module):
         """Name the call, for errors of ranks that wait for each other. Raises `UsageError` after `destroy`."""
         self.failure_board.name_call(f"{call} after {self.progress.global_steps} steps")
         page.enter(phase_of(call), self.progress.global_steps)
+        self.refuse_destroyed(call)
+
+    def refuse_destroyed(self, call: str) -> None:
+        """Raise `UsageError` after `destroy`."""
         if self.destroyed:
             raise UsageError(f"{call}: this engine was destroyed, and is detached from the model; use the module itself, or "
                              f"build another engine over it by shoal.initialize")

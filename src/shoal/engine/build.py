@@ -199,7 +199,18 @@ def _check_model(model: object) -> nn.Module:
         raise UsageError("initialize: model is an engine; pass the module that it trains, engine.module")
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize: model is a {type(model).__name__}; pass an instance of torch.nn.Module")
+    _check_has_values(model)
     return model
+
+
+def _check_has_values(model: nn.Module) -> None:
+    """Raise `UsageError` for parameters and buffers on the meta device."""
+    empty = [name for named in (model.named_parameters(), model.named_buffers()) for name, tensor in named if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise UsageError(f"initialize: tensors of the {type(model).__name__} on the meta device have no values: "
+                         f"'{empty[0]}'{more}; build the model within shoal.zero.Init() instead, which shards each layer "
+                         f"once it is built, or call model.to_empty(device=...) and load or initialise its weights first")
 
 
 def _take_back(model: nn.Module) -> None:

@@ -89,6 +89,8 @@ class Engine(BaseEngine):
         self.begin_call("backward")
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
+        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass numbers
+            raise UsageError(f"backward: got a {type(loss).__name__}; pass the scalar loss tensor")
         if loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"backward: got a tensor of shape {tuple(loss.shape)} "
                              f"{'with' if loss.requires_grad else 'without'} a graph; pass the scalar loss that the "
@@ -160,8 +162,14 @@ class Engine(BaseEngine):
             self._joined = None
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the present microbatch is the last of a step, instead of counting."""
-        self.progress.override_boundary(is_boundary)
+        """Say whether the present microbatch is the last of a step, instead of counting.
+
+        Raises `UsageError` for anything but True and False.
+        """
+        self.refuse_destroyed("set_gradient_accumulation_boundary")
+        if is_boundary not in (True, False):
+            raise UsageError(f"set_gradient_accumulation_boundary: got {is_boundary!r}; give True or False")
+        self.progress.override_boundary(bool(is_boundary))
 
     @opaque
     @unbroken

@@ -174,6 +174,9 @@ class OptimizerGroups:
     @classmethod
     def collect(cls, model: nn.Module, parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> OptimizerGroups:
         """Divide `parameters` (tensors or group dicts; None or empty: all trainable ones of `model`) into groups."""
+        if isinstance(parameters, str | Mapping) or not isinstance(parameters, Iterable | None):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass modules
+            raise UsageError(f"initialize: model_parameters: got a {type(parameters).__name__}; give model.parameters(), or "
+                             f"a list of groups such as {{'params': [...], 'lr': 0.1}}")
         given: list[Any] = list(parameters) if parameters is not None else []
         given = given or [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not given or not isinstance(given[0], Mapping):
@@ -188,8 +191,10 @@ class OptimizerGroups:
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
                 if not isinstance(parameter, nn.Parameter) or parameter not in names:
-                    raise UsageError(f"optimizer group {index}: got a tensor of shape {tuple(parameter.shape)} that is no "
-                                     f"parameter of the model; pass parameters of the model given to initialize")
+                    got = (f"a tensor of shape {tuple(parameter.shape)} that" if isinstance(parameter, Tensor)
+                           else f"{parameter!r}, which")
+                    raise UsageError(f"optimizer group {index}: got {got} is no parameter of the model; pass parameters of "
+                                     f"the model given to initialize")
                 if parameter in groups:
                     raise UsageError(f"optimizer group {index}: parameter '{names[parameter]}' appears a second time "
                                      f"(first in group {groups[parameter]}); each parameter belongs to one group")

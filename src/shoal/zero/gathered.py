@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.errors import UsageError
 from shoal.zero.ownership import owner_of
 from shoal.zero.replaced import load_replaced
 from shoal.zero.saved_tensors import tracked
@@ -28,6 +29,7 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
     values that were last gathered, or of what rests on this rank newer ones.
     What autograd saves of them within the context is gathered again by backward: a loss may be made of them.
     `fwd_module` is accepted for published scripts: a parameter read in another module's forward is gathered in any case.
+    Raises `UsageError` for anything else than parameters.
     """
     units = _units(parameters) if enabled else []
     for unit in units:
@@ -83,10 +85,14 @@ def _writes_dropped(unit: Unit) -> Generator[None]:
 
 def _units(parameters: Gatherable) -> list[Unit]:
     """Return the units of the parameters, each once, in the order in which every rank made them."""
-    if parameters is None or isinstance(parameters, nn.Parameter):
-        parameters = [parameters]
-    elif isinstance(parameters, nn.Module):
+    if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    owners = {owner: None for parameter in parameters
-              if parameter is not None and isinstance(owner := owner_of(parameter), Unit)}
+    elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        parameters = [parameters]
+    owners: dict[Unit, None] = {}
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor | None):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass names
+            raise UsageError(f"gathered: got {parameter!r}; give a parameter, a module, or an iterable of parameters")
+        if parameter is not None and isinstance(owner := owner_of(parameter), Unit):
+            owners[owner] = None
     return sorted(owners, key=lambda unit: unit.index)
