@@ -17,9 +17,9 @@ from .trained import build, configured, model, same, train, weights
 
 CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a half microbatch": (lambda engine: engine.set_train_micro_batch_size(2.5),
-                          "set_train_micro_batch_size: got 2.5; it must be a whole number, 1 or more"),
+                          "set_train_micro_batch_size: got 2.5; it must be 1 or more, a whole number"),
     "a microbatch of True": (lambda engine: engine.set_train_micro_batch_size(True),
-                             "set_train_micro_batch_size: got True; it must be a whole number"),
+                             "set_train_micro_batch_size: got True; it must be 1 or more, a whole number"),
     "a batch as text": (lambda engine: engine.set_train_batch_size("8"),
                         r"set_train_batch_size: got '8'; it must be a multiple of 2 \(microbatches of 2 on 1 data ranks\)"),
     "a boundary as text": (lambda engine: engine.set_gradient_accumulation_boundary("x"),

@@ -50,7 +50,7 @@ class BatchSizes:
         Raises `UsageError` unless `micro` is a whole number of 1 or more.
         """
         if (count := _whole(micro)) is None or count < 1:
-            raise UsageError(f"{call}: got {micro!r}; it must be a whole number, 1 or more")
+            raise UsageError(f"{call}: got {micro!r}; it must be 1 or more, a whole number")
         return replace(self, micro=count)
 
 
