@@ -67,7 +67,7 @@ class BaseEngine(Accessors, nn.Module):
     """The engines of this process, by model."""
 
     announces: ClassVar[bool] = False
-    """Whether each backward pass of a root is announced before it runs: see `BackwardHooks.as_pass`."""
+    """Whether each backward pass of a root is announced before it runs: see `BackwardHooks.run_as_pass`."""
 
     enable_backward_allreduce: bool = True
     """Whether backward passes communicate; otherwise `allreduce_gradients` or `step` reduces their gradients."""
@@ -197,7 +197,7 @@ class BaseEngine(Accessors, nn.Module):
             optimizer.set_owner(self)
         if self.guard is not None and self.sharded is not None:
             for unit in self.sharded.trainable:
-                unit.gradient.accumulator.measure()
+                unit.gradient.accumulator.track_addend_norms()
             if loader is not None:
                 loader.note_samples()
             self._leave_samples_out()

@@ -100,7 +100,7 @@ class Engine(BaseEngine):
         factor = share * self.optimizer.loss_scale
         try:
             with (self.progress.syncing(allreduce_gradients), BaseEngine.running_backward.of(self, factor),
-                  watched(), self.during("backward"), self._steps_in_backward(retain_graph)):
+                  watched(), self.during("backward"), self._stepping_in_backward(retain_graph)):
                 _scaled(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
             if self.sharded is not None:
@@ -110,7 +110,7 @@ class Engine(BaseEngine):
             self.guard.note_loss(loss)
         return _scaled(loss.detach(), share)
 
-    def _steps_in_backward(self, retain_graph: bool) -> AbstractContextManager[None]:
+    def _stepping_in_backward(self, retain_graph: bool) -> AbstractContextManager[None]:
         """Return the context of the next backward pass, in which finished units are stepped where the configuration says."""
         assert self.optimizer is not None
         if not (self.optimizer.rules.in_backward and self.reduces_gradients() and self.is_gradient_accumulation_boundary()):
@@ -118,7 +118,7 @@ class Engine(BaseEngine):
         if retain_graph:
             raise UsageError("backward: retain_graph=True keeps a graph whose weights this pass is to step; add the losses "
                              "up and call backward once, or set offload_optimizer.step_in_backward to false")
-        return self.optimizer.within_backward()
+        return self.optimizer.stepping_in_backward()
 
     @opaque
     def scale(self, loss: Tensor) -> Tensor:

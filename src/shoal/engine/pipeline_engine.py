@@ -285,7 +285,7 @@ class PipelineEngine(BaseEngine):
         try:
             with (self.progress.one_pass(boundary=last, sync=sync), BaseEngine.running_backward.of(self, self._factor),
                   self.during("backward")):
-                self._passes[stage].backward.as_pass(run)
+                self._passes[stage].backward.run_as_pass(run)
         except BaseException:
             for each in self._passes.values():
                 each.backward.interrupt()

@@ -52,7 +52,7 @@ class BackwardStepper:
         return self._options
 
     @contextmanager
-    def context(self, factor: float) -> Generator[None]:
+    def stepping(self, factor: float) -> Generator[None]:
         """Step units by their gradient times `factor` during the backward pass within the context.
 
         The pass ends an accumulation, reduces gradients, and is the only one before `step`. If it raises after the first

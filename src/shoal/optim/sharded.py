@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
             optimizer.set_communicates(model.parameter_groups.state_shards > 1)
         self.set_compression()
         for view in views.views:
-            view.unit.gradient.measure(rules.needs_norm)
+            view.unit.gradient.expect_norm(rules.needs_norm)
             if optimizer.state.get(view.parameter):  # Adagrad allocates it when it is built
                 moments = StateAccess(reads_gradient=False, writes_weights=False)
                 view.unit.state.fetch(view.part, moments).wait()
@@ -224,11 +224,11 @@ class ShardedOptimizer(Optimizer):
         self._engine("zero_grad").zero_grad_by_optimizer()
 
     @torch.no_grad()
-    def take_step(self, judge: Callable[[GlobalNorm], None] | None = None) -> bool:
+    def take_step(self, check_norm: Callable[[GlobalNorm], None] | None = None) -> bool:
         """Apply the accumulated gradients; return False if an overflow skipped the step. All ranks return the same.
 
-        `judge` is called with the norm before anything changes, where there is a norm; after `overflow` is set. The step is
-        not taken if it raises.
+        `check_norm` is called with the norm before anything changes, where there is a norm; after `overflow` is set. The
+        step is not taken if it raises.
         """
         units = self._model.trainable
         self._scheduler.check()
@@ -249,8 +249,8 @@ class ShardedOptimizer(Optimizer):
         try:
             if not self.rules.allow_unused:
                 _refuse_unused(stats, parameter_groups)
-            if judge is not None and self._norm is not None:
-                judge(self._norm)
+            if check_norm is not None and self._norm is not None:
+                check_norm(self._norm)
             self.scaler.update(self.overflow)
             if not self.overflow:
                 self._apply(stats.slots_with_grad, factor, options)
@@ -317,17 +317,17 @@ class ShardedOptimizer(Optimizer):
         native = self.rules.native and can_step_natively(self.optimizer, views, options)
         step_pass = StepPass(step=(native and self._native_step_fn) or self._step_fn, factor=factor, options=options)
         if (layers := self._layerwise) is not None:
-            self._scheduler.measure(slots_with_grad, views, layers.measure(factor, options),
+            self._scheduler.run_measuring_pass(slots_with_grad, views, layers.measure(factor, options),
                                     lambda: layers.reduce_sums(slots_with_grad, views, options))
             step_pass = layers.apply(factor, options)
         for unit, mask in slots_with_grad.items():
             unit.versions.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
         self._scheduler.run(slots_with_grad, views, step_pass, defer=native)
 
-    def within_backward(self) -> AbstractContextManager[None]:
+    def stepping_in_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that steps units as their gradients are reduced (backward_step.py)."""
         assert self._backward_stepper is not None
-        return self._backward_stepper.context(1 / self.scaler.value)
+        return self._backward_stepper.stepping(1 / self.scaler.value)
 
     @property
     def on_reduced(self) -> OnReduced | None:

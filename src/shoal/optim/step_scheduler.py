@@ -7,7 +7,7 @@
 
 A piece is what the optimizer steps in one call: resident views are grouped up to a number of elements; a view with offloaded
 state is a piece of its own. A unit is published as soon as its last piece is stepped, in the same order on every rank. A
-step that needs a value of all pieces before it changes weights makes two passes: `measure`, then `run`.
+step that needs a value of all pieces before it changes weights makes two passes: `run_measuring_pass`, then `run`.
 
 *Deferred steps.* The weights of a released unit cannot be read before it is gathered. If its state is offloaded too, its
 step is deferred: a thread takes it while the next forward computes, and gathering the unit waits for it.
@@ -35,7 +35,7 @@ from shoal.tier.span import DONE
 from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["DeferredStep", "MomentPrefetcher", "StepScheduler", "began_in_backward"]
+__all__ = ["DeferredStep", "FailedStep", "MomentPrefetcher", "StepScheduler", "began_in_backward"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +96,22 @@ class DeferredStep:
         self._in_backward = False
 
 
+class FailedStep:
+    """A step that failed halfway (a `PendingStep` of every unit): `check` raises its error."""
+
+    is_taken = False
+    in_backward = False
+
+    def __init__(self, check: Callable[[], None]):
+        self._check = check
+
+    def request(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self._check()
+
+
 class StepScheduler:
     """Steps `units` piece by piece. `fetches_ahead` and `commits_behind` count pieces.
 
@@ -125,8 +141,8 @@ class StepScheduler:
         self._lock = threading.RLock()  # entered in place of the condition, whose __enter__ an interrupt could break
         self._changed = threading.Condition(self._lock)
 
-    def measure(self, slots_with_grad: Mapping[TrainableUnit, int], views: Sequence[MasterView], step_pass: StepPass,
-                reduce_sums: Callable[[], None]) -> None:
+    def run_measuring_pass(self, slots_with_grad: Mapping[TrainableUnit, int], views: Sequence[MasterView],
+                           step_pass: StepPass, reduce_sums: Callable[[], None]) -> None:
         """Run the measuring `step_pass` over the `views` that `run` will step, then `reduce_sums` over the ranks.
 
         The pass reads the gradients and changes moments, but no weights.
@@ -149,7 +165,10 @@ class StepScheduler:
         """
         units = [unit for unit, mask in slots_with_grad.items() if mask]
         begun = {unit for unit in units if began_in_backward(unit)}
-        self.check() if begun else self.finish_deferred()
+        if begun:
+            self.check()
+        else:
+            self.finish_deferred()
         later = [unit for unit in units if defer and unit not in begun and _can_defer(unit)]
         now = [unit for unit in units if unit not in begun and unit not in later]
         if now or not begun:
@@ -194,7 +213,7 @@ class StepScheduler:
         self._failure = self._failure or error
         self._deferred.clear()  # further steps of the thread do not count
         for unit in self._units:
-            unit.poison(DeferredStep(self, unit))
+            unit.invalidate(FailedStep(self.check))
 
     def finish_deferred(self, unit: TrainableUnit | None = None, *, wait: bool = True) -> None:
         """Wait for the deferred step of `unit`, or of all units. Raises `TierError` now and later if a step failed.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.zero.placement import STAGES, Stage, master_dtype, row_on
+from shoal.zero.placement import STAGES, Stage, effective_row, master_dtype
 from shoal.zero.reducer import IN_FLIGHT
 
 __all__ = ["WorkingMemory", "estimate_working_memory"]
@@ -53,7 +53,7 @@ def estimate_working_memory(
     committed at once, and at most `write_ahead` bytes of gradients wait to be written; or, with `in_backward`
     (offload_optimizer.step_in_backward), for their step.
     """
-    row, largest, every = row_on(STAGES[stage], ranks), max(units, default=0), sum(units)
+    row, largest, every = effective_row(STAGES[stage], ranks), max(units, default=0), sum(units)
     reshards = weights_offloaded or (row.shards_weights and ranks > 1)
     gathered = max((sum(units[start:start + window]) for start in range(len(units))), default=0) if reshards else 0
     reducing = IN_FLIGHT if ranks > 1 else 0

@@ -42,7 +42,7 @@ class BackwardHooks:
                  scope: Scope, begin_pass: Callable[[], BackwardPass], *, announced: bool):
         """`begin_pass` is called when a pass begins, before anything is collected.
 
-        A model whose passes are `announced` (`as_pass`) needs no hook on its output.
+        A model whose passes are `announced` (`run_as_pass`) needs no hook on its output.
         """
         self._model = model
         self._units = units
@@ -58,8 +58,10 @@ class BackwardHooks:
         self._task = -1  # autograd's number of the present pass; a re-entrant pass within it has its own
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
         self._handles: list[RemovableHandle] = []
-        self._ours: dict[int, tuple[dict[int, object], int]] = {}  # by the id of a parameter: its hooks, and the key of ours
-        self._left: list[tuple[TrainableUnit, int, nn.Parameter]] = []  # gradients that hooks of scripts have not seen yet
+        # By the id of a parameter: all its hooks, and the key of the engine's
+        self._collect_hooks: dict[int, tuple[dict[int, object], int]] = {}
+        # Gradients that hooks of scripts have not seen yet
+        self._collect_later: list[tuple[TrainableUnit, int, nn.Parameter]] = []
         self._within_forward = False
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
         self._shows_grads = not announced
@@ -75,17 +77,17 @@ class BackwardHooks:
                     if isinstance(unit, TrainableUnit):
                         take = partial(_collect_spanning if unit.replica_group.spans_stages else self._collect, unit, slot)
                     self._handles.append(handle := member.parameter.register_post_accumulate_grad_hook(take))
-                    self._ours[id(member.parameter)] = hooks_of_gradient(member.parameter), handle.id
+                    self._collect_hooks[id(member.parameter)] = hooks_of_gradient(member.parameter), handle.id
 
     def remove(self) -> None:
         """Remove all hooks, and every reference to the engine, so that it can be freed."""
         self.grads.close(keep=False)
         while self._handles:
             self._handles.pop().remove()
-        self._ours.clear()
+        self._collect_hooks.clear()
         self._begin_pass = _detached
 
-    def as_pass(self, run: Callable[[], None]) -> None:
+    def run_as_pass(self, run: Callable[[], None]) -> None:
         """Call `run` as one backward pass; if nothing runs in it, reduce all the same, as the other ranks do."""
         passes = self._passes
         run()
@@ -102,11 +104,11 @@ class BackwardHooks:
     def abandon(self) -> bool:
         """Forget a pass that an exception ended; return whether there was one."""
         abandoned = self._pass is not None or bool(self._entered)
-        self._pass, self._entered, self._left = None, [], []
+        self._pass, self._entered, self._collect_later = None, [], []
         return abandoned
 
     def watch(self, module: nn.Module, output: object) -> None:
-        """Gather the units of `module` when the gradient of its output arrives."""
+        """Register a hook on the output that gathers the units of `module` when its gradient arrives."""
         if module not in self._units if module is not self._model else not self._watches_model:
             return
         if in_gradient_transform():  # the weights, or copies of them, are arguments, and no backward will collect
@@ -133,13 +135,13 @@ class BackwardHooks:
         self.reducer.begin(self._pass)
 
     def _collect_last(self) -> None:
-        """Take a gradient after every hook that a script has registered since, which then sees what it would see alone."""
-        for hooks, key in self._ours.values():
+        """Move the engine's hook behind hooks that scripts have registered since, so that theirs run first."""
+        for hooks, key in self._collect_hooks.values():
             if len(hooks) > 1:
                 hooks[key] = hooks.pop(key)
 
     def _is_collected_last(self, parameter: nn.Parameter) -> bool:
-        hooks, key = self._ours[id(parameter)]
+        hooks, key = self._collect_hooks[id(parameter)]
         return next(reversed(hooks)) == key
 
     def enter(self, module: nn.Module, unit: Unit) -> None:
@@ -152,12 +154,12 @@ class BackwardHooks:
     @unbroken
     def _before_module(self, module: nn.Module, gradient: Tensor) -> None:
         self.begin()
-        self._leave(module)
+        self._conclude_units_before(module)
         for unit in self._units.get(module, ()):
             if not unit.gathers_rows:  # a look-up's gradient needs no weights; where it does, the saved tensor gathers them
                 self.enter(module, unit)
 
-    def _leave(self, module: nn.Module) -> None:
+    def _conclude_units_before(self, module: nn.Module) -> None:
         """Conclude units whose module has ended its backward, now that the backward of `module` begins."""
         waiting, self._entered = self._entered, []
         for around, unit in waiting:
@@ -175,7 +177,7 @@ class BackwardHooks:
             seen = self._is_collected_last(parameter)
             self.begin()
             if not seen:
-                self._left.append((unit, slot, parameter))
+                self._collect_later.append((unit, slot, parameter))
                 return
         unit.check()
         if collect(unit, slot, parameter, nested=graph_task() != self._task):
@@ -206,7 +208,7 @@ class BackwardHooks:
     @opaque
     @unbroken
     def _end(self) -> None:
-        left, self._left = self._left, []
+        left, self._collect_later = self._collect_later, []
         for unit, slot, parameter in left:
             self._collect(unit, slot, parameter)
         self.reducer.finish()

@@ -32,7 +32,7 @@ class Pool:
         self.device = device
         self._free: list[Tensor] = []
         self._streams: dict[int, torch.Stream | None] = {}  # by address of the block: the stream of its last user
-        self._lent: dict[int, Tensor] = {}
+        self._borrowed: dict[int, Tensor] = {}
 
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an undefined 1-D tensor of `elements` of `dtype`."""
@@ -47,19 +47,19 @@ class Pool:
         elif former != stream_of_thread(self.device):
             follow(former, block)
         tensor = block[:elements * dtype.itemsize].view(dtype)
-        self._lent[id(tensor)] = block
+        self._borrowed[id(tensor)] = block
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
         """Take back a tensor that this pool lent."""
-        block = self._lent.pop(id(tensor))
+        block = self._borrowed.pop(id(tensor))
         self._streams[block.data_ptr()] = stream_of_thread(self.device)
         self._free.append(block)
 
     @property
     def bytes(self) -> int:
         """Bytes that the pool holds, lent or not."""
-        return sum(block.numel() for block in [*self._free, *self._lent.values()])
+        return sum(block.numel() for block in [*self._free, *self._borrowed.values()])
 
 
 class GradAccumulator:
@@ -122,7 +122,7 @@ class GradAccumulator:
         """
         return self._norms
 
-    def measure(self) -> None:
+    def track_addend_norms(self) -> None:
         """Compute `norms` from now on."""
         self._measured = True
 

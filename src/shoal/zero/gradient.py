@@ -12,7 +12,7 @@ Between two steps two facts hold independently of each other:
 and within one backward pass two more, both set anew by `begin` and cleared by `reset`:
 
     reduced_in_pass     this pass has reduced it      set by `reduce`, so it implies `has_sum`
-    consumed_early      a step may take the sum now   given to `begin`; cleared once it was offered
+    may_step_early      a step may take the sum now   given to `begin`; cleared once it was offered
 
 A pass is `begin`, collection, then `reduce` (with `advance` and `wait_reduced`) or `skip`; a step ends with `finish_step`.
 """
@@ -49,9 +49,9 @@ class Gradient:
         """Whether the present backward pass has reduced it."""
         self.has_sum = False
         """Whether `reduced` holds a sum."""
-        self.consumed_early = False
+        self.may_step_early = False
         """Whether a step may still take the sum within the present backward pass: it is not offloaded before."""
-        self._measured = True
+        self._norm_wanted = True
         self._replicas = wire.replica_group.replicas
         self._flight: InFlight | None = None
         self._norm: Tensor | None = None
@@ -63,15 +63,15 @@ class Gradient:
             wire.pool.device, store, layout.size if partial else len(own), wire.dtypes.accumulate,
             f"gradient of unit '{wire.name}'", offset_names(layout.names, 0 if partial else own.start))
         self._pool = wire.pool
-        self._place = FetchOnce(self._span)
-        self._place.fetch(fresh=True)
+        self._residency = FetchOnce(self._span)
+        self._residency.fetch(fresh=True)
         self._start = own.start if partial and stage.master is SHARD else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
         """This rank's shard of the reduced gradient."""
         whole = stage.master is SHARD or len(own) == layout.size
         self.reduced = self.own if whole else self._span.tensor
         """The reduced gradient, where the master rests."""
-        self.accumulator = transport.accumulator(self._span.tensor if partial else None, self._place,
+        self.accumulator = transport.accumulator(self._span.tensor if partial else None, self._residency,
                                                  resident=isinstance(self._span, ResidentSpan))
         """This rank's addend."""
         self.reset()
@@ -91,15 +91,15 @@ class Gradient:
         """Bytes that rest on this rank."""
         return self._span.tensor.nbytes
 
-    def measure(self, wanted: bool) -> None:
+    def expect_norm(self, wanted: bool) -> None:
         """Compute the norm before the sum is offloaded, if a step will ask for it."""
-        self._measured = wanted
+        self._norm_wanted = wanted
 
     def norm(self) -> Tensor:
         """Return the L2 norm of this rank's shard of the reduced gradient, in fp32 or wider."""
         if (norm := self._norm) is None:
-            here = self._place.fetched
-            self._place.fetch()
+            here = self._residency.fetched
+            self._residency.fetch()
             norm = self._norm = _norm(self.own)
             if not here:
                 self.offload()
@@ -125,13 +125,13 @@ class Gradient:
         if changed:
             self._norm = None
 
-    def due(self, *, boundary: bool, sync: bool) -> bool:
+    def is_reduced_by(self, *, boundary: bool, sync: bool) -> bool:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
         return sync and not self.transport.skips_sync and (boundary or self.stage.gradient is SHARD)
 
-    def begin(self, *, consumed_early: bool) -> None:
-        """Start a backward pass; with `consumed_early` a step may take its sum at once."""
-        self.consumed_early, self.reduced_in_pass = consumed_early, False
+    def begin(self, *, may_step_early: bool) -> None:
+        """Start a backward pass; with `may_step_early` a step may take its sum at once."""
+        self.may_step_early, self.reduced_in_pass = may_step_early, False
         self.accumulator.begin()
 
     def expect_recompute(self) -> None:
@@ -147,9 +147,9 @@ class Gradient:
         """Note that a backward pass ended without reducing this gradient, to which later passes may add."""
         self.unreduced = True
 
-    def bring_sum(self, *, fresh: bool) -> None:
+    def fetch_sum(self, *, fresh: bool) -> None:
         """Fetch the resting buffer; `fresh`: the caller overwrites it."""
-        self._place.fetch(fresh=fresh)
+        self._residency.fetch(fresh=fresh)
 
     def reduce(self) -> None:
         """Start reducing the accumulator; slots without a gradient count as zero."""
@@ -178,10 +178,10 @@ class Gradient:
             self._flight = None
             self.offload()
 
-    def offer(self, on_reduced: OnReduced | None) -> None:
+    def hand_to_step(self, on_reduced: OnReduced | None) -> None:
         """Offer the sum to the step that may take it now, once; offload it otherwise."""
-        if self.consumed_early:
-            self.consumed_early = False
+        if self.may_step_early:
+            self.may_step_early = False
             if on_reduced is None or not on_reduced(self):
                 self.offload()
 
@@ -241,7 +241,7 @@ class Gradient:
         """Add the sums of the other copies of the state: once, when a step begins."""
         if self._replicas is not None and self.has_sum:
             self.wait_reduced()
-            self._place.fetch()
+            self._residency.fetch()
             self._norm = None
             self.transport.sum_over_replicas(self.own, self._replicas)
             self.offload()
@@ -259,12 +259,12 @@ class Gradient:
 
     def offload(self) -> None:
         """Let the accumulator's buffer or the sum rest in its tier."""
-        stays = isinstance(self._span, ResidentSpan) or (self.consumed_early and self._span is self.rest)
-        if stays or not self._place.fetched or self._flight is not None:
+        stays = isinstance(self._span, ResidentSpan) or (self.may_step_early and self._span is self.rest)
+        if stays or not self._residency.fetched or self._flight is not None:
             return
-        if self._measured and self.has_sum and self._norm is None:
+        if self._norm_wanted and self.has_sum and self._norm is None:
             self._norm = _norm(self.own)
-        self._place.commit()
+        self._residency.commit()
 
     def reset(self) -> None:
         """Discard the gradient. Recompute of an earlier forward may add to the next one."""
@@ -282,17 +282,17 @@ class Gradient:
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
             self.own.zero_()  # this rank's shard of the residual buffer held the sum
         self._norm = None
-        self.has_sum = self.unreduced = self.reduced_in_pass = self.consumed_early = False
+        self.has_sum = self.unreduced = self.reduced_in_pass = self.may_step_early = False
 
     @property
     def is_reset(self) -> bool:
         """Whether `reset` has nothing to discard."""
         return not (self.has_gradient or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
-                    or self.consumed_early)
+                    or self.may_step_early)
 
     def discard(self) -> None:
         """Give up the sum, which a step has consumed. Which slots received a gradient stays known until `reset`."""
-        self._place.commit(changed=False)
+        self._residency.commit(changed=False)
         self._span.discard()
 
 

@@ -98,7 +98,7 @@ class Hooks:
     def run_ahead(self) -> None:
         """Start the first gathers of the next forward."""
         self.end_forward()
-        self._window.open(self._pass_name(self._model))
+        self._window.prefetch_first(self._pass_name(self._model))
 
     def _enter_graph(self, module: nn.Module) -> None:
         """Use the units of `module`, which torch.compile traces within a graph, here and in every later forward's begin."""

@@ -44,6 +44,11 @@ class Stage:
     master: Placement = REPLICATE
     """The fp32 copy of the weights and the optimizer's moments, which always rest together."""
 
+    def __post_init__(self) -> None:
+        """A step reads the gradient, and writes the weights, of the slice whose master it has."""
+        assert self.master is SHARD or SHARD not in (self.weight, self.gradient), \
+            f"{self}: weights or gradients are sharded only where masters are"
+
     @property
     def shards_weights(self) -> bool:
         """Whether each rank holds a slice of the weights between their uses."""
@@ -83,8 +88,8 @@ COMPRESSED = STAGES[1]
 the PARTIAL gradient."""
 
 
-def row_on(row: Stage, ranks: int) -> Stage:
-    """Return `row` as it is over so many ranks: one rank's addend is the sum, which then needs no other place to rest."""
+def effective_row(row: Stage, ranks: int) -> Stage:
+    """Return the row in effect over so many ranks: one rank's addend is the sum, which needs no other place to rest."""
     return replace(row, gradient=PARTIAL) if ranks == 1 else row
 
 

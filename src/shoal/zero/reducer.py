@@ -58,12 +58,13 @@ class Reducer:
 
     def begin(self, backward: BackwardPass) -> None:
         """Start a backward pass."""
-        self._due = [gradient for gradient in self._order if gradient.due(boundary=backward.boundary, sync=backward.sync)]
+        self._due = [gradient for gradient in self._order
+                     if gradient.is_reduced_by(boundary=backward.boundary, sync=backward.sync)]
         self._is_due = set(self._due)
         self._next = 0
         self._on_reduced = backward.on_reduced
         for gradient in self._order:
-            gradient.begin(consumed_early=backward.on_reduced is not None and gradient in self._is_due)
+            gradient.begin(may_step_early=backward.on_reduced is not None and gradient in self._is_due)
 
     def advance(self) -> None:
         """Launch the complete units, in order."""
@@ -129,7 +130,7 @@ class Reducer:
 
     def _wait(self, gradient: Gradient) -> None:
         gradient.wait_reduced()
-        gradient.offer(self._on_reduced)
+        gradient.hand_to_step(self._on_reduced)
 
     def _drain(self) -> None:
         for gradient in self._order:

@@ -116,7 +116,7 @@ class SavedTensorTracker:
         _units.update(self._weights)
         for module, found in resharding.items():
             for unit in found:
-                unit.serve_backward(partial(bring, module, unit))
+                unit.set_backward_gather(partial(bring, module, unit))
         within = resharding if activations is None else units
         self._unit_of = {module: found[0] for module, found in within.items() if found}
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first

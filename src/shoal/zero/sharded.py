@@ -24,11 +24,12 @@ from shoal.zero.grad_accumulator import Pool
 from shoal.zero.hooks import Hooks
 from shoal.zero.ownership import clear_owner, owner_of
 from shoal.zero.partition import UnitSpec, partition, tied_names
-from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, row_on
+from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, effective_row
 from shoal.zero.reducer import BackwardPass, Reducer
+from shoal.zero.shared_memory import refuse_shared_memory
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
-from shoal.zero.unit_state import Hold, Phase, Scope
+from shoal.zero.unit_state import Hold, Scope
 from shoal.zero.unit_transport import GradientDtypes
 from shoal.zero.window import Window
 
@@ -103,16 +104,17 @@ class ShardedModel:
 
         `begin_pass` is called at the begin of each backward pass of a root.
         """
+        refuse_shared_memory(self.model, lambda tensor: tensor.requires_grad and tensor in groups)
         row = COMPRESSED if plan.compressed else STAGES[plan.stage]
         persistent_below = 0 if row.persistent is row else plan.persistent_below
         specs = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
         for communicator in self.parameter_groups.communicators:
-            check_agreement(communicator, [spec for spec in specs if communicator in (
+            check_rank_consistency(communicator, [spec for spec in specs if communicator in (
                 spec.replica_group.communicator, spec.replica_group.replicas)])
         for spec in specs:
             stage = row.persistent if spec.persistent else row
-            unit = self._unit(spec, row_on(stage, spec.replica_group.communicator.ranks), policy, plan)
+            unit = self._unit(spec, effective_row(stage, spec.replica_group.communicator.ranks), policy, plan)
             self.units.append(unit)
             self.by_module.setdefault(spec.module, []).append(unit)
             if isinstance(unit, TrainableUnit):
@@ -186,10 +188,7 @@ class ShardedModel:
         for unit in self.units:
             if unit.pending is not None and not unit.pending.in_backward:
                 unit.pending.finish()
-            if (phase := unit.phase) is Phase.IN_FLIGHT:
-                unit.gather()
-            if phase in (Phase.LOADING, Phase.IN_FLIGHT):
-                unit.release()
+            unit.finish_transfers()
 
     def destroy(self) -> None:
         """Detach from the model and leave it whole, as plain parameters.
@@ -215,7 +214,7 @@ class ShardedModel:
                     unit.gather()
             except Exception as error:
                 failure = error
-            unit.hold(Hold.CONTEXT)
+            unit.hold(Hold.DETACHED)
             for member in unit.members:
                 clear_owner(member.parameter)
             unit.close()
@@ -253,7 +252,7 @@ class ShardedModel:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
-        window = Window(plan.ahead, plan.live, plan.reuse, reads=plan.reads, read_elements=plan.read_elements,
+        window = Window(plan.ahead, plan.live, plan.reuse, fetch_units=plan.reads, fetch_elements=plan.read_elements,
                         lanes=self.storage.lanes, all_units=self.units)
         reduced = [unit for found in units.values() for unit in found
                    if isinstance(unit, TrainableUnit) and not unit.replica_group.spans_stages]
@@ -287,7 +286,7 @@ def _flatten(unit: Unit, values: Iterator[Tensor], device: torch.device) -> Tens
     return flat
 
 
-def check_agreement(communicator: Communicator, specs: list[UnitSpec]) -> None:
+def check_rank_consistency(communicator: Communicator, specs: list[UnitSpec]) -> None:
     """Raise unless all ranks built the same parameters, naming the first difference."""
     mine = [f"{member.name} {tuple(member.parameter.shape)} {member.parameter.dtype} "
             f"{'trainable' if spec.trainable else 'frozen'} group {member.group} in unit '{spec.name}'"

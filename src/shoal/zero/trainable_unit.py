@@ -103,7 +103,7 @@ class TrainableUnit(Unit):
         self.gradient.accumulator.conclude()
 
     def keep_for_step(self) -> None:
-        if self.gradient.consumed_early and self.can_stay and not self.has_separate_master:
+        if self.gradient.may_step_early and self.can_stay_resident and not self.has_separate_master:
             self.keep_part_resident(range(len(self.master_range)))
 
     def keep_part_resident(self, part: range, *, by_step: bool = False) -> None:

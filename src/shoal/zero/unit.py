@@ -62,7 +62,8 @@ class Unit:
         self.full, self.rest = self.memory.full, self.memory.rest
         self.reshards: Final = self.memory.can_shrink
         """Whether the weights are released between their uses."""
-        self.can_stay: Final = self.reshards and self.memory.rests_in_full and not isinstance(self.rest, ResidentSpan)
+        self.can_stay_resident: Final = (self.reshards and self.memory.rests_in_full
+                                         and not isinstance(self.rest, ResidentSpan))
         """Whether the resting weights are in memory while they are used, and may stay there: nothing copies them then."""
         self.residency = ResidencyPin(self.rest)
         """Resting weights that stay in memory until their next use, or their step."""
@@ -132,11 +133,10 @@ class Unit:
         """Note that the weights show the step, and may be used."""
         self.pending = None
 
-    def poison(self, step: PendingStep) -> None:
-        """Release the weights for good: a later access asks `step`, which raises the error."""
+    def invalidate(self, step: PendingStep) -> None:
+        """Note that the weights are of no use: every later access asks the failed `step`, which raises the error."""
         self.pending = step
-        if self.phase is not Phase.RELEASED:
-            self._enter(Phase.RELEASED)
+        self._enter(Phase.LOST)
         for parameter in self._parameters:
             guard(parameter)
 
@@ -205,7 +205,7 @@ class Unit:
         self.versions.see()
         self.memory.expose()
 
-    def serve_backward(self, bring: Callable[[], None]) -> None:
+    def set_backward_gather(self, bring: Callable[[], None]) -> None:
         """Set the function that gathers the unit for a backward pass, and has it released when its module is done."""
         self._bring = bring
 
@@ -245,7 +245,7 @@ class Unit:
         """Give up the memory that the resting weights do not need, unless a hold keeps it."""
         if self.phase is Phase.ROWS_GATHERED:
             self._shrink()
-        if not self.reshards or self.phase is Phase.RELEASED or self._holds:
+        if not self.reshards or self.phase in (Phase.RELEASED, Phase.LOST) or self._holds:
             return
         with torch.no_grad():
             if self.phase is Phase.LOADING:  # where a deferred step is pending, another rank has not started this fetch:
@@ -267,6 +267,14 @@ class Unit:
             guard(parameter)
         self.memory.shrink()
         self._enter(Phase.RELEASED)
+
+    def finish_transfers(self) -> None:
+        """Wait for a fetch or a gather under way, and release what it brought."""
+        phase = self.phase
+        if phase is Phase.IN_FLIGHT:
+            self.gather()
+        if phase in (Phase.LOADING, Phase.IN_FLIGHT):
+            self.release()
 
     def hold(self, reason: Hold) -> None:
         """Keep the unit gathered for `reason`; contexts are counted."""
@@ -293,6 +301,8 @@ class Unit:
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         self.check()
+        if self.phase is Phase.LOST and self.pending is not None:
+            self.pending.finish()  # raises the error of the step
         if not self.reshards:  # a step publishes them
             self.gather()
         elif in_backward() and not self._scope.is_open:  # by a node that runs before all modules

@@ -21,6 +21,7 @@ class Phase(Enum):
     IN_FLIGHT = "a collective writes it"
     ROWS_GATHERED = "the rows that the present call looks up"
     GATHERED = "the values"
+    LOST = "values of no use: a step failed halfway"
     CONCEALED = "the values, kept for backward: until then a read raises, as if they were released"
 
 
@@ -37,7 +38,7 @@ TRANSITIONS = frozenset({
     (Phase.GATHERED, Phase.CONCEALED),  # conceal, where a forward ends
     (Phase.CONCEALED, Phase.GATHERED),  # gather
     (Phase.CONCEALED, Phase.RELEASED),
-    (Phase.IN_FLIGHT, Phase.RELEASED),  # poison
+    *((phase, Phase.LOST) for phase in Phase),  # invalidate; a lost unit stays lost
 })
 
 
@@ -51,6 +52,8 @@ class Hold(Flag):
     """Code outside its own module read it: until the pass ends."""
     REUSE = auto()
     """The window expects its next use soon."""
+    DETACHED = auto()
+    """The engine is destroyed, and the parameters are plain ones."""
 
 
 class Scope:

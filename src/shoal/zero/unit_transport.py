@@ -93,7 +93,7 @@ class Reducible(Protocol):
     has_sum: bool
     """Whether `reduced` holds an earlier sum of the step, to which this one is added."""
 
-    def bring_sum(self, *, fresh: bool) -> None:
+    def fetch_sum(self, *, fresh: bool) -> None:
         """Fetch the resting buffer; `fresh`: the caller overwrites it."""
         ...
 
@@ -167,7 +167,7 @@ class DenseTransport(WeightTransport):
     def reduce(self, gradient: Reducible) -> InFlight:
         """Close the accumulator and start summing it over the ranks into `gradient.own`."""
         accumulator, resting = gradient.accumulator, gradient.accumulator.resting
-        gradient.bring_sum(fresh=not (gradient.has_sum or (accumulator.has_dense and resting is not None)))
+        gradient.fetch_sum(fresh=not (gradient.has_sum or (accumulator.has_dense and resting is not None)))
         source = accumulator.close() if self._communicator.ranks == 1 else self._closed_on_wire(accumulator)
         staging = self._pool.borrow(self._communicator.staging_elements(self._layout.size), source.dtype)
         handle = self._communicator.reduce_scatter(source, gradient.own, staging, self._reduce_label, scale=self._after,
@@ -249,7 +249,7 @@ class RowsTransport(DenseTransport):
     def reduce(self, gradient: Reducible) -> InFlight:
         if not self._rows.agree_on_rows(dense=gradient.accumulator.has_dense):
             return super().reduce(gradient)
-        gradient.bring_sum(fresh=not gradient.has_sum)
+        gradient.fetch_sum(fresh=not gradient.has_sum)
         if not gradient.has_sum:
             gradient.reduced.zero_()
         handle = self._rows.reduce(gradient.own, scale=self._after, accumulate=gradient.has_sum)

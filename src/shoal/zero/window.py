@@ -17,14 +17,19 @@ from shoal.zero.unit_state import Hold, Phase
 class Window:
     """The order in which a pass uses units, and the gathers that run ahead of it."""
 
-    def __init__(self, ahead: int, live: int, reuse: int = 0, *, reads: int = 0, read_elements: int = 0,
-                 lanes: Lanes | None = None, all_units: Sequence[Unit] = ()):
-        """`all_units` of the engine, also those of other windows, share the memory of weights that stay between passes."""
-        self._ahead = min(ahead, live)
-        self._reuse = reuse
+    def __init__(self, prefetch_elements: int, live_elements: int, reuse_elements: int = 0, *, fetch_units: int = 0,
+                 fetch_elements: int = 0, lanes: Lanes | None = None, all_units: Sequence[Unit] = ()):
+        """Gather at most `prefetch_elements` ahead of use, and no more than `live_elements`.
+
+        A unit that is used again within `reuse_elements` stays gathered. Weights that rest in another tier are fetched
+        `fetch_units` ahead, of at most `fetch_elements` together. `all_units` of the engine, also those of other
+        windows, share the memory of weights that stay between passes.
+        """
+        self._prefetch_elements = min(prefetch_elements, live_elements)
+        self._reuse_elements = reuse_elements
         self._all_units = all_units
-        self._reads = reads
-        self._read_elements = read_elements
+        self._fetch_units = fetch_units
+        self._fetch_elements = fetch_elements
         self._lanes = lanes or Lanes()
         self._orders: dict[str, list[Unit]] = {}
         self._expected: list[Unit] = []
@@ -50,19 +55,19 @@ class Window:
         if self._seen[-1:] != [unit]:
             self._seen.append(unit)
             if self._expected[len(self._seen) - 1:len(self._seen)] == [unit]:
-                self._run_ahead(len(self._seen), self._ahead)
+                self._run_ahead(len(self._seen), self._prefetch_elements)
         if unit.phase is not Phase.GATHERED:
             with self._lanes.during("wait", unit.name):
                 unit.gather()
 
     def reused(self, unit: Unit) -> bool:
         """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did."""
-        between = self._between(unit) if self._reuse else None
-        return between is not None and sum(other.layout.size for other in between) <= self._reuse
+        between = self._between(unit) if self._reuse_elements else None
+        return between is not None and sum(other.layout.size for other in between) <= self._reuse_elements
 
     def stays_for_backward(self, unit: Unit) -> bool:
         """Whether backward, in the order of the last one, uses `unit` within the units that are fetched ahead."""
-        between = self._between(unit) if unit.can_stay else None
+        between = self._between(unit) if unit.can_stay_resident else None
         return between is not None and self._fit([unit, *between])
 
     def _between(self, unit: Unit) -> list[Unit] | None:
@@ -73,13 +78,13 @@ class Window:
     def begins_with(self, name: str, unit: Unit) -> bool:
         """Whether the pass `name`, in the order of the last one, uses `unit` within the units that are fetched ahead."""
         order = self._orders.get(name, [])
-        return unit.can_stay and unit in order and self._fit(order[:order.index(unit) + 1])
+        return unit.can_stay_resident and unit in order and self._fit(order[:order.index(unit) + 1])
 
     def _fit(self, units: list[Unit]) -> bool:
         """Whether the weights of `units` may be in memory together."""
-        return len({*units}) <= self._reads + 1 and sum(unit.layout.size for unit in {*units}) <= self._read_elements
+        return len({*units}) <= self._fetch_units + 1 and sum(unit.layout.size for unit in {*units}) <= self._fetch_elements
 
-    def open(self, name: str) -> None:
+    def prefetch_first(self, name: str) -> None:
         """Start the first gathers of the pass `name` before it begins: of no more elements than the largest unit has.
 
         Between a step and the next forward the rest of the memory is the script's.
@@ -87,7 +92,7 @@ class Window:
         self._unpin_others(name)
         self._expected = self._orders.get(name, [])
         largest = max((unit.layout.size for unit in self._expected), default=0)
-        self._run_ahead(0, min(self._ahead, largest))
+        self._run_ahead(0, min(self._prefetch_elements, largest))
 
     def _unpin_others(self, name: str) -> None:
         """Give up resident weights that the pass `name` does not begin with."""
@@ -96,11 +101,11 @@ class Window:
                 unit.residency.unpin()
 
     def _run_ahead(self, position: int, ahead: int) -> None:
-        elements, gathering, fetching = 0, ahead > 0, self._reads > 0
+        elements, gathering, fetching = 0, ahead > 0, self._fetch_units > 0
         for count, unit in enumerate(self._expected[position:]):
             size = unit.layout.size
             gathering = gathering and (elements == 0 or elements + size <= ahead)
-            fetching = fetching and count < self._reads and (elements == 0 or elements + size <= self._read_elements)
+            fetching = fetching and count < self._fetch_units and (elements == 0 or elements + size <= self._fetch_elements)
             if gathering:
                 unit.prefetch()
             elif fetching and unit.memory.is_offloaded:
