@@ -1,21 +1,27 @@
-"""Read-only questions to an engine, under the names that published training scripts use.
+"""The published names of an engine beside its loop: questions to it, and calls that another object answers.
 
 Configuration, batch sizes, counters, learning rates, ranks, objects: each answer is the value in force. A published key that
-the configuration refuses has one answer. Nothing here changes what an engine does.
+the configuration refuses has one answer. A call is handed to the object whose work it is, or refused: nothing here decides
+when an engine trains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.config.batch import BatchSizes
+from shoal.device import empty_cache
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
-from shoal.errors import UsageError
+from shoal.engine.state_dicts import StateDicts
+from shoal.errors import NotSupportedYet, UsageError
+from shoal.log import logger
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
@@ -27,7 +33,7 @@ from shoal.zero.sharded import ShardedModel
 
 
 class Accessors:
-    """The published accessors, mixed into every engine. The engine provides the attributes that they read."""
+    """The published accessors, mixed into every engine. The engine provides the attributes that they use."""
 
     module: nn.Module
     settings: Config
@@ -41,6 +47,7 @@ class Accessors:
     optimizer: ShardedOptimizer | None
     client_optimizer: object
     sharded: ShardedModel | None
+    state_dicts: StateDicts
     has_moe_layers: bool = False
     monitor: Any = None
     timers: None = None
@@ -278,3 +285,91 @@ class Accessors:
         if self.optimizer is not None:
             self.optimizer.finish_deferred_steps()
         return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})
+
+    # State dicts
+
+    def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
+                                ) -> dict[str, Tensor] | None:
+        """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it.
+
+        Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training. Raises
+        `UsageError` for a `dtype` that is no floating-point one.
+        """
+        return self.state_dicts.consolidate(dtype, exclude_frozen=exclude_frozen)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        return self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
+                         exclude_frozen_parameters: bool = False) -> bool:
+        """Save the weights in the compute dtype as one file that `torch.load` reads; every rank calls it.
+
+        At stage 3 it returns False, with a warning, unless `stage3_gather_16bit_weights_on_model_save` is true.
+        """
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning("save_16bit_model: nothing is saved; at stage 3 the weights must be gathered first: set "
+                           "zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
+            return False
+        self.state_dicts.save(Path(save_dir) / save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        """The older name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None, **options: Any) -> None:
+        """Save the model by its own `save_pretrained`, for `from_pretrained`; every rank calls it, rank 0 writes.
+
+        Parameters come in `dtype`, by default their own; `options` go to the model's method. Raises `UsageError` for a model
+        without one, and on every rank the error of the method.
+        """
+        self.state_dicts.save_pretrained(save_directory, dtype, options)
+
+    def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
+                          exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the module's own state dict, of the weights in the compute dtype, as views of the engine's buffers.
+
+        At stage 3, outside `shoal.gathered(engine.module)`, reading a value of it raises `ReleasedError`;
+        `consolidated_state_dict` gathers.
+        """
+        return self.state_dicts.of_module(destination, prefix, keep_vars=keep_vars, exclude_frozen=exclude_frozen_parameters)
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+        """Load a state dict of the module, or its entry 'module'; every rank calls it with the same one.
+
+        Raises `UsageError` for no mapping, for tensors of another shape and, if `strict`, for names on one side only.
+        """
+        self.state_dicts.load(checkpoint, strict=strict, custom_load_fn=custom_load_fn)
+
+    # Published controls of memory and communication
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce now what backward passes left unreduced; every rank calls it. `bucket_size` changes nothing here."""
+        if self.sharded is not None:
+            self.sharded.flush()
+
+    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        """Do the same as `allreduce_gradients`; raises `UsageError` for `grads` of the caller's."""
+        if grads is not None:
+            raise UsageError("buffered_allreduce_fallback: grads is not supported: the engine collects gradients itself; "
+                             "reduce your own with torch.distributed.all_reduce")
+        self.allreduce_gradients(elements_per_buffer)
+
+    def empty_partition_cache(self) -> None:
+        """Release every gathered parameter that is not in use, and the allocator's unused memory."""
+        if self.sharded is not None:
+            for unit in self.sharded.units:
+                unit.release()
+        empty_cache(self.device)
+
+    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True,
+                       non_blocking: bool = False) -> None:
+        """Raise `NotSupportedYet`."""
+        raise NotSupportedYet("offload_states: not supported yet: state rests where the configuration says; save a "
+                              "checkpoint and call engine.destroy() to free the memory")
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Raise `NotSupportedYet`."""
+        raise NotSupportedYet("reload_states: not supported yet, as offload_states is not; leave both out")

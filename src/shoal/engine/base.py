@@ -6,7 +6,6 @@ step is taken, in `optim`. This file connects them.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,8 +21,7 @@ from shoal import comm
 from shoal.activation import ALONE, Moment, RecomputeMode, SavedActivations, recompute_blocks
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
-from shoal.device import can_pin, empty_cache
-from shoal.engine import full_optimizer_state, full_state_dict
+from shoal.device import can_pin
 from shoal.engine.accessors import Accessors
 from shoal.engine.backward_pass import RunningBackward, grad_refusal
 from shoal.engine.buffer_sync import BufferSync
@@ -31,8 +29,10 @@ from shoal.engine.checkpointer import Checkpointer, TrainingObjects
 from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck
 from shoal.engine.compiled import Compilation
 from shoal.engine.lost_units import give_back
+from shoal.engine.optimizer_calls import OptimizerCalls
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
+from shoal.engine.state_dicts import StateDicts
 from shoal.engine.survival import judge_step, open_guard, open_vault
 from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
@@ -160,6 +160,7 @@ class BaseEngine(Accessors, nn.Module):
         self.policy = policy
         sharded = self.sharded = ShardedModel(self.module, self.parameter_groups, storage, aliases=self.aliases,
                                               tied_buffers=self.tied_buffers)
+        self.state_dicts = StateDicts(sharded, self.begin_call)
         self.activations = plan.activations
         sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces, begin_pass=self.begin_pass)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
@@ -189,12 +190,15 @@ class BaseEngine(Accessors, nn.Module):
         return None if engine is None or engine.destroyed else engine
 
     def attach(self, optimizer: ShardedOptimizer | None, lr_scheduler: AnySchedule | None, loader: Loader | None, *,
-               client_optimizer: object) -> None:
-        """Attach the objects of the training loop. `client_optimizer` is the optimizer that `initialize` was given."""
+               client_optimizer: object, optimizer_calls: OptimizerCalls) -> None:
+        """Attach the objects of the training loop.
+
+        `client_optimizer` is the optimizer that `initialize` was given; `optimizer_calls` answer the calls to `optimizer`.
+        """
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
-        self.client_optimizer = client_optimizer
+        self.client_optimizer, self.optimizer_calls = client_optimizer, optimizer_calls
         if optimizer is not None:
-            optimizer.set_owner(self)
+            optimizer.set_owner(optimizer_calls)
         if self.guard is not None and self.sharded is not None:
             for unit in self.sharded.trainable:
                 unit.gradient.accumulator.track_addend_norms()
@@ -274,18 +278,6 @@ class BaseEngine(Accessors, nn.Module):
         return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.reduces_gradients(),
                             on_reduced=self.optimizer.on_reduced, grad_refusal=refusal)
 
-    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Reduce now what backward passes left unreduced; every rank calls it. `bucket_size` changes nothing here."""
-        if self.sharded is not None:
-            self.sharded.flush()
-
-    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """Do the same as `allreduce_gradients`; raises `UsageError` for `grads` of the caller's."""
-        if grads is not None:
-            raise UsageError("buffered_allreduce_fallback: grads is not supported: the engine collects gradients itself; "
-                             "reduce your own with torch.distributed.all_reduce")
-        self.allreduce_gradients(elements_per_buffer)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard accumulated gradients at the start of an accumulation. Within one they are kept, for `step` consumes them.
 
@@ -298,31 +290,7 @@ class BaseEngine(Accessors, nn.Module):
             self.optimizer.discard_gradients()
             progress.restart_accumulation(accumulation)
 
-    def zero_grad_by_optimizer(self) -> None:
-        """Discard the gradients that a call of `optimizer.zero_grad()` means."""
-        self.begin_call("optimizer.zero_grad")
-        if self.optimizer is not None and self.progress.boundary_override is not None:
-            self.optimizer.discard_gradients()
-        else:
-            self.zero_grad()
-
     # The step
-
-    @abstractmethod
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Take a step, where one is due."""
-
-    def step_by_optimizer(self) -> None:
-        """Take the step that a call of `optimizer.step()` asks for.
-
-        Raises `UsageError` where the script accumulates by itself beside a configuration that counts microbatches too.
-        """
-        passes, accumulation = self.progress.passes, self.gradient_accumulation_steps()
-        if 1 < accumulation <= passes and not self.is_gradient_accumulation_boundary():
-            raise UsageError(f"optimizer.step: called after {passes} backward passes, and with gradient_accumulation_steps "
-                             f"{accumulation} each call of step() counts one microbatch: call step() after every backward, "
-                             f"or set gradient_accumulation_steps to 1 and accumulate by yourself")
-        self.step()
 
     def take_step(self, lr_kwargs: dict[str, Any]) -> None:
         """Apply the accumulated gradients, advance the schedule and count the step; every rank calls it."""
@@ -365,7 +333,7 @@ class BaseEngine(Accessors, nn.Module):
         judge_step(self.guard, self.global_steps + 1, norm.value, self.sharded, self.training_dataloader,
                    overflow=self.optimizer.overflow)
 
-    # Checkpoints and state dicts
+    # Checkpoints
 
     def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
@@ -410,98 +378,6 @@ class BaseEngine(Accessors, nn.Module):
         self._leave_samples_out()
         self.end_call()
         return loaded
-
-    def consolidated_state_dict(self, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False,
-                                ) -> dict[str, Tensor] | None:
-        """Gather the model's state dict on rank 0, unit by unit, on the CPU; None on the other ranks. All ranks call it.
-
-        Parameters come in `dtype`, by default their own; torch.float32 gives the masters of a 16-bit training. Raises
-        `UsageError` for a `dtype` that is no floating-point one.
-        """
-        self.begin_call("consolidated_state_dict")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass names
-            raise UsageError(f"consolidated_state_dict: dtype: got {dtype!r}; give a floating-point torch.dtype, such as "
-                             f"torch.float32, or None for the parameters' own")
-        assert self.sharded is not None
-        return full_state_dict.consolidate(self.sharded, dtype, exclude_frozen=exclude_frozen)
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        return self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
-
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the portable state dict of the optimizer: the same as `optimizer.state_dict()`."""
-        self.begin_call("optimizer.state_dict")
-        assert self.sharded is not None and self.optimizer is not None
-        return full_optimizer_state.consolidate(self.sharded, self.optimizer)
-
-    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a portable state dict into the optimizer: the same as `optimizer.load_state_dict(state_dict)`."""
-        self.begin_call("optimizer.load_state_dict")
-        assert self.sharded is not None and self.optimizer is not None
-        full_optimizer_state.load(self.sharded, self.optimizer, state_dict)
-
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
-                         exclude_frozen_parameters: bool = False) -> bool:
-        """Save the weights in the compute dtype as one file that `torch.load` reads; every rank calls it.
-
-        At stage 3 it returns False, with a warning, unless `stage3_gather_16bit_weights_on_model_save` is true.
-        """
-        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
-            logger.warning("save_16bit_model: nothing is saved; at stage 3 the weights must be gathered first: set "
-                           "zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
-            return False
-        state = self.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
-        if state is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(state, Path(save_dir) / save_filename)
-        return True
-
-    def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None, **options: Any) -> None:
-        """Save the model by its own `save_pretrained`, for `from_pretrained`; every rank calls it, rank 0 writes.
-
-        Parameters come in `dtype`, by default their own; `options` go to the model's method. Raises `UsageError` for a model
-        without one, and on every rank the error of the method.
-        """
-        state = self.consolidated_state_dict(dtype)
-        error = full_state_dict.save_pretrained(self.module, state, save_directory, dtype, options)
-        errors = [text for text in self.parameter_groups.world.gather_objects(error) if text]
-        if errors:
-            raise UsageError(f"save_pretrained: {errors[0]}")
-
-    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
-        """The older name of `save_16bit_model`."""
-        return self.save_16bit_model(save_dir, save_filename)
-
-    def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
-                          exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the module's own state dict, of the weights in the compute dtype, as views of the engine's buffers.
-
-        At stage 3, outside `shoal.gathered(engine.module)`, reading a value of it raises `ReleasedError`;
-        `consolidated_state_dict` gathers.
-        """
-        state: dict[str, Any] = {} if destination is None else destination
-        self.module.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            full_state_dict.remove_frozen(state, self.module, prefix)
-        return state
-
-    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
-        """Load a state dict of the module, or its entry 'module'; every rank calls it with the same one.
-
-        Raises `UsageError` for no mapping, for tensors of another shape and, if `strict`, for names on one side only.
-        """
-        self.begin_call("load_module_state_dict")
-        if not isinstance(checkpoint, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass None
-            raise UsageError(f"load_module_state_dict: got a {type(checkpoint).__name__}; give every rank the state dict, a "
-                             f"mapping of names to tensors (consolidated_state_dict returns it on rank 0 alone)")
-        if custom_load_fn is not None:
-            raise UsageError("load_module_state_dict: custom_load_fn is not supported: parameters may be sharded; write "
-                             "within `with shoal.gathered(engine.module, modifier_rank=0)` instead")
-        assert self.sharded is not None
-        inner = checkpoint.get("module")
-        full_state_dict.load(self.sharded, inner if isinstance(inner, Mapping) else checkpoint, strict=strict)
 
     def _training_objects(self) -> TrainingObjects:
         assert self.sharded is not None
@@ -556,23 +432,6 @@ class BaseEngine(Accessors, nn.Module):
         if self.sharded is None or self.sharded.storage.lanes.trace is None:
             return nullcontext()
         return self.sharded.storage.lanes.during(lane, type(self.module).__name__)
-
-    def empty_partition_cache(self) -> None:
-        """Release every gathered parameter that is not in use, and the allocator's unused memory."""
-        if self.sharded is not None:
-            for unit in self.sharded.units:
-                unit.release()
-        empty_cache(self.device)
-
-    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True,
-                       non_blocking: bool = False) -> None:
-        """Raise `NotSupportedYet`."""
-        raise NotSupportedYet("offload_states: not supported yet: state rests where the configuration says; save a "
-                              "checkpoint and call engine.destroy() to free the memory")
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Raise `NotSupportedYet`."""
-        raise NotSupportedYet("reload_states: not supported yet, as offload_states is not; leave both out")
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
                 compiled_autograd_enabled: bool = False) -> None:

@@ -30,6 +30,7 @@ from shoal.engine.compiled import Compilation
 from shoal.engine.engine import Engine
 from shoal.engine.lost_units import missing_units, unit_names
 from shoal.engine.mesh_setup import check_ranks_agree, mesh_of, parameter_groups_of
+from shoal.engine.optimizer_calls import OptimizerCalls
 from shoal.engine.optimizer_traits import (
     OptimizerSource,
     OptimizerTraits,
@@ -167,7 +168,8 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             move_buffers(model, parameter_groups.buffers, device)
             schedule = _schedule(settings, sharded_optimizer, lr_scheduler, classes)
             loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
-            engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer)
+            engine.attach(sharded_optimizer, schedule, loader, client_optimizer=optimizer,
+                          optimizer_calls=OptimizerCalls(engine))
     if isinstance(optimizer, Optimizer) and sharded_optimizer is not None:
         hand_over(optimizer, sharded_optimizer)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)

@@ -34,6 +34,16 @@ from shoal.zero.sharded import TiedBuffer
 __all__ = ["PipelineEngine"]
 
 
+def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    """Return a published method that raises `PipelineError`: a pipeline has no such call, for this `reason`."""
+    def refuse(self: BaseEngine, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `PipelineError`."""
+        raise PipelineError(f"{name}: a pipeline {reason}")
+
+    refuse.__name__, refuse.__qualname__ = name, f"PipelineEngine.{name}"
+    return refuse
+
+
 class PipelineEngine(BaseEngine):
     """One pipeline in training. Build it with `shoal.initialize`, from a `PipelineModule`."""
 
@@ -224,30 +234,14 @@ class PipelineEngine(BaseEngine):
 
     # Published calls of one pass, which a pipeline runs by itself
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `PipelineError`."""
-        raise PipelineError("forward: a pipeline runs whole steps; call engine.train_batch(data_iter), or engine.eval_batch")
-
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `PipelineError`."""
-        raise PipelineError("backward: a pipeline runs whole steps; call engine.train_batch(data_iter)")
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `PipelineError`."""
-        raise PipelineError("step: a pipeline steps at the end of engine.train_batch(data_iter)")
-
-    def scale(self, loss: Tensor) -> NoReturn:
-        """Raise `PipelineError`."""
-        raise PipelineError("scale: a pipeline scales its losses itself; call engine.train_batch(data_iter)")
-
-    def no_sync(self) -> NoReturn:
-        """Raise `PipelineError`."""
-        raise PipelineError("no_sync: a pipeline reduces the gradients of a step itself; call engine.train_batch(data_iter)")
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
-        """Raise `PipelineError`."""
-        raise PipelineError("set_gradient_accumulation_boundary: a pipeline steps at the end of engine.train_batch"
-                            "(data_iter); call engine.set_train_batch_size to change how many microbatches that has")
+    forward = _refused("forward", "runs whole steps; call engine.train_batch(data_iter), or engine.eval_batch")
+    backward = _refused("backward", "runs whole steps; call engine.train_batch(data_iter)")
+    step = _refused("step", "steps at the end of engine.train_batch(data_iter)")
+    scale = _refused("scale", "scales its losses itself; call engine.train_batch(data_iter)")
+    no_sync = _refused("no_sync", "reduces the gradients of a step itself; call engine.train_batch(data_iter)")
+    set_gradient_accumulation_boundary = _refused(
+        "set_gradient_accumulation_boundary", "steps at the end of engine.train_batch(data_iter); call "
+        "engine.set_train_batch_size to change how many microbatches that has")
 
     def destroy(self) -> None:
         """Detach from the model, and leave this rank's layers whole and plain. Every rank calls it."""
