@@ -8,6 +8,7 @@ when an engine trains.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.config.batch import BatchSizes
-from shoal.device import empty_cache
+from shoal.data.loader import Loader
+from shoal.device import can_pin, empty_cache
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.state_dicts import StateDicts
@@ -26,10 +28,16 @@ from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
+from shoal.sequence_parallel import Positions, SequenceAxis, split_batch
+from shoal.sequence_parallel.hugging_face import padding_of
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.zero.placement import STAGES, StateBytes
 from shoal.zero.sharded import ShardedModel
+
+__all__ = ["Accessors"]
+
+ROUTES = ("train", "eval", "predict")
 
 
 class Accessors:
@@ -285,6 +293,39 @@ class Accessors:
         if self.optimizer is not None:
             self.optimizer.finish_deferred_steps()
         return self.sharded.state_bytes(self.optimizer.optimizer.state if self.optimizer else {})
+
+    # Data
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+                     data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
+        """Build the loader of a dataset: this rank's microbatches, shuffled for the route 'train', resumable.
+
+        Raises `UsageError` for a route other than 'train', 'eval' or 'predict', for a sampler, and for no dataset.
+        """
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io: data_sampler is not supported: the loader's own order is what makes it "
+                             "resumable on any number of ranks; build a torch DataLoader with your sampler instead")
+        if route not in ROUTES:
+            raise UsageError(f"deepspeed_io: route: got {route!r}; choose one of {', '.join(ROUTES)}")
+        return Loader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), rank=self.communicator.rank,
+                      ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
+                      collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
+                      pin_memory=pin_memory and can_pin(self.device))
+
+    @cached_property
+    def sequence(self) -> SequenceAxis:
+        """The ranks that have the other parts of this rank's sequences, for attention and losses."""
+        return SequenceAxis(self.parameter_groups.communicator("sequence"))
+
+    def split_sequence(self, batch: Mapping[str, Any], *, multiple: int = 1, padding_token: int | None = None,
+                       causal: bool = True, positions: Positions | None = None) -> dict[str, Any]:
+        """Return this rank's part of a batch of whole sequences: see `shoal.sequence_parallel.split_batch`.
+
+        `padding_token` and `positions` are those of a model of Hugging Face transformers unless given; else 0 and "all".
+        """
+        padding, counted = padding_of(self.module)
+        return split_batch(batch, self.sequence, multiple=multiple, causal=causal, positions=positions or counted,
+                           padding_token=padding if padding_token is None else padding_token)
 
     # State dicts
 

@@ -21,7 +21,6 @@ from shoal import comm
 from shoal.activation import ALONE, Moment, RecomputeMode, SavedActivations, recompute_blocks
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
-from shoal.device import can_pin
 from shoal.engine.accessors import Accessors
 from shoal.engine.backward_pass import RunningBackward, grad_refusal
 from shoal.engine.buffer_sync import BufferSync
@@ -33,19 +32,16 @@ from shoal.engine.optimizer_calls import OptimizerCalls
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.state_dicts import StateDicts
-from shoal.engine.survival import judge_step, open_guard, open_vault
+from shoal.engine.survival import StepJudge, open_guard, open_vault
 from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
 from shoal.log import logger
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
-from shoal.optim.grad_stats import GlobalNorm
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.recording.page import TrainingPhase, page, phase_of
 from shoal.schedule.registry import AnySchedule
-from shoal.sequence_parallel import Positions, SequenceAxis, split_batch
-from shoal.sequence_parallel.hugging_face import padding_of
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
 from shoal.tree import tree_map
@@ -53,8 +49,6 @@ from shoal.zero.reducer import BackwardPass
 from shoal.zero.sharded import ShardedModel, ShardingPlan, TiedBuffer
 
 __all__ = ["BaseEngine"]
-
-ROUTES = ("train", "eval", "predict")
 
 
 class BaseEngine(Accessors, nn.Module):
@@ -92,6 +86,7 @@ class BaseEngine(Accessors, nn.Module):
         self.checkpointer = Checkpointer(config, parameter_groups, device, vault)
         self.guard = open_guard(config, parameter_groups, vault)
         """Refuses steps that are far off; None where the configuration asks for none, or nothing outlives the ranks."""
+        self.step_judge: StepJudge | None = None
         self.optimizer: ShardedOptimizer | None = None
         self.client_optimizer: object = None
         self.lr_scheduler: AnySchedule | None = None
@@ -102,7 +97,6 @@ class BaseEngine(Accessors, nn.Module):
         """Sends rank 0's buffers to the data ranks; None where there is nothing to send."""
         self.replicated_grads: ReplicatedGradCheck | None = None
         """Compares the gradients of parameters that every tensor rank holds whole; None once they were found equal."""
-        self._sequence: SequenceAxis | None = None
         self.compilation = compilation
         """The modules that torch.compile compiles, or is to compile."""
         self.activations: SavedActivations | None = None
@@ -200,52 +194,7 @@ class BaseEngine(Accessors, nn.Module):
         if optimizer is not None:
             optimizer.set_owner(optimizer_calls)
         if self.guard is not None and self.sharded is not None:
-            for unit in self.sharded.trainable:
-                unit.gradient.accumulator.track_addend_norms()
-            if loader is not None:
-                loader.note_samples()
-            self._leave_samples_out()
-
-    def _leave_samples_out(self) -> None:
-        """Have the loader skip what the guard has found to be at fault."""
-        if self.guard is not None and isinstance(self.training_dataloader, Loader):
-            for samples in self.guard.skipped:
-                self.training_dataloader.skip(samples.epoch, samples.ids)
-
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
-                     data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None) -> Loader:
-        """Build the loader of a dataset: this rank's microbatches, shuffled for the route 'train', resumable.
-
-        Raises `UsageError` for a route other than 'train', 'eval' or 'predict', for a sampler, and for no dataset.
-        """
-        if data_sampler is not None:
-            raise UsageError("deepspeed_io: data_sampler is not supported: the loader's own order is what makes it "
-                             "resumable on any number of ranks; build a torch DataLoader with your sampler instead")
-        if route not in ROUTES:
-            raise UsageError(f"deepspeed_io: route: got {route!r}; choose one of {', '.join(ROUTES)}")
-        return Loader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), rank=self.communicator.rank,
-                      ranks=self.communicator.ranks, shuffle=route == "train", drop_last=self.settings.dataloader_drop_last,
-                      collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
-                      pin_memory=pin_memory and can_pin(self.device))
-
-    # Sequences
-
-    @property
-    def sequence(self) -> SequenceAxis:
-        """The ranks that have the other parts of this rank's sequences, for attention and losses."""
-        if self._sequence is None:
-            self._sequence = SequenceAxis(self.parameter_groups.communicator("sequence"))
-        return self._sequence
-
-    def split_sequence(self, batch: Mapping[str, Any], *, multiple: int = 1, padding_token: int | None = None,
-                       causal: bool = True, positions: Positions | None = None) -> dict[str, Any]:
-        """Return this rank's part of a batch of whole sequences: see `shoal.sequence_parallel.split_batch`.
-
-        `padding_token` and `positions` are those of a model of Hugging Face transformers unless given; else 0 and "all".
-        """
-        padding, counted = padding_of(self.module)
-        return split_batch(batch, self.sequence, multiple=multiple, causal=causal, positions=positions or counted,
-                           padding_token=padding if padding_token is None else padding_token)
+            self.step_judge = StepJudge(self.guard, self.sharded, loader)
 
     # Passes
 
@@ -304,17 +253,16 @@ class BaseEngine(Accessors, nn.Module):
             more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
             self.replicated_grads = self.replicated_grads if more else None
         try:
-            applied = self.optimizer.take_step(None if self.guard is None else self._judge)
+            applied = self.optimizer.take_step(None if self.step_judge is None else partial(
+                self.step_judge.judge, self.global_steps + 1, self.training_dataloader, self.optimizer))
         except GuardError:
             self.checkpointer.wait_for_copy()  # the restart goes back to it
             raise
         except TierError as error:  # of this rank alone, for which the others wait
             self.failure_board.publish(f"rank {self.global_rank}: step {self.global_steps + 1}: {error}")
             raise
-        if self.guard is not None:
-            self.guard.forget()
-            if isinstance(self.training_dataloader, Loader):
-                self.training_dataloader.take_samples()
+        if self.step_judge is not None:
+            self.step_judge.forget(self.training_dataloader)
         if self.buffer_sync is not None:
             self.buffer_sync.sync()
         self.progress.count_step(self.train_batch_size(), applied=applied)
@@ -327,11 +275,6 @@ class BaseEngine(Accessors, nn.Module):
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             logger.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(),
                         self.get_mom())
-
-    def _judge(self, norm: GlobalNorm) -> None:
-        assert self.guard is not None and self.sharded is not None and self.optimizer is not None
-        judge_step(self.guard, self.global_steps + 1, norm.value, self.sharded, self.training_dataloader,
-                   overflow=self.optimizer.overflow)
 
     # Checkpoints
 
@@ -375,7 +318,8 @@ class BaseEngine(Accessors, nn.Module):
         loaded = self.checkpointer.load(
             self._training_objects(), load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
             schedule_states=load_lr_scheduler_states, module_only=load_module_only)
-        self._leave_samples_out()
+        if self.step_judge is not None:
+            self.step_judge.leave_samples_out(self.training_dataloader)
         self.end_call()
         return loaded
 

@@ -12,12 +12,14 @@ from shoal.engine.schema import Config
 from shoal.errors import NotSupportedYet
 from shoal.log import warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.optim.grad_stats import GlobalNorm
+from shoal.optim.sharded import ShardedOptimizer
 from shoal.resilience.guard import Guard, Samples
 from shoal.resilience.vault import Vault
 from shoal.transport.process_group import agent_memory
 from shoal.zero.sharded import ShardedModel
 
-__all__ = ["judge_step", "open_guard", "open_vault"]
+__all__ = ["StepJudge", "open_guard", "open_vault"]
 
 _vaults = count()
 """Numbers of the vaults of this process; every rank builds its engines in the same order."""
@@ -54,16 +56,42 @@ def open_guard(config: Config, parameter_groups: ParameterGroups, vault: Vault |
     return Guard(vault.folder.with_suffix(".guard.json"), settings, parameter_groups.world)
 
 
-def judge_step(guard: Guard, step: int, norm: float, sharded: ShardedModel, loader: object, *, overflow: bool) -> None:
-    """Have the guard judge `step` by its gradient norm and this rank's own gradients, before a weight changes.
+class StepJudge:
+    """Has the guard judge each step of one engine, and the engine's loader leave out the samples that are at fault.
 
-    An `overflow` is one that the loss scale skips.
-
-    Raises `GuardRewind` and `GuardError` as `Guard.judge` does, on every rank.
+    The loader is passed to each call, for a script may replace it; one that is not Shoal's is left alone.
     """
-    norms = [own for unit in sharded.trainable if (own := unit.gradient.accumulator.norms) is not None]
-    own = torch.stack(norms).sum() if norms else torch.zeros(())
-    guard.judge(step, norm, own, lambda: _samples_of_step(loader), overflow=overflow)
+
+    def __init__(self, guard: Guard, sharded: ShardedModel, loader: Loader | None):
+        self._guard = guard
+        self._sharded = sharded
+        for unit in sharded.trainable:
+            unit.gradient.accumulator.track_addend_norms()
+        if loader is not None:
+            loader.note_samples()
+        self.leave_samples_out(loader)
+
+    def leave_samples_out(self, loader: object) -> None:
+        """Have the loader skip the samples that the guard has found to be at fault."""
+        if isinstance(loader, Loader):
+            for samples in self._guard.skipped:
+                loader.skip(samples.epoch, samples.ids)
+
+    def judge(self, step: int, loader: object, optimizer: ShardedOptimizer, norm: GlobalNorm) -> None:
+        """Judge `step` by its gradient norm and this rank's own gradients, before a weight changes.
+
+        An overflow of `optimizer` is one that the loss scale skips. Raises `GuardRewind` and `GuardError` as `Guard.judge`
+        does, on every rank.
+        """
+        norms = [own for unit in self._sharded.trainable if (own := unit.gradient.accumulator.norms) is not None]
+        own = torch.stack(norms).sum() if norms else torch.zeros(())
+        self._guard.judge(step, norm.value, own, lambda: _samples_of_step(loader), overflow=optimizer.overflow)
+
+    def forget(self, loader: object) -> None:
+        """Forget the losses and the samples of a step that was taken or skipped."""
+        self._guard.forget()
+        if isinstance(loader, Loader):
+            loader.take_samples()
 
 
 def _samples_of_step(loader: object) -> list[Samples]:
