@@ -134,7 +134,7 @@ def look_seconds() -> float:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         watch = Watch(folder, whole_job=True)
         RankPage().attach(folder, 0)
-        return seconds_of(lambda: watch.look({0: os.getpid()}), REPEATS // 100)
+        return seconds_of(lambda: watch.poll({0: os.getpid()}), REPEATS // 100)
 
 
 def seconds_of(call: Callable[[], object], repeats: int = REPEATS) -> float:

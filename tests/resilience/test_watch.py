@@ -1,4 +1,4 @@
-"""The page of a rank, and the verdicts over real processes."""
+"""The page of a rank, and stalls of real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from shoal.recording.page import RankPage, TrainingPhase, phase_of, read
 from shoal.resilience import watch
-from shoal.resilience.watch import Verdict, Watch, process
+from shoal.resilience.watch import StallKind, Watch, process
 
 SLEEPER = "import time; time.sleep(1000)"
 SPINNER = "while True: pass"
@@ -92,12 +92,12 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         each.wait()
 
 
-def verdicts(watched: Watch, processes: list[subprocess.Popen[bytes]], seconds: float = 2.0) -> dict[int, Verdict]:
+def verdicts(watched: Watch, processes: list[subprocess.Popen[bytes]], seconds: float = 2.0) -> dict[int, StallKind]:
     """Look for `seconds`, and return all verdicts."""
-    found: dict[int, Verdict] = {}
+    found: dict[int, StallKind] = {}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        found |= {each.local_rank: each.verdict for each in watched.look(dict(enumerate(p.pid for p in processes)))}
+        found |= {each.local_rank: each.kind for each in watched.poll(dict(enumerate(p.pid for p in processes)))}
         time.sleep(0.05)
     return found
 
@@ -106,14 +106,14 @@ def test_a_rank_that_waits_is_not_blamed_for_one_that_hangs(pair, tmp_path: Path
     watched, processes = pair
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=1)
     enter(str(tmp_path), 1, processes[1].pid, TrainingPhase.BACKWARD, waits=0)
-    assert verdicts(watched, processes) == {1: Verdict.HUNG}
+    assert verdicts(watched, processes) == {1: StallKind.HUNG}
 
 
 def test_where_all_ranks_wait_all_are_hung(pair, tmp_path: Path) -> None:
     watched, processes = pair
     for rank, each in enumerate(processes):
         enter(str(tmp_path), rank, each.pid, TrainingPhase.STEP, waits=1)
-    assert verdicts(watched, processes) == {0: Verdict.HUNG, 1: Verdict.HUNG}
+    assert verdicts(watched, processes) == {0: StallKind.HUNG, 1: StallKind.HUNG}
 
 
 def test_a_stopped_process_is_told_from_a_hung_one(pair, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_stopped_process_is_told_from_a_hung_one(pair, tmp_path: Path) -> None
     os.kill(processes[0].pid, signal.SIGSTOP)
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
     enter(str(tmp_path), 1, processes[1].pid, TrainingPhase.STEP, waits=0)
-    assert verdicts(watched, processes) == {0: Verdict.STOPPED, 1: Verdict.HUNG}
+    assert verdicts(watched, processes) == {0: StallKind.STOPPED, 1: StallKind.HUNG}
 
 
 def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
     assert reading is not None
     before = watched.deadline(reading)
     time.sleep(0.3)
-    watched.look({0: processes[0].pid})
+    watched.poll({0: processes[0].pid})
     time.sleep(1.1)
-    (suspicion,) = watched.look({0: processes[0].pid})
+    (suspicion,) = watched.poll({0: processes[0].pid})
     watched.double(suspicion)
     assert watched.deadline(reading) == 2 * before == 0.4
     assert "hung in step after 7 steps" in str(suspicion)
@@ -147,7 +147,7 @@ def test_a_first_call_has_a_deadline_of_its_own(pair, tmp_path: Path) -> None:
     assert watched.deadline(reading) == watch.UNKNOWN
     assert verdicts(watched, processes[:1], 1.5) == {}
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, calls=2)
-    watched.look({0: processes[0].pid})
+    watched.poll({0: processes[0].pid})
     assert watched.deadline(reading) == watch.FIRST_LEAST
 
 

@@ -195,7 +195,7 @@ class Agent(LocalElasticAgent):
     def _watch(self) -> None:
         """Look for ranks that are stopped or hung, and start spares once the ranks train."""
         workers = self._worker_group.workers
-        self._reaction.look({worker.local_rank: WatchedRank(rank=worker.global_rank, pid=worker.id,
+        self._reaction.poll({worker.local_rank: WatchedRank(rank=worker.global_rank, pid=worker.id,
                                                             error_file=self.files.last.error_files[worker.local_rank])
                              for worker in workers if isinstance(worker.id, int)})
         if self._spares is not None and self._remaining_restarts > 0 and not self._spares.pids and (

@@ -266,7 +266,8 @@ class ShardedOptimizer(Optimizer):
                 self._backward_stepper.finish()
             if not self.failed:
                 self.discard_gradients()
-                self.rescale(self.scaler.value / loss_scale)
+                if self.scaler.value != loss_scale:
+                    self.rescale(self.scaler.value / loss_scale)
         self.set_compression()
         if not self.overflow:
             self._model.run_ahead()

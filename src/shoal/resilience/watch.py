@@ -116,7 +116,7 @@ class Watch:
         """Return the page of a rank."""
         return read(os.path.join(self.folder, f"rank{local_rank}"))
 
-    def look(self, pids: Mapping[int, int]) -> list[Suspicion]:
+    def poll(self, pids: Mapping[int, int]) -> list[Suspicion]:
         """Return the ranks that are stopped or hung now; `pids` are the processes by local rank."""
         now = time.monotonic()
         if now - self._looked > PAUSE:  # this process was stopped, and the ranks may have been with it
