@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.activation import RecomputeMode
@@ -180,6 +181,34 @@ def test_a_block_that_is_alone_in_its_stage_repeats_those_of_others(section: dic
     for (losses, count), (usual, _) in zip(run_ranks(2, _one_block_a_stage, section), run_ranks(2, _one_block_a_stage, {}),
                                            strict=True):
         assert losses == usual and count == 1
+
+
+def _checkpointed_at_first() -> tuple[bool, list[str], list[float]]:
+    """Return whether a first pass within a checkpoint chose anything, the choice after plain passes, and their losses."""
+    torch.manual_seed(0)
+    engine = shoal.initialize(model=nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 8)), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
+        "activation_checkpointing": {"budget": "1GB"}})[0]
+    budget = None if engine.activations is None else engine.activations.budget
+    assert budget is not None
+    losses: list[float] = []
+    for step in range(4):
+        x = torch.randn(ROWS, WIDTH)
+        loss = (checkpoint(engine, x, use_reentrant=False) if step == 0 else engine(x)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if step == 1:
+            early = bool(budget.choices)  # the pass of step 0 has ended
+    modes = _modes(budget)
+    engine.destroy()
+    return early, modes, losses
+
+
+def test_a_pass_within_a_checkpoint_of_the_script_measures_nothing() -> None:
+    (early, modes, losses), = run_ranks(1, _checkpointed_at_first)
+    assert not early and modes == ["none"] * BLOCKS
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_a_larger_batch_recomputes_more() -> None:

@@ -254,7 +254,6 @@ raise ValueError("the cause")
 
 
 def test_a_rank_that_ends_writes_what_its_handlers_objects_and_files_hold(run, script, tmp_path):
-    """The process leaves without the teardown of the interpreter, which is where plain Python deletes what is left."""
     code, out, err = run("--ranks", "1", script(f"""
 import atexit, zipfile
 import torch

@@ -34,8 +34,8 @@ def whole(memory: Tensor) -> Tensor:
     return memory
 
 
-@pytest.mark.parametrize("second", [whole, Tensor.t, lambda m: m[:1], lambda m: m[:, 2:3]],
-                         ids=["same", "transposed", "rows", "column"])
+@pytest.mark.parametrize("second", [whole, Tensor.t, lambda m: m[:1], lambda m: m[:, 2:3], lambda m: m[:1].expand(3, 4)],
+                         ids=["same", "transposed", "rows", "column", "expanded"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_parameter_that_shares_memory_is_refused_by_both_names(second: Callable[[Tensor], Tensor],
                                                                  stage: int) -> None:

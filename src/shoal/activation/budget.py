@@ -209,6 +209,8 @@ class _MeasuredRoot:
         """Take over what a pass saved; return whether that calls for another choice."""
         seen, self._sizes = self._sizes, Counter()
         self._seen.clear()
+        if not seen:  # a checkpoint of the script saves what the pass computes
+            return False
         if self.bytes is None:
             self.bytes = self._measure(seen)
             self.set([RecomputeMode.FULL] * len(self._blocks))  # until all roots are measured

@@ -1,7 +1,7 @@
 """The calls of a script to its optimizer, which the engine answers: `optimizer.step()` is a step of the engine.
 
 A loop of plain PyTorch calls the optimizer that `initialize` returned. The engine counts microbatches and decides whether a
-step is due, so the optimizer hands these calls to its `StepOwner`, which this is.
+step is due, so the optimizer forwards these calls to its `StepOwner`: an `OptimizerCalls`.
 """
 
 from __future__ import annotations

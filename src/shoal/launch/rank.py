@@ -2,8 +2,8 @@
 
 The launcher executes this file by path. It imports the standard library only, and what its options ask for, so that a
 rank imports nothing that the user's script does not need. An exception that ends the rank is written to an error file; the
-launcher reports it once. A rank runs its exit handlers and flushes its files, and leaves without the teardown of the
-interpreter: with torch loaded, its garbage collections take most of a second.
+launcher reports it once. A rank that failed runs its exit handlers and flushes its files, and leaves without the teardown of
+the interpreter, which takes torch most of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 import types
@@ -94,21 +93,14 @@ def main(argv: list[str]) -> None:
         if end.code not in (None, 0):
             record(path, end, "", summary=f"sys.exit({end.code!r})")
             last.code = end.code if isinstance(end.code, int) else 1
-        last.code = last.code or 0
         raise
     except BaseException as error:
         last.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         _end(path, error, last.code)
-    last.code = 0
 
 
 class LastExit:
-    """The last exit handler of a rank: once a `code` is set, it flushes what is open, and ends the process with it.
-
-    A rank that did not fail deletes the script's variables first, since an archive or a database may write when it is
-    deleted, and runs the exit handlers of C libraries. Where a process group is left, it does nothing: only the teardown
-    of the interpreter ends the threads of NCCL.
-    """
+    """The last exit handler of a rank: once a `code` is set, it flushes what is open, and ends the process with it."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -116,29 +108,12 @@ class LastExit:
     def __call__(self) -> None:
         if self.code is None:
             return
-        succeeded = self.code == 0
-        if succeeded and _has_process_group():
-            return
-        if succeeded:
-            threading.excepthook = lambda args: None  # daemon threads may still use the variables
-            if (variables := vars(sys.modules["__main__"])) is not globals():  # those that runpy ran are gone
-                variables.clear()
         for each in gc.get_objects():
             # by its type: isinstance would ask proxies for their class, which some answer with a warning
             if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 with contextlib.suppress(Exception):
                     each.flush()
-        if succeeded:
-            ctypes.PyDLL(None).exit(0)
         os._exit(self.code & 0xFF)
-
-
-def _has_process_group() -> bool:
-    if "torch.distributed" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
 
 
 def die_with(parent: int) -> None:

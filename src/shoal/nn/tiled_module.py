@@ -21,7 +21,7 @@ __all__ = ["TiledMLP", "in_tiles", "over_tiles"]
 
 
 def over_tiles(function: Callable[..., Any], tensors: Sequence[Tensor], *, rows: int, dim: int) -> list[Any]:
-    """Return what `function` makes of each tile of `rows` positions of all `tensors` along `dim`, recomputed in backward.
+    """Return the outputs of `function` for tiles of `tensors`, `rows` positions along `dim` each, recomputed in backward.
 
     Random numbers of the recompute are those of the forward. Raises UsageError for rows below 1, or tensors of several
     lengths.

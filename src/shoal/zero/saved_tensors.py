@@ -140,8 +140,8 @@ class SavedTensorTracker:
             self._hooks.__enter__()
 
     def see_output(self, output: object) -> None:
-        """Note what the model returns, which is alive until its backward."""
-        if self._activations is not None:
+        """Note the output of the model, which is alive until its backward, unless a checkpoint of the script drops it."""
+        if self._activations is not None and self._hooks is not None:
             self._activations.see_output(output)
 
     def end(self) -> None:

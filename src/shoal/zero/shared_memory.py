@@ -77,6 +77,8 @@ def _share_elements(first: _Extent, second: _Extent) -> bool:
 
 
 def _bytes_of(extent: _Extent, marks: Tensor, start: int) -> Tensor:
+    """Return the view of `marks` whose elements are the bytes of a tensor; expanded dims, of stride 0, count once."""
     width = extent.tensor.element_size()
-    return marks.as_strided((*extent.tensor.shape, width), (*(width * stride for stride in extent.tensor.stride()), 1),
+    dims = [dim for dim in zip(extent.tensor.shape, extent.tensor.stride(), strict=True) if dim[1]]
+    return marks.as_strided([*(size for size, _ in dims), width], [*(width * stride for _, stride in dims), 1],
                             extent.start - start)
