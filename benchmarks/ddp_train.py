@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def main() -> None:
         history.save()
         (args.out / "quality.json").write_text(json.dumps({"step": args.steps, "bits_per_byte": bits}) + "\n")
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads still hold futures of a Python hook, and abort a process whose interpreter has ended
 
 
 def _options() -> argparse.Namespace:
