@@ -30,6 +30,8 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a dtype of integers": (lambda engine: engine.consolidated_state_dict(torch.int8), "got torch.int8; give a floating"),
     "no state dict": (lambda engine: engine.load_module_state_dict(None),
                       "load_module_state_dict: got a NoneType; give every rank the state dict, a mapping of names to"),
+    "a state dict of numbers": (lambda engine: engine.load_module_state_dict({"embed.weight": 1}, strict=False),
+                                "load_module_state_dict: embed.weight: got a int, the model has"),
     "client state as a list": (lambda engine: engine.save_checkpoint("unused", client_state=[1]),
                                "save_checkpoint: client_state: got a list; give a mapping of names to values"),
     "gathered numbers": (lambda engine: shoal.gathered([1]).__enter__(),  # type: ignore[list-item]
@@ -74,7 +76,9 @@ def test_a_destroyed_engine_refuses_other_batches() -> None:
     ("abc", "initialize: model_parameters: got a str; give model.parameters"),
     (nn.Linear(2, 2), "initialize: model_parameters: got a Linear; give model.parameters"),
     ([1], "optimizer group 0: got 1, which is no parameter of the model"),
-], ids=["text", "module", "numbers"])  # fmt: skip
+    ([{"lr": 0.1}], r"optimizer group 0: got keys \['lr'\]; a group is a mapping with 'params'"),
+    ([{"params": []}, 3], "optimizer group 1: got a int; a group is a mapping with 'params'"),
+], ids=["text", "module", "numbers", "a group without params", "a group that is none"])  # fmt: skip
 def test_model_parameters_that_are_none_are_refused(parameters: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         shoal.initialize(model=model(), model_parameters=parameters, config=configured())

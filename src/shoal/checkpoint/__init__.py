@@ -4,6 +4,8 @@ A checkpoint is a set of pieces of named tensors (`piece.py`). `Writer` writes i
 subfolder, named by its tag, of the folder given to `save_checkpoint` (`folder.py`).
 """
 
+from shoal.checkpoint.extra_state import SUFFIX as EXTRA_STATE
+from shoal.checkpoint.extra_state import extra_states, load_extra_states
 from shoal.checkpoint.folder import Tag, latest, tags
 from shoal.checkpoint.inspection import inspect, verify
 from shoal.checkpoint.piece import Piece, boxes
@@ -13,6 +15,7 @@ from shoal.checkpoint.state_dict_export import export, export_dcp
 from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, wait_for_saves, write
 
 __all__ = [
+           "EXTRA_STATE",
            "FILE_BYTES",
            "PendingSave",
            "Piece",
@@ -23,8 +26,10 @@ __all__ = [
            "boxes",
            "export",
            "export_dcp",
+           "extra_states",
            "inspect",
            "latest",
+           "load_extra_states",
            "read",
            "read_unpublished",
            "tags",

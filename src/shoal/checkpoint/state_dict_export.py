@@ -26,6 +26,7 @@ from shoal.checkpoint.rank_file import disk_full
 from shoal.checkpoint.snapshot import Snapshot
 from shoal.checkpoint.tensor_file import Entry, header, memory, widest_first, write_all
 from shoal.errors import CheckpointError
+from shoal.log import logger
 
 __all__ = ["SHARD_BYTES", "export", "export_dcp", "set_dtype_of_config"]
 
@@ -119,6 +120,9 @@ def _items(snapshot: Snapshot, dtype: torch.dtype | None) -> list[_Item]:
         saved = snapshot.dtype(source)
         items.append(_Item(name=name, stored=source, shape=shape,
                            dtype=dtype if dtype and saved.is_floating_point else saved))
+    if extra := sorted(cast("Mapping[str, object]", snapshot.shared.get("extra_states", {}))):
+        logger.warning("%s: the extra state of %d modules, such as '%s', is not exported: the file holds tensors alone; "
+                       "load the checkpoint itself to have it", snapshot.path, len(extra), extra[0])
     if faults:
         raise CheckpointError("\n  ".join([f"{snapshot.path}: the model is incomplete, so it is not exported:", *faults]))
     return items + [_Item(name=name.removeprefix("buffer/"), stored=name, shape=snapshot.shape(name),

@@ -232,7 +232,8 @@ class PublishedEngine(BaseEngine):
         if custom_load_fn is None:
             super().load_module_state_dict(checkpoint, strict)
         else:
-            self._load_by(custom_load_fn, checkpoint.get("module", checkpoint))
+            inner = checkpoint.get("module") if isinstance(checkpoint, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]  scripts pass others
+            self._load_by(custom_load_fn, checkpoint if inner is None else inner)
 
     def _load_by(self, load: CustomLoad, state: Any) -> None:
         with gathered(self.module, modifier_rank=0):

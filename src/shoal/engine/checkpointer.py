@@ -14,7 +14,19 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import FILE_BYTES, Piece, Ranks, Snapshot, Writer, read_unpublished, rng, tags, wait_for_saves
+from shoal.checkpoint import (
+    FILE_BYTES,
+    Piece,
+    Ranks,
+    Snapshot,
+    Writer,
+    extra_states,
+    load_extra_states,
+    read_unpublished,
+    rng,
+    tags,
+    wait_for_saves,
+)
 from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
@@ -47,6 +59,9 @@ from shoal.zero.unit import Unit
 __all__ = ["Checkpointer", "TrainingObjects"]
 
 T = TypeVar("T")
+
+EXTRA = "extra_states"
+"""The key of the modules' extra state among the shared values; older checkpoints have none."""
 
 AWAY_BYTES = 128 << 20
 """Bytes of a file, and of memory to stage it in, when the state is written from where it rests."""
@@ -218,6 +233,7 @@ class Checkpointer:
             private = self._read_values(snapshot)
             self._check_fit(training, snapshot, strict=wanted.strict, optimizer=wanted.moments, data=wanted.everything)
             self._load_tensors(training, snapshot, strict=wanted.strict, moments=wanted.moments)
+            load_extra_states(training.sharded.model, cast("dict[str, Any]", snapshot.shared.get(EXTRA, {})))
             client_state = cast("dict[str, Any]", snapshot.shared.get("client_state", {}))
             if wanted.everything:
                 self._load_values(training, snapshot, private, optimizer=wanted.optimizer, schedule=wanted.schedule)
@@ -272,6 +288,7 @@ class Checkpointer:
             **training.progress.counters(),
             "parameters": self._of_all_stages(shapes),
             "tied": self._of_all_stages(sharded.tied_names()),
+            EXTRA: self._of_all_stages(extra_states(sharded.model)),
             "stage": self._settings.zero_optimization.stage,
             "mesh": self._parameter_groups.mesh.ranks.tolist(),
             "optimizer": None if optimizer is None else type(optimizer.optimizer).__name__,
@@ -360,6 +377,13 @@ class Checkpointer:
         if strict and extra:
             raise CheckpointError(f"{snapshot.path} holds {len(extra)} parameters that this model has not, the first is "
                                   f"'{extra[0]}'; build the same model, or load with load_module_strict=False")
+        saved_extra = cast("dict[str, object]", shared.get(EXTRA, {}))
+        lacking = [name for name in self._of_all_stages(extra_states(training.sharded.model)) if name not in saved_extra]
+        if lacking and EXTRA not in shared:
+            warn_once(f"load_checkpoint: {snapshot.path} holds no extra state of modules; '{lacking[0]}' keeps its value")
+        elif strict and lacking:
+            raise CheckpointError(f"{snapshot.path} holds no '{lacking[0]}', which get_extra_state of this model returns; "
+                                  f"build the same model, or load with load_module_strict=False")
         if optimizer and training.optimizer is not None:
             saved, here = shared.get("optimizer"), type(training.optimizer.optimizer).__name__
             if saved is not None and saved != here and {saved, here} != {"Adam", "AdamW"}:

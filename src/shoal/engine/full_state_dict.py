@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint import extra_states, load_extra_states
 from shoal.checkpoint.state_dict_export import set_dtype_of_config
 from shoal.errors import UsageError
 from shoal.mesh.mesh import MODEL
@@ -32,10 +33,11 @@ SHOWN = 5
 
 
 @torch.no_grad()
-def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, Any] | None:
     """Gather the whole state dict on rank 0, on the CPU, parameters in `dtype` (None: their own); None on other ranks.
 
-    Where `dtype` has more bits than the weights of a unit, its values are those of the masters.
+    Where `dtype` has more bits than the weights of a unit, its values are those of the masters. Values are tensors, but for
+    the extra state of modules.
     """
     mesh = model.parameter_groups.mesh
     copy = model.parameter_groups.communicator(*MODEL)
@@ -51,13 +53,14 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     if not sending:
         return None
     in_units = {m.name for unit in model.units for m in unit.members} | set(tied_names(model.model)) | set(model.aliases)
+    extra = extra_states(model.model)
     own |= {name: tensor.detach().cpu().clone() for name, tensor in model.model.state_dict(keep_vars=True).items()
-            if name not in own and name not in in_units}
+            if name not in own and name not in in_units and name not in extra}
     slices = model.tensor_slices
     by_rank = copy.gather_objects({name: _TensorPart(cut=slices.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
                                    for name, tensor in own.items()})
     tied = {name: first for names in copy.gather_objects(model.tied_names()) for name, first in names.items()}
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {name: value for each in reversed(copy.gather_objects(extra)) for name, value in each.items()}
     for name in dict.fromkeys(name for names in by_rank for name in names):
         held = {rank: names[name] for rank, names in enumerate(by_rank) if name in names}
         first = {0 if part.cut is None else part.cut.rank: rank for rank, part in reversed(held.items())}
@@ -125,17 +128,19 @@ class _TensorPart:
 
 
 @torch.no_grad()
-def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+def load(model: ShardedModel, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load `state` (names as in the module's `state_dict`), which is the same on every rank.
 
-    Raises `UsageError` for tensors of another shape, and if `strict` for names that are missing or unknown.
+    Raises `UsageError` for values that are no tensor or of another shape, and if `strict` for names that are missing or
+    unknown.
     """
+    extra = extra_states(model.model)
     wanted = model.model.state_dict(keep_vars=True)
     aliases = model.tied_names()
     shapes = {name: model.tensor_slices[name].shape(shape) if name in model.tensor_slices else shape
-              for name, shape in ((name, tuple(tensor.shape)) for name, tensor in wanted.items())}
-    problems = [f"{name}: got {tuple(state[name].shape)}, the model has {shape}"
-                for name, shape in shapes.items() if name in state and tuple(state[name].shape) != shape]
+              for name, shape in ((name, tuple(tensor.shape)) for name, tensor in wanted.items() if name not in extra)}
+    problems = [f"{name}: got {_shape(state[name])}, the model has {shape}"
+                for name, shape in shapes.items() if name in state and _shape(state[name]) != shape]
     if strict:
         tied = {aliases.get(name, name) for name in state}
         stages = model.parameter_groups.communicator("pipeline")
@@ -155,8 +160,13 @@ def load(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool = Tru
         if any(member.name in state for member in unit.members):
             _load_unit(unit, state, model.tensor_slices)
     for name, tensor in wanted.items():
-        if name in state and name not in in_units and name not in aliases:
+        if name in state and name not in in_units and name not in aliases and name not in extra:
             tensor.copy_(state[name])
+    load_extra_states(model.model, state)
+
+
+def _shape(value: object) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _load_unit(unit: Unit, state: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice]) -> None:

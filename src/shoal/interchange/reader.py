@@ -14,12 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import EXTRA_STATE
 from shoal.errors import CheckpointError
 from shoal.interchange.archive import Opaque, integer, load_archive
 from shoal.interchange.contents import ForeignCheckpoint
 from shoal.interchange.layout import HYPERPARAMETERS, RESERVED, Files, flat_fragments
 
-__all__ = ["add_frozen_slices", "add_module", "add_numbers", "read_folder", "shared_values"]
+__all__ = ["add_frozen_slices", "add_module", "add_numbers", "load_model_file", "read_folder", "shared_values"]
 
 TIED = "tied_modules."
 """The first word of the name of a weight that layers of a pipeline share."""
@@ -41,7 +42,8 @@ def read_folder(path: Path, groups: Groups | None = None, *, optimizer: bool = T
     files = Files.find(path)
     if not files.model:
         raise CheckpointError(f"{path}: has no file mp_rank_00_model_states.pt, so it is not a checkpoint of DeepSpeed")
-    stages = {number: {rank: cast("State", load_archive(file)) for rank, file in ranks.items()}
+    extra: dict[str, object] = {}
+    stages = {number: {rank: load_model_file(file, extra) for rank, file in ranks.items()}
               for number, ranks in files.model.items()}
     first = stages[min(stages)][0]
     _check_degrees(path, first, files)
@@ -61,10 +63,19 @@ def read_folder(path: Path, groups: Groups | None = None, *, optimizer: bool = T
     _name_tied_weights(contents, files, path)
     contents.check_complete(path)
     contents.shared.update(shared_values(first, found[0]))
-    contents.shared["tied"] = tied
+    contents.shared.update(tied=tied, extra_states=extra)
     contents.shared["parameters"] = contents.parameters()
     contents.shared["group_names"] = contents.groups or None
     return contents
+
+
+def load_model_file(file: Path, extra: dict[str, object]) -> State:
+    """Return the values of a model file; the extra state of its modules goes to `extra`, by its name in the state dict."""
+    state = cast("State", load_archive(file))
+    module = cast("dict[str, Any]", state.get("module") or {})
+    for name in [name for name in module if name.rpartition(".")[2] == EXTRA_STATE]:
+        extra.setdefault(name, _detached(module.pop(name)))
+    return state
 
 
 def shared_values(model: State, optimizer: State) -> dict[str, object]:

@@ -24,7 +24,7 @@ from shoal.interchange.archive import integer, load_archive
 from shoal.interchange.contents import ForeignCheckpoint
 from shoal.interchange.layout import Files, model_file
 from shoal.interchange.published_objects import save_archive
-from shoal.interchange.reader import add_frozen_slices, add_module, add_numbers, shared_values
+from shoal.interchange.reader import add_frozen_slices, add_module, add_numbers, load_model_file, shared_values
 from shoal.interchange.writer import SCALAR, SavedModel, Target, model_state, optimizer_values
 
 __all__ = ["LATEST_UNIVERSAL", "is_universal", "read_universal", "write_universal"]
@@ -47,7 +47,8 @@ def read_universal(path: Path) -> ForeignCheckpoint:
     files = Files.find(path)
     if not files.model:
         raise CheckpointError(f"{path}: has no model file, so its counters and buffers are missing")
-    stages = {number: {rank: cast("dict[str, Any]", load_archive(file)) for rank, file in ranks.items()}
+    extra: dict[str, object] = {}
+    stages = {number: {rank: load_model_file(file, extra) for rank, file in ranks.items()}
               for number, ranks in files.model.items()}
     first = stages[min(stages)][0]
     contents = ForeignCheckpoint(step=integer(first.get("global_steps", 0)), ranks=max(map(len, stages.values())), shared={})
@@ -71,7 +72,7 @@ def read_universal(path: Path) -> ForeignCheckpoint:
         add_frozen_slices(contents, ranks)
         tied |= add_module(contents, ranks)
     contents.shared.update(shared_values(first, optimizer))
-    contents.shared["tied"] = tied
+    contents.shared.update(tied=tied, extra_states=extra)
     for ranks in stages.values():
         contents.add_groups(cast("list[dict[str, object]]", ranks[0].get("param_shapes") or []))
     contents.shared["parameters"] = contents.parameters()

@@ -169,15 +169,16 @@ def model_state(snapshot: Snapshot, model: SavedModel, target: Target, rank: int
         "ds_version": VERSION, **client}
 
 
-def _module(snapshot: Snapshot, model: SavedModel, target: Target) -> OrderedDict[str, Tensor]:
+def _module(snapshot: Snapshot, model: SavedModel, target: Target) -> OrderedDict[str, Any]:
     """Return the state dict of the module; at stage 3 weights are empty there. Tied names share one tensor."""
-    state = OrderedDict[str, Tensor]()
+    state = OrderedDict[str, Any]()
     for name in model.buffers:
         state[name] = snapshot.tensor(f"buffer/{name}")
     for name in (*model.trained, *model.frozen):
         state[name] = (torch.empty(0, dtype=target.dtype) if target.stage == 3 else
                        snapshot.tensor(f"weight/{name}", target.dtype))
-    return state | {alias: state[name] for alias, name in model.tied.items() if name in state}
+    extra = cast("dict[str, Any]", snapshot.shared.get("extra_states", {}))
+    return state | {alias: state[name] for alias, name in model.tied.items() if name in state} | extra
 
 
 def _frozen_parts(snapshot: Snapshot, frozen: Shapes, target: Target, rank: int) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +185,11 @@ class OptimizerGroups:
         options: list[dict[str, Any]] = []
         members: list[list[nn.Parameter]] = []
         groups: dict[nn.Parameter, int] = {}
-        for index, group in enumerate(cast("list[Mapping[str, Any]]", given)):
+        for index, group in enumerate(given):
+            if not isinstance(group, Mapping) or "params" not in group:
+                got = f"keys {sorted(map(str, group))}" if isinstance(group, Mapping) else f"a {type(group).__name__}"
+                raise UsageError(f"optimizer group {index}: got {got}; a group is a mapping with 'params', such as "
+                                 f"{{'params': [...], 'lr': 0.1}}")
             params: Any = group["params"]
             members.append([])
             for entry in [params] if isinstance(params, Tensor) else params:
