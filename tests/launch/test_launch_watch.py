@@ -90,3 +90,14 @@ def test_options_that_restart_nothing_are_refused(run, words, message):
     code, _, err = run("--ranks", "1", *words, "x.py").end()
     assert code == 2
     assert message in err
+
+
+def test_an_exit_that_takes_longer_than_any_call_is_no_hang(run, script):
+    at_exit = "import atexit, time; atexit.register(time.sleep, 8)\n"
+    launch = run("--ranks", "2", "--max-restarts", "1", "--no-spares",
+                 script(at_exit + TRAIN.replace("FAULT", "pass").replace("10**6", "12")))
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert "hung" not in err
+    assert "restarting" not in err
+    assert sorted(line for line in out.splitlines() if line.startswith("done")) == ["done 0 0", "done 1 0"]

@@ -139,7 +139,8 @@ def test_samples_are_skipped_as_often_as_the_configuration_says(tmp_path: Path) 
 
 
 def test_a_record_that_cannot_be_written_is_logged_and_the_ranks_rewind(tmp_path: Path) -> None:
-    (tmp_path / "memory" / "vault0.guard.part").mkdir(parents=True)
+    for rank in range(2):
+        (tmp_path / "memory" / f"vault0.guard.part{rank}").mkdir(parents=True)
     found = attempts(tmp_path / "memory", 0, 2, flip=13)
     for rank in range(2):
         assert found[0][rank]["ended"].startswith("GuardRewind: step 14: ")

@@ -8,19 +8,23 @@ from shoal.checkpoint.extra_state import SUFFIX as EXTRA_STATE
 from shoal.checkpoint.extra_state import extra_states, load_extra_states
 from shoal.checkpoint.folder import Tag, latest, tags
 from shoal.checkpoint.inspection import inspect, verify
+from shoal.checkpoint.nodes import Nodes
 from shoal.checkpoint.piece import Piece, boxes
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.snapshot import Snapshot, read, read_unpublished
+from shoal.checkpoint.spread_snapshot import SpreadSnapshot
 from shoal.checkpoint.state_dict_export import export, export_dcp
 from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, wait_for_saves, write
 
 __all__ = [
            "EXTRA_STATE",
            "FILE_BYTES",
+           "Nodes",
            "PendingSave",
            "Piece",
            "Ranks",
            "Snapshot",
+           "SpreadSnapshot",
            "Tag",
            "Writer",
            "boxes",

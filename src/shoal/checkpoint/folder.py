@@ -12,6 +12,7 @@ Readers and writers hold a file lock on the folder that they use, so that no oth
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint.index import INDEX, Index, parse
+from shoal.checkpoint.index import INDEX, File, Index, parse
 from shoal.errors import CheckpointError, UsageError
 from shoal.log import logger
 
@@ -29,6 +30,7 @@ __all__ = [
     "Tag",
     "clean",
     "faults",
+    "files_here",
     "intact_alternative",
     "latest",
     "load_index",
@@ -44,6 +46,8 @@ __all__ = [
 ]
 
 LATEST = "latest"
+HERE = "here.json"
+"""The file that lists the files of a folder which has a part of the checkpoint."""
 SAVING = ".shoal-saving-"
 REPLACED = ".shoal-replaced-"
 REMOVED = ".shoal-removed-"
@@ -129,10 +133,18 @@ def load_index(path: Path) -> Index:
     return parse(text, path / INDEX)
 
 
+def files_here(path: Path, index: Index) -> list[File]:
+    """Return the files that the checkpoint folder `path` is to have: all of them, unless other nodes have the rest."""
+    with suppress(FileNotFoundError):
+        here = set(json.loads((path / HERE).read_text()))
+        return [file for file in index.files if file.name in here]
+    return index.files
+
+
 def faults(path: Path, index: Index) -> list[str]:
-    """List the files of a checkpoint that are missing or whose size differs from the index."""
+    """List the files of a checkpoint folder that are missing or whose size differs from the index."""
     messages: list[str] = []
-    for file in index.files:
+    for file in files_here(path, index):
         try:
             size = (path / file.name).stat().st_size
         except FileNotFoundError:

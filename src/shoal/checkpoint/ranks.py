@@ -12,12 +12,13 @@ Messages are bytes (JSON), never pickles.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shoal.checkpoint.tensor_file import memory
 from shoal.errors import CheckpointError, ShoalError
@@ -75,6 +76,18 @@ class Ranks:
         options.rootRank = 0
         self._wait(self._group.gather([received] if received else [], [_padded(message, width)], options))
         return [_bytes(data, size) for data, size in zip(received, sizes, strict=False)]
+
+    def exchange(self, *, sent: Sequence[tuple[Tensor, int]] = (), received: Sequence[tuple[Tensor, int]] = ()) -> None:
+        """Send tensors of bytes to ranks, and fill tensors with what ranks send here; both ends of a message must take part.
+
+        The messages from one rank to another keep their order.
+        """
+        assert self._group is not None or not (sent or received)
+        if self._group is not None:
+            works = [self._group.recv([data], rank, 0) for data, rank in received]
+            works += [self._group.send([data], rank, 0) for data, rank in sent]
+            for work in works:
+                self._wait(work)
 
     def run_collectively(self, failure: str, action: Callable[[], T]) -> T:
         """Return `action()` if it succeeds on every rank; otherwise raise on every rank, with the ranks and causes.

@@ -10,7 +10,7 @@ import os
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -31,11 +31,11 @@ from shoal.checkpoint.values import decode
 from shoal.checkpoint.writer import PRIVATE, SHARED
 from shoal.errors import CheckpointError
 
-__all__ = ["IndexedSnapshot", "Snapshot", "read", "read_unpublished"]
+__all__ = ["BlockRead", "IndexedSnapshot", "Snapshot", "read", "read_unpublished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BlockRead:
+class BlockRead:
     """One block to read, and the copies from it to pieces."""
 
     name: str
@@ -172,13 +172,13 @@ class Snapshot(ABC):
 
 
 class IndexedSnapshot(Snapshot):
-    """A checkpoint in Shoal's own format, locked against removal until it is closed."""
+    """A checkpoint in Shoal's own format; its folder, if there is one, is locked against removal until it is closed."""
 
     def __init__(self, path: Path, index: Index, ranks: Ranks, *, verify: bool) -> None:
         super().__init__(path, ranks)
         self.index = index
         self._verify = verify
-        self._folder = self._resources.enter_context(folders.lock(path, shared=True))
+        self._folder = self._resources.enter_context(folders.lock(path, shared=True)) if path.is_dir() else None
         self._open: dict[str, int] = {}
         self._block = torch.empty(BLOCK, dtype=torch.uint8)
 
@@ -215,12 +215,15 @@ class IndexedSnapshot(Snapshot):
 
     @torch.no_grad()
     def _fill(self, pieces: list[Piece]) -> None:
-        reads = sorted(self._plan(pieces), key=lambda read: (read.file, read.at))
+        self._copy(self._plan(pieces), self._load)
+
+    def _copy(self, reads: Sequence[BlockRead], load: Callable[[BlockRead], Tensor]) -> None:
+        """Copy each block, as `load` returns it, to its pieces."""
         last = {piece: read for read in reads for _, piece in read.copies}  # pieces are resident from first to last copy
         resident: dict[Piece, ExitStack] = {}
         with ExitStack() as stack:
             for read in reads:
-                source = self._load(read)
+                source = load(read)
                 for overlap, piece in read.copies:
                     if piece not in resident:
                         resident[piece] = stack.enter_context(ExitStack())
@@ -230,10 +233,13 @@ class IndexedSnapshot(Snapshot):
                 for piece in {piece for _, piece in read.copies if last[piece] is read}:
                     resident.pop(piece).close()
 
-    def _plan(self, pieces: list[Piece]) -> Iterable[_BlockRead]:
-        """Return the blocks to read. Raises CheckpointError if any part of the request cannot be served."""
+    def _plan(self, pieces: list[Piece]) -> list[BlockRead]:
+        """Return the blocks to read, in the order of the files.
+
+        Raises CheckpointError if any part of the request cannot be served.
+        """
         faults = [fault for piece in pieces if (fault := self._fault(piece)) is not None]
-        reads: dict[tuple[str, int], _BlockRead] = {}
+        reads: dict[tuple[str, int], BlockRead] = {}
         for piece in pieces if not faults else ():
             stored = self._stored(piece.name)
             missing = piece.interval.elements
@@ -250,14 +256,14 @@ class IndexedSnapshot(Snapshot):
                 faults.append(f"{piece.name}: {missing} of elements [{piece.start}, {piece.stop}) were not saved")
         if faults:
             raise CheckpointError("\n  ".join(["the checkpoint does not match the request:", *faults]))
-        return reads.values()
+        return sorted(reads.values(), key=lambda read: (read.file, read.at))
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.index.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         return self.index.tensors[name]
 
-    def _load(self, read: _BlockRead) -> Tensor:
+    def _load(self, read: BlockRead) -> Tensor:
         """Read one block into the buffer that all blocks share."""
         data = self._block[: read.bytes]
         view = memory(data)
@@ -267,11 +273,15 @@ class IndexedSnapshot(Snapshot):
             if count == 0:
                 raise CheckpointError(self._damage(read, f"ends at byte {read.at + filled}"))
             filled += count
-        if self._verify and zlib.crc32(view) != read.checksum:
+        return self._checked(read, data)
+
+    def _checked(self, read: BlockRead, data: Tensor) -> Tensor:
+        """Return the bytes `data` of a block as elements. Raises CheckpointError if they are not those that were saved."""
+        if self._verify and zlib.crc32(memory(data)) != read.checksum:
             raise CheckpointError(self._damage(read, f"wrong checksum of bytes [{read.at}, {read.at + read.bytes})"))
         return data.view(read.dtype)
 
-    def _damage(self, read: _BlockRead, reason: str) -> str:
+    def _damage(self, read: BlockRead, reason: str) -> str:
         rank = next(file.rank for file in self.index.files if file.name == read.file)
         return (f"{read.name}: damaged in {read.file} of rank {rank}: {reason}; "
                 f"{folders.intact_alternative(self.path.parent, self.tag)}")
@@ -299,8 +309,8 @@ def _block_interval(entry: Range, block: int, width: int) -> Interval:
     return Interval(entry.interval.box, start, min(entry.stop, start + BLOCK // width))
 
 
-def _block_read(name: str, stored: StoredTensor, entry: Range, block: int) -> _BlockRead:
+def _block_read(name: str, stored: StoredTensor, entry: Range, block: int) -> BlockRead:
     dtype = DTYPES[stored.dtype]
     size = _block_interval(entry, block, dtype.itemsize).elements * dtype.itemsize
-    return _BlockRead(name=name, file=entry.file, at=entry.at + block * BLOCK, bytes=size,
+    return BlockRead(name=name, file=entry.file, at=entry.at + block * BLOCK, bytes=size,
                       checksum=entry.checksums[block], dtype=dtype)

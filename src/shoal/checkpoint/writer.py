@@ -7,12 +7,15 @@
     every rank   adds files of its own, where the caller asks for that (`add_files`)
     rank 0       renames the folder to its tag, updates `latest`, deletes old checkpoints
 
+Where each node has a folder of its own (`nodes.py`), the first rank of each does there what rank 0 does, and each file is
+copied to a second node before the index is written.
 After each line all ranks learn whether it succeeded on every rank. Nothing visible changes before the rename, so a save that
 fails, is killed, or finds the disk full leaves the previous checkpoint and `latest` unchanged.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -24,7 +27,8 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from shoal.checkpoint import folder as folders
-from shoal.checkpoint.index import INDEX, RankPart, StoredTensor, merge, parse_part
+from shoal.checkpoint.index import INDEX, File, Index, RankPart, StoredTensor, merge, parse, parse_part
+from shoal.checkpoint.nodes import Nodes, copy_to_keepers
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staged, Staging, disk_full, write_rank_file
 from shoal.checkpoint.ranks import Ranks
@@ -130,9 +134,13 @@ def wait_for_saves() -> None:
 class Writer:
     """Saves checkpoints one at a time and reuses the staging buffer."""
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        """Write with `ranks` (see `Ranks.join`); None means this process only."""
+    def __init__(self, ranks: Ranks | None = None, nodes: Nodes | None = None) -> None:
+        """Write with `ranks` (see `Ranks.join`); None means this process only.
+
+        All ranks write to one folder, unless `nodes` says that each node has a folder of its own.
+        """
         self.ranks = ranks or Ranks()
+        self._nodes = nodes or Nodes.shared(self.ranks.count)
         self._staging = Staging()
         self._pending: PendingSave | None = None
 
@@ -201,7 +209,7 @@ class Writer:
             return
         failure: BaseException | None = None
         try:
-            _save_collectively(self.ranks, save, content)
+            _save_collectively(self.ranks, self._nodes, save, content)
         except BaseException as error:  # raised by PendingSave.wait, or by the next save
             failure = error
             logger.error("the checkpoint %s was not saved: %s", pending.path, error)
@@ -226,33 +234,40 @@ def _check_options(save: _SaveOptions) -> None:
         raise UsageError(f"keep_last: got {save.keep_last}; give 1 or more, or None to keep all")
 
 
-def _save_collectively(ranks: Ranks, save: _SaveOptions, content: _Content | Exception) -> None:
+def _save_collectively(ranks: Ranks, nodes: Nodes, save: _SaveOptions, content: _Content | Exception) -> None:
     paths = [os.fsdecode(path) for path in ranks.all_gather(os.fsencode(save.folder / save.tag))]
-    if len(set(paths)) > 1:
+    first = nodes.is_first(ranks.rank)
+    if len(set(paths)) > nodes.count:
         other = next(rank for rank, path in enumerate(paths) if path != paths[0])
         raise RanksDisagree(f"ranks save to different folders, rank 0 to {paths[0]}, rank {other} to "
                             f"{paths[other]}; give every rank the same folder and tag")
     failure = f"could not save {paths[0]}"
     with ExitStack() as locks:
-        ready = ranks.run_collectively(failure, lambda: _prepare(save, content, locks, ranks.rank))
+        ready = ranks.run_collectively(failure, lambda: _prepare(save, content, locks, first=first))
         hidden = folders.saving_path(save.folder, save.tag)
         try:
             part = ranks.run_collectively(failure, lambda: _write_part(hidden, save, ready, ranks.rank))
             parts = ranks.gather(part.dump())
-            ranks.run_collectively(failure, lambda: _write_index(hidden, save, parts) if ranks.rank == 0 else None)
+            index = ranks.run_collectively(failure, lambda: _merged(save, parts) if ranks.rank == 0 else None)
+            here: list[File] | None = None
+            if nodes.count > 1:
+                index = parse(ranks.all_gather(b"" if index is None else index.dump())[0], hidden)
+                copy_to_keepers(ranks, nodes, hidden, index.files, failure)
+                here = nodes.kept_on(nodes.of[ranks.rank], index.files)
+            ranks.run_collectively(failure, lambda: _write_index(hidden, save, index, here) if first else None)
             if (add_files := ready.add_files) is not None:
                 ranks.run_collectively(failure, lambda: add_files(hidden))
-            ranks.run_collectively(failure, lambda: _publish(hidden, save) if ranks.rank == 0 else None)
+            ranks.run_collectively(failure, lambda: _publish(hidden, save) if first else None)
         except BaseException:
-            if ranks.rank == 0:
+            if first:
                 shutil.rmtree(hidden, ignore_errors=True)
             raise
 
 
-def _prepare(save: _SaveOptions, content: _Content | Exception, locks: ExitStack, rank: int) -> _Content:
+def _prepare(save: _SaveOptions, content: _Content | Exception, locks: ExitStack, *, first: bool) -> _Content:
     if isinstance(content, Exception):
         raise content
-    if rank == 0:
+    if first:
         save.folder.mkdir(parents=True, exist_ok=True)
         folders.clean(save.folder, save.tag)
         hidden = folders.saving_path(save.folder, save.tag)
@@ -286,9 +301,16 @@ def _stored(part: RankPart, piece: Piece) -> StoredTensor:
     return part.tensors.setdefault(piece.name, empty)
 
 
-def _write_index(hidden: Path, save: _SaveOptions, parts: list[bytes]) -> None:
-    """Write the index, with which the checkpoint is complete; on rank 0."""
-    index = merge([parse_part(part) for part in parts], save.step)
+def _merged(save: _SaveOptions, parts: list[bytes]) -> Index:
+    """Return the index; on rank 0."""
+    return merge([parse_part(part) for part in parts], save.step)
+
+
+def _write_index(hidden: Path, save: _SaveOptions, index: Index | None, here: list[File] | None) -> None:
+    """Write the index, with which the checkpoint is complete, and which files are `here`; on the first rank of a folder."""
+    assert index is not None
+    if here is not None:
+        (hidden / folders.HERE).write_text(json.dumps([file.name for file in here]))
     if faults := folders.faults(hidden, index):
         raise CheckpointError("this rank does not see the files of other ranks; a checkpoint needs a folder that all ranks "
                               "share:\n  " + "\n  ".join(faults))
@@ -303,7 +325,7 @@ def _write_index(hidden: Path, save: _SaveOptions, parts: list[bytes]) -> None:
 
 
 def _publish(hidden: Path, save: _SaveOptions) -> None:
-    """Rename the complete checkpoint to its tag, and delete old ones; on rank 0."""
+    """Rename the complete checkpoint to its tag, and delete old ones; on the first rank of a folder."""
     try:
         folders.sync(hidden)
         folders.publish(save.folder, save.tag)

@@ -203,7 +203,10 @@ class Checkpointer:
             ranks = [rank for rank, sees in enumerate(visible) if sees]
             raise CheckpointError(f"load_checkpoint: only ranks {ranks} see a file 'latest' in {load_dir}; give a folder "
                                   f"that all ranks share")
-        return self._load(training, load_dir, None if tag is None else str(tag), wanted)
+        groups = (group_names(training.sharded, training.optimizer) if wanted.moments and training.optimizer is not None
+                  else None)
+        return self._load(training, wanted, open_checkpoint(load_dir, None if tag is None else str(tag),
+                                                            ranks=self._open_writer().ranks, groups=groups))
 
     def _load_copy(self, training: TrainingObjects, load_dir: Path, wanted: _Wanted,
                    ) -> tuple[str | None, dict[str, Any] | None] | None:
@@ -215,7 +218,7 @@ class Checkpointer:
         on_disk = max(self._parameter_groups.world.gather_objects(max(steps, default=-1)))
         for copy in self._vault.generations(on_disk):
             try:
-                loaded = self._load(training, self._vault.folder, copy.name, wanted)
+                loaded = self._load(training, wanted, self._vault.open(copy, self._open_writer().ranks))
             except CheckpointError as error:
                 self._vault.remove(copy, error)
                 continue
@@ -224,12 +227,9 @@ class Checkpointer:
             return loaded
         return None
 
-    def _load(self, training: TrainingObjects, folder: str | Path, tag: str | None, wanted: _Wanted,
-              ) -> tuple[str, dict[str, Any]]:
+    def _load(self, training: TrainingObjects, wanted: _Wanted, opened: Snapshot) -> tuple[str, dict[str, Any]]:
         training.sharded.finish_pending()
-        groups = (group_names(training.sharded, training.optimizer) if wanted.moments and training.optimizer is not None
-                  else None)
-        with open_checkpoint(folder, tag, ranks=self._open_writer().ranks, groups=groups) as snapshot:
+        with opened as snapshot:
             private = self._read_values(snapshot)
             self._check_fit(training, snapshot, strict=wanted.strict, optimizer=wanted.moments, data=wanted.everything)
             self._load_tensors(training, snapshot, strict=wanted.strict, moments=wanted.moments)

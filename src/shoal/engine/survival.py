@@ -9,7 +9,6 @@ import torch
 
 from shoal.data.loader import Loader
 from shoal.engine.schema import Config
-from shoal.errors import NotSupportedYet
 from shoal.log import warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.grad_stats import GlobalNorm
@@ -28,7 +27,7 @@ _vaults = count()
 def open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | None:
     """Return the vault of the engine that is being built; None where the configuration asks for none, or no agent owns it.
 
-    Raises `NotSupportedYet` where the ranks are on several nodes.
+    A collective call.
     """
     every = config.resilience.vault.every
     if every is None:
@@ -38,10 +37,7 @@ def open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | Non
         warn_once("resilience.vault: has no effect here, because no agent owns memory that outlives the ranks; start the "
                   "script by `shoal run`")
         return None
-    if not memory.whole_job:
-        raise NotSupportedYet("resilience.vault: not supported yet on several nodes; remove it, and save checkpoints where "
-                              "all nodes see them")
-    return Vault(Path(memory.folder) / f"vault{next(_vaults)}", every, parameter_groups.world)
+    return Vault(Path(memory) / f"vault{next(_vaults)}", every, parameter_groups.world)
 
 
 def open_guard(config: Config, parameter_groups: ParameterGroups, vault: Vault | None) -> Guard | None:

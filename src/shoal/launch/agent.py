@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
-from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
@@ -33,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
+from shoal.launch.beats import Beats
 from shoal.launch.console import Console, counted
 from shoal.launch.doctor import REPORT, page_of
 from shoal.launch.failure import Failure
@@ -53,6 +55,11 @@ ORPHAN_GRACE = 5.0
 CAUSE = 1.0
 """Seconds to wait for the error of another rank, where the only ones so far tell of a lost peer."""
 LOOPBACK = "127.0.0.1"
+BEATS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
+"""A node is lost when its agent has given no sign of life for so many seconds, times so many. Agents compare the time of
+such a sign with their own clocks, so the clocks of nodes must not differ by more."""
+LAST_CALL = 4
+"""Seconds that the nodes wait for more of them, once there are enough; one that comes later has all start again."""
 
 
 def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
@@ -151,6 +158,10 @@ class Agent(LocalElasticAgent):
                                   whole_job=plan.nodes == (1, 1))
         os.environ[PAGES] = memory
         python = (sys.executable, *map(str, spec.args))
+        self._beats: Beats | None = None
+        """The signs of life of the nodes of this attempt; None on a single node."""
+        self._ended_for: set[int] = set()
+        """The lost nodes for which ranks of this attempt were ended, or that were reported."""
         self._spares = Spares(python, spec.local_world_size) if plan.spares and plan.kind != "program" else None
 
     def run_ranks(self) -> int:
@@ -158,6 +169,7 @@ class Agent(LocalElasticAgent):
         try:
             self.run()
         finally:
+            self._end_beats()
             if self._spares is not None:
                 self._spares.close()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
@@ -165,6 +177,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> RunResult:
         self._watch()
+        self._watch_nodes()
         self._observe()
         if any(self._exits.values()):
             self._stop(signal.SIGTERM, self.plan.grace)
@@ -179,6 +192,11 @@ class Agent(LocalElasticAgent):
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> dict[int, int]:
         self._reaction.begin_attempt()
+        self._end_beats()
+        nodes = cast(int, worker_group.group_world_size)
+        if nodes > 1 and self.plan.watch != "off":
+            self._beats = Beats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
+                                self._leave_cut_off)
         with nullcontext() if self._spares is None else self._spares.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         write_record(self._memory, JobRecord(
@@ -195,12 +213,45 @@ class Agent(LocalElasticAgent):
     def _watch(self) -> None:
         """Look for ranks that are stopped or hung, and start spares once the ranks train."""
         workers = self._worker_group.workers
-        self._reaction.poll({worker.local_rank: WatchedRank(rank=worker.global_rank, pid=worker.id,
-                                                            error_file=self.files.last.error_files[worker.local_rank])
-                             for worker in workers if isinstance(worker.id, int)})
+        self._reaction.poll(self._watched())
         if self._spares is not None and self._remaining_restarts > 0 and not self._spares.pids and (
                 self._reaction.trained(len(workers))):
             self._spares.prepare()
+
+    def _watched(self) -> dict[int, WatchedRank]:
+        """Return the ranks of this node by local rank."""
+        return {worker.local_rank: WatchedRank(rank=worker.global_rank, pid=worker.id,
+                                               error_file=self.files.last.error_files[worker.local_rank])
+                for worker in self._worker_group.workers if isinstance(worker.id, int)}
+
+    def _watch_nodes(self) -> None:
+        """Look for nodes that give no sign of life: their ranks answer no message, so the attempt ends."""
+        if self._beats is None:
+            return
+        lost = {node: seconds for node, seconds in self._beats.silent_for.items() if node not in self._ended_for}
+        if not lost:
+            return
+        self._ended_for |= lost.keys()
+        named = " and ".join(f"node {node} has given no sign of life for {seconds:.0f} s" for node, seconds in lost.items())
+        if self._reaction.restarts:
+            for watched in self._watched().values():
+                self._reaction.end(watched, f"ended because {named}")
+        else:
+            self.console.status(f"shoal run: {named}; ranks that wait for it are not ended, because --watch does not")
+
+    def _leave_cut_off(self, seconds: float) -> None:
+        """End this agent, and by that its ranks, where the other nodes have gone on without it."""
+        text = f"shoal run: {socket.gethostname()} has not reached the job's store for {seconds:.0f} s"
+        if not self._reaction.restarts:
+            self.console.status(f"{text}; its ranks are not ended, because --watch does not")
+            return
+        self.console.status(f"{text}: it is cut off, or the host of the store is lost. Its ranks end")
+        os._exit(1)  # the main thread may wait for the store; the kernel and the guardian end the ranks
+
+    def _end_beats(self) -> None:
+        if self._beats is not None:
+            self._beats.end()
+        self._beats, self._ended_for = None, set()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
@@ -329,7 +380,8 @@ def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts
     host = endpoint.rpartition(":")[0]
     options = {} if hosts is None else {"is_host": hosts}
     parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
-                                      max_nodes=nodes[1], local_addr=LOOPBACK if _is_loopback(host) else None, **options)
+                                      max_nodes=nodes[1], local_addr=LOOPBACK if _is_loopback(host) else None,
+                                      last_call_timeout=LAST_CALL, **BEATS, **options)
     backend, store = create_backend(parameters)
     return create_handler(store, backend, parameters)
 

@@ -81,6 +81,7 @@ def main(argv: list[str]) -> None:
         faulthandler.enable(faults)
     dumps = open(f"{path}{STACKS}", "w") if path else None  # noqa: SIM115  open until exit
     if dumps:
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # which faulthandler restores at exit: else the signal would kill
         faulthandler.register(DUMP_SIGNAL, dumps)
     atexit.register(destroy_gloo_groups)
     try:
@@ -88,7 +89,10 @@ def main(argv: list[str]) -> None:
             from shoal.compat import install
 
             install()
-        execute(options.kind, target, args)
+        try:
+            execute(options.kind, target, args)
+        finally:
+            end_training_phase()
     except SystemExit as end:
         if end.code not in (None, 0):
             record(path, end, "", summary=f"sys.exit({end.code!r})")
@@ -173,6 +177,13 @@ def execute(kind: str, target: str, args: list[str]) -> None:
         with open(target, "rb") as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def end_training_phase() -> None:
+    """Tell the agent that the script has ended: the exit of the process has no deadline of a training's call."""
+    module = sys.modules.get("shoal.recording.page")
+    if module is not None:
+        module.page.enter(module.TrainingPhase.END)
 
 
 def destroy_gloo_groups() -> None:

@@ -66,18 +66,28 @@ class Reaction:
         found = self._watch.poll({local_rank: each.pid for local_rank, each in ranks.items()})
         for suspicion in found:
             watched = ranks[suspicion.local_rank]
-            if self._mode == "restart":
+            if self.restarts:
                 self._kill(suspicion, watched)
             else:
                 self._report(suspicion, watched)
         self._looked = time.monotonic()
 
+    @property
+    def restarts(self) -> bool:
+        """Whether a rank that does not go on is ended."""
+        return self._mode == "restart"
+
+    def end(self, watched: WatchedRank, reason: str, text: str = "") -> None:
+        """Kill a rank, unless it has failed already, and have `reason` reported with its stacks `text`."""
+        if not os.path.exists(watched.error_file):
+            rank.record(watched.error_file, LaunchError(reason), text, summary=reason)
+        with suppress(ProcessLookupError):
+            os.kill(watched.pid, signal.SIGKILL)
+
     def _kill(self, suspicion: Suspicion, watched: WatchedRank) -> None:
         text = stacks(suspicion.pid, watched.error_file, stopped=suspicion.kind is StallKind.STOPPED)
         self._watch.double(suspicion)
-        rank.record(watched.error_file, LaunchError(str(suspicion)), text, summary=str(suspicion))
-        with suppress(ProcessLookupError):
-            os.kill(suspicion.pid, signal.SIGKILL)
+        self.end(watched, str(suspicion), text)
 
     def _report(self, suspicion: Suspicion, watched: WatchedRank) -> None:
         call = (suspicion.local_rank, -1 if suspicion.reading is None else suspicion.reading.calls)

@@ -58,7 +58,7 @@ class TrainingPhase(IntEnum):
     """A step of a pipeline."""
     OTHER = 10
     END = 11
-    """The engine was destroyed."""
+    """The engine was destroyed, or the script has ended."""
 
 
 _PHASES = {

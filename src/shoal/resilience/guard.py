@@ -66,6 +66,8 @@ class _Measured:
 class _Record:
     """The state of the guard that outlives the ranks."""
 
+    number: int = 0
+    """How often the record was written."""
     suspect: _Measured | None = None
     """The step that is to be replayed."""
     skips: int = 0
@@ -104,11 +106,14 @@ class Guard:
     """The guard of one engine."""
 
     def __init__(self, path: Path, settings: GuardSettings, ranks: Communicator) -> None:
-        """Keep the record in the file `path`, which all `ranks` of the job can read."""
+        """Keep the record in the file `path` on each node of `ranks`, all ranks of the job. A collective call.
+
+        The record of a node that has joined since is older, or is not there: the newest of all is taken.
+        """
         self._path = path
         self._settings = settings
         self._ranks = ranks
-        self._record = _read(path)
+        self._record = max(ranks.gather_objects(_read(path)), key=lambda record: record.number)
         self._losses: list[Tensor] = []
         self._accepted = 0
         self._history = {name: History(settings.window, settings.deviations) for name in ("loss", "gradient norm")}
@@ -236,15 +241,14 @@ class Guard:
     def _write(self) -> None:
         """Write the record, or log why that failed. A collective call: no rank goes on, or ends, before it is there."""
         error = ""
-        if self._ranks.rank == 0:
-            draft = self._path.with_suffix(".part")
-            try:
-                draft.write_text(json.dumps(asdict(self._record)))
-                os.replace(draft, self._path)
-            except OSError as failure:
-                error = str(failure)
-        (error, *_) = self._ranks.gather_objects(error)
-        if error:
+        self._record.number += 1
+        draft = self._path.with_suffix(f".part{self._ranks.rank}")  # ranks of one node write the same file
+        try:
+            draft.write_text(json.dumps(asdict(self._record)))
+            os.replace(draft, self._path)
+        except OSError as failure:
+            error = str(failure)
+        if error := next(filter(None, self._ranks.gather_objects(error)), ""):
             logger.error("resilience.guard: its record cannot be written, and another attempt will not know of this step: "
                          "%s. Free memory in %s", error, self._path.parent)
 
@@ -254,7 +258,7 @@ def _read(path: Path) -> _Record:
         return _Record()
     values = json.loads(path.read_text())
     suspect = values["suspect"]
-    return _Record(suspect=None if suspect is None else _Measured(**suspect), skips=values["skips"],
+    return _Record(number=values["number"], suspect=None if suspect is None else _Measured(**suspect), skips=values["skips"],
                    skipped=[Samples(**each) for each in values["skipped"]])
 
 

@@ -1,25 +1,30 @@
-"""A vault keeps two generations of the training state in memory that the node's agent owns, and that outlives the ranks.
+"""A vault keeps two generations of the training state in memory that the nodes' agents own, and that outlives the ranks.
 
 A generation is a checkpoint, in a folder of a memory file system: pieces with checksums, visible once all ranks have written
-theirs, so that any number of ranks can load it. A damaged generation is removed when the damage is found, and never read
-again. With the agent, or the node, all of it is gone.
+theirs, so that any number of ranks can load it. Each node has the files of its own ranks and copies of those of the node
+before it, so that a node may be lost (`checkpoint/nodes.py`). A damaged generation is removed when the damage is found, and
+never read again. With the only agent, or with two neighbours, all of it is gone.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint import Ranks, Tag, Writer, tags
+from shoal.checkpoint import Nodes, Ranks, SpreadSnapshot, Writer, tags
+from shoal.checkpoint.folder import files_here, load_index
+from shoal.checkpoint.index import INDEX, parse
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 from shoal.log import logger
 from shoal.transport.collectives import Communicator
 
-__all__ = ["GENERATIONS", "Vault", "VaultBytes"]
+__all__ = ["GENERATIONS", "Generation", "Vault", "VaultBytes"]
 
 GENERATIONS = 2
 """Complete generations that are kept; a third exists while it is written."""
@@ -27,27 +32,42 @@ GENERATIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaultBytes:
-    """The memory of one generation."""
+    """The memory of one generation, on one node."""
 
     own: int
-    """Bytes of this rank."""
-    all: int
-    """Bytes of all ranks."""
+    """Bytes of the node's ranks."""
+    kept: int
+    """Bytes of the ranks of another node, of which this one keeps copies."""
 
     @property
     def needed(self) -> int:
         """Bytes of all generations, and of the copies that ranks write the next one from."""
-        return self.all * (GENERATIONS + 2)
+        return (self.own + self.kept) * (GENERATIONS + 1) + self.own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A generation whose files the nodes have together."""
+
+    name: str
+    step: int
+    checksum: int
+    """Of the index: copies of one step that attempts on other nodes made are other generations."""
+    holders: Mapping[str, tuple[int, ...]]
+    """The ranks whose node has each file."""
+    indexed: tuple[int, ...]
+    """The ranks whose node has the index."""
 
 
 class Vault:
     """The generations of one engine."""
 
     def __init__(self, folder: Path, every: int, ranks: Communicator) -> None:
-        """Keep generations in `folder`, one each `every` steps. `ranks` are all ranks of the job, on one node."""
+        """Keep generations in `folder`, one each `every` steps. `ranks` are all ranks of the job. A collective call."""
         self.folder = folder
         self._every = every
         self._ranks = ranks
+        self._nodes = Nodes.named(ranks.gather_objects(f"{socket.gethostname()}:{folder}"))
         self._writer: Writer | None = None
 
     def is_due(self, step: int) -> bool:
@@ -61,7 +81,7 @@ class Vault:
         """
         if self._writer is None:
             self._check_room(self._measure(pieces))
-            self._writer = Writer(Ranks.join(self._ranks.group))
+            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes)
         return self._writer
 
     def wait_until_ended(self) -> None:
@@ -69,34 +89,82 @@ class Vault:
         if self._writer is not None:
             self._writer.wait_until_ended()
 
-    def generations(self, after: int) -> list[Tag]:
-        """Return the complete generations of more than `after` steps, newest first. A collective call."""
-        found = [tag for tag in reversed(tags(self.folder)) if tag.step > after] if self.folder.is_dir() else []
-        return self._ranks.gather_objects(found)[0]
+    def generations(self, after: int) -> list[Generation]:
+        """Return the generations of more than `after` steps, newest first, that the nodes have together.
 
-    def remove(self, damaged: Tag, error: CheckpointError) -> None:
+        A collective call.
+        """
+        holders: dict[tuple[int, str, int], dict[str, list[int]]] = {}
+        indexed: dict[tuple[int, str, int], list[int]] = {}
+        for rank, found in enumerate(self._ranks.gather_objects(self._found(after))):
+            for key, files in found.items():
+                indexed.setdefault(key, []).append(rank)
+                for name, is_here in files.items():
+                    holders.setdefault(key, {}).setdefault(name, []).extend([rank] if is_here else [])
+        return [Generation(name=name, step=step, checksum=checksum, indexed=tuple(indexed[step, name, checksum]),
+                           holders={file: tuple(ranks) for file, ranks in holders[step, name, checksum].items()})
+                for step, name, checksum in sorted(holders, reverse=True)
+                if all(holders[step, name, checksum].values())]
+
+    def open(self, generation: Generation, ranks: Ranks) -> SpreadSnapshot:
+        """Open a generation with all `ranks` of the job. A collective call; raises `CheckpointError` on every rank."""
+        path, source = self.folder / generation.name, generation.indexed[0]
+        with ranks.lock:
+            failure = f"could not load {path}"
+            text = ranks.run_collectively(failure, lambda: (path / INDEX).read_bytes() if ranks.rank == source else b"")
+            text = ranks.all_gather(text)[source]
+            index = ranks.run_collectively(failure, lambda: parse(text, path / INDEX))
+        return SpreadSnapshot.open(path, index, ranks, generation.holders)
+
+    def remove(self, damaged: Generation, error: CheckpointError) -> None:
         """Remove a generation that cannot be read. A collective call."""
         if self._ranks.rank == 0:
             logger.warning("the copy of step %d in memory cannot be used, and is removed: %s", damaged.step, error)
-            shutil.rmtree(damaged.path, ignore_errors=True)
+        if self._nodes.is_first(self._ranks.rank):
+            shutil.rmtree(self.folder / damaged.name, ignore_errors=True)
         self._ranks.gather_objects(None)  # no rank looks for generations before it is gone
 
+    def _found(self, after: int) -> dict[tuple[int, str, int], dict[str, bool]]:
+        """Return the generations in this node's folder: step, name and checksum -> each file, and whether it is here."""
+        found: dict[tuple[int, str, int], dict[str, bool]] = {}
+        for tag in tags(self.folder) if self.folder.is_dir() else []:
+            if tag.step > after:
+                index = load_index(tag.path)
+                here = {file.name for file in files_here(tag.path, index)}
+                checksum = zlib.crc32((tag.path / INDEX).read_bytes())
+                found[tag.step, tag.name, checksum] = {file.name: file.name in here for file in index.files}
+        return found
+
     def _measure(self, pieces: Sequence[Piece]) -> VaultBytes:
-        own = sum((piece.stop - piece.start) * piece.data.dtype.itemsize for piece in pieces)
-        return VaultBytes(own=own, all=sum(self._ranks.gather_objects(own)))
+        """Measure this node's bytes of a generation. A collective call."""
+        by_rank = self._ranks.gather_objects(sum((piece.stop - piece.start) * piece.data.dtype.itemsize for piece in pieces))
+        nodes, node = self._nodes, self._nodes.of[self._ranks.rank]
+        return VaultBytes(
+            own=sum(by_rank[rank] for rank in nodes.ranks(node)),
+            kept=sum(size for rank, size in enumerate(by_rank)
+                     if (keeper := nodes.keeper(rank)) is not None and nodes.of[keeper] == node))
 
     def _check_room(self, size: VaultBytes) -> None:
-        """Log the memory of the vault; raise `CheckpointError` on every rank if it is not there."""
+        """Log the memory of the vault; raise `CheckpointError` on every rank if a node does not have it.
+
+        A collective call.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        free = min(self._ranks.gather_objects(min(shutil.disk_usage(self.folder).free, _available())))
-        shown = f"{size.needed / 1e6:,.1f} MB ({GENERATIONS + 2} copies of {size.all / 1e6:,.1f} MB)"
-        if size.needed > free:
+        free = min(shutil.disk_usage(self.folder).free, _available())
+        by_rank = self._ranks.gather_objects((size.needed, free))
+        needed, free = max(by_rank, key=lambda each: each[0] - each[1])
+        shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS + 1} generations, and what the next is written from)"
+        if needed > free:
             raise CheckpointError(f"resilience.vault: needs {shown}, and {free / 1e6:,.1f} MB of memory are free in "
                                   f"{self.folder}; train on more nodes, enlarge /dev/shm, or remove resilience.vault and "
                                   f"save checkpoints")
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and self._nodes.count == 1:
             logger.info("resilience.vault: %s of memory, a copy every %d steps, nothing sent to other nodes. All ranks are "
                         "on one node: to survive its loss, save checkpoints elsewhere", shown, self._every)
+        elif self._ranks.rank == 0:
+            logger.info("resilience.vault: %s of memory, a copy every %d steps; each of the %d nodes sends its %.1f MB of a "
+                        "copy to the next, so that one node can be lost", shown, self._every, self._nodes.count,
+                        size.own / 1e6)
 
 
 def _available() -> int:

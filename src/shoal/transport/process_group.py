@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,7 @@ from shoal.log import logger, set_rank, warn_once
 from shoal.recording.page import PAGES, page
 from shoal.transport.launcher_env import RankInfo, discover
 
-__all__ = ["AgentMemory", "agent_memory", "device", "init_distributed"]
+__all__ = ["agent_memory", "device", "init_distributed"]
 
 T = TypeVar("T")
 
@@ -196,29 +195,17 @@ def discover_local_rank(variables: Mapping[str, str]) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentMemory:
-    """Memory that the agent of this node owns, and that outlives its ranks."""
-
-    folder: str
-    whole_job: bool
-    """Whether all ranks of the job are on this node."""
-
-
-def agent_memory() -> AgentMemory | None:
-    """Return the memory of the agent that started this process, None where none did, or it has ended."""
+def agent_memory() -> str | None:
+    """Return the folder in memory that the agent of this node owns, and that outlives its ranks; None without an agent."""
     folder = os.environ.get(PAGES, "")
-    if not os.path.isdir(folder):
-        return None
-    ranks = os.environ.get("WORLD_SIZE")
-    return AgentMemory(folder=folder, whole_job=os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks)
+    return folder if os.path.isdir(folder) else None
 
 
 def _attach_page() -> None:
     """Let the agent that watches this process read what it does."""
     memory, local_rank = agent_memory(), os.environ.get("LOCAL_RANK", "")
     if memory is not None and local_rank.isdecimal() and not page.attached:
-        page.attach(memory.folder, int(local_rank))
+        page.attach(memory, int(local_rank))
 
 
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:

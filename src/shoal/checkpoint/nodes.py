@@ -1,0 +1,94 @@
+"""The nodes of the ranks that save a checkpoint, where each node has a folder of its own in memory.
+
+    node 0   the files of its ranks, and copies of those of node 2
+    node 1   the files of its ranks, and copies of those of node 0
+    node 2   the files of its ranks, and copies of those of node 1
+
+So each file is on two nodes, and none is lost with one node, nor with several of which no two are neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.index import File
+from shoal.checkpoint.ranks import Ranks
+
+__all__ = ["Nodes", "copy_to_keepers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The node of each rank, by rank. Ranks that share one folder are one node."""
+
+    of: tuple[int, ...]
+
+    @classmethod
+    def shared(cls, ranks: int) -> Nodes:
+        """Return the one node of ranks that share a folder."""
+        return cls((0,) * ranks)
+
+    @classmethod
+    def named(cls, names: Sequence[str]) -> Nodes:
+        """Return the nodes of ranks with the `names` of their nodes, numbered by their first ranks."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(tuple(numbers[name] for name in names))
+
+    @property
+    def count(self) -> int:
+        return len(set(self.of))
+
+    def ranks(self, node: int) -> list[int]:
+        """Return the ranks of a node."""
+        return [rank for rank, each in enumerate(self.of) if each == node]
+
+    def is_first(self, rank: int) -> bool:
+        """Whether `rank` is the first of its node, which creates, publishes and removes folders there."""
+        return self.of.index(self.of[rank]) == rank
+
+    def keeper(self, rank: int) -> int | None:
+        """Return the rank that keeps copies of the files of `rank`, on the next node; None where there is no other node."""
+        if self.count == 1:
+            return None
+        place, others = self.ranks(self.of[rank]).index(rank), self.ranks((self.of[rank] + 1) % self.count)
+        return others[place % len(others)]
+
+    def kept_on(self, node: int, files: Iterable[File]) -> list[File]:
+        """Return the files, of all, that are on `node`: those of its ranks, and the copies that its ranks keep."""
+        holding = {rank: {self.of[rank], self.of[rank] if (keeper := self.keeper(rank)) is None else self.of[keeper]}
+                   for rank in range(len(self.of))}
+        return [file for file in files if node in holding[file.rank]]
+
+
+def copy_to_keepers(ranks: Ranks, nodes: Nodes, folder: Path, files: Iterable[File], failure: str) -> None:
+    """Copy each of `files` from the `folder` of its rank's node to that of its keeper's. A collective call.
+
+    Raises CheckpointError, which begins with `failure`, on every rank if a node has no room.
+    """
+    mine = [(file, keeper) for file in files
+            if (keeper := nodes.keeper(file.rank)) is not None and ranks.rank in (file.rank, keeper)]
+
+    def opened() -> list[Tensor]:
+        return [_mapped(folder / file.name, file.size, new=keeper == ranks.rank) for file, keeper in mine]
+
+    data = ranks.run_collectively(failure, opened)
+    ranks.exchange(
+        sent=[(tensor, keeper) for tensor, (_, keeper) in zip(data, mine, strict=True) if keeper != ranks.rank],
+        received=[(tensor, file.rank) for tensor, (file, keeper) in zip(data, mine, strict=True) if keeper == ranks.rank])
+
+
+def _mapped(path: Path, size: int, *, new: bool) -> Tensor:
+    """Return the bytes of a file as a tensor that is mapped to it."""
+    if new:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
+        finally:
+            os.close(descriptor)
+    return torch.from_file(str(path), shared=new, size=size, dtype=torch.uint8)

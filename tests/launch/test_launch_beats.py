@@ -1,0 +1,59 @@
+"""Agents find out from the job's store that another node, or they themselves, are lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
+
+from shoal.launch.beats import Beats
+
+PERIOD, SILENCE = 0.02, 0.5
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_node_without_signs_of_life_is_lost_to_the_others() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cut_off = threading.Event()
+    beats = [Beats(PrefixStore("attempt", server), node, 3, lambda seconds: cut_off.set(), period=PERIOD, silence=SILENCE)
+             for node in range(3)]
+    beats[1].end()
+    until(lambda: all(set(beats[node].silent_for) == {1} for node in (0, 2)))
+    assert beats[0].silent_for[1] > SILENCE
+    assert not cut_off.is_set()
+    for each in beats:
+        each.end()
+
+
+def test_a_blocked_client_of_the_store_blocks_no_signs_of_life() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    threading.Thread(target=client.get, args=("never",), daemon=True).start()
+    one, other = (Beats(store, node, 2, lambda seconds: None, period=PERIOD, silence=SILENCE)
+                  for node, store in enumerate((server, client)))
+    time.sleep(3 * SILENCE)
+    assert not one.silent_for or not other.silent_for  # beside other work both may be late, and one at a time
+    until(lambda: not one.silent_for and not other.silent_for)
+    one.end()
+    other.end()
+    server.set("never", "")
+
+
+def test_a_node_that_does_not_reach_the_store_names_no_other() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    told: list[float] = []
+    beats = Beats(client, 1, 2, told.append, period=PERIOD, silence=SILENCE)
+    until(lambda: client.add("beat/1", 0) > 2)
+    del server
+    until(lambda: bool(told))
+    assert told[0] > 2 * SILENCE
+    assert beats.silent_for == {}

@@ -1,0 +1,58 @@
+"""A lost node takes its agent and its copies in memory with it; the training goes on from the copies that others keep."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+TRAIN = """
+import os, sys, time, torch, shoal
+
+config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}, "timeout": 30,
+          "resilience": {"vault": {"every": 1}}}
+torch.manual_seed(0)
+engine, _, loader, _ = shoal.initialize(model=torch.nn.Linear(4, 4), config=config,
+                                        training_data=[torch.full((4,), float(index)) for index in range(400)])
+engine.load_checkpoint("nowhere")
+first = engine.global_steps
+print(f"{engine.global_rank} of {engine.world_size} from {first}", flush=True)
+for row in loader:
+    engine.backward(engine(row).square().mean())
+    engine.step()
+    if engine.global_steps == 3 and first == 0:
+        print(f"{engine.global_rank} is at 3", flush=True)
+    if first == 0:
+        time.sleep(0.2)
+    elif engine.global_steps == first + 5:
+        break
+"""
+
+
+@pytest.mark.parametrize(("nodes", "loss"), [("2", signal.SIGKILL), ("1:2", signal.SIGKILL), ("1:2", signal.SIGSTOP)],
+                         ids=["killed and replaced", "killed", "frozen"])
+def test_a_training_survives_the_loss_of_a_node(run, script, free_port, nodes, loss):
+    path = script(TRAIN)
+    command = ("--ranks", "1", "--nodes", nodes, "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores",
+               "--max-restarts", "5", path)
+    first, lost = run("--node-rank", "0", *command), run("--node-rank", "1", *command)
+    assert sorted(first.read(1) + lost.read(1)) == ["0 of 2 from 0", "1 of 2 from 0"]
+    assert {line.partition(" ")[2] for line in first.read(1) + lost.read(1)} == {"is at 3"}
+    if loss == signal.SIGKILL:
+        os.kill(lost.pid, loss)
+        lost.wait_until_gone()  # its guardian removes its part of the copies, which one host alone would keep
+    else:  # as where its link is down: connections stay open, and no message is answered
+        for pid in (lost.pid, *lost.family()):
+            os.kill(pid, loss)
+    others = [run("--node-rank", "1", *command)] if nodes == "2" else []
+    try:
+        ends = [each.end() for each in (first, *others)]
+    finally:
+        if loss == signal.SIGSTOP:
+            os.kill(lost.pid, signal.SIGKILL)
+    assert [code for code, _, _ in ends] == [0] * len(ends), ends
+    begun = sorted(out.splitlines()[-1] for _, out, _ in ends)
+    assert [line.partition(" from ")[0] for line in begun] == [f"{rank} of {len(ends)}" for rank in range(len(ends))]
+    assert all(int(line.partition(" from ")[2]) >= 2 for line in begun), ends  # loaded from memory, of which half was lost
+    assert loss == signal.SIGKILL or "ended because node 1 has given no sign of life for" in ends[0][2], ends
