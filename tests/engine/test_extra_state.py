@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,6 +140,15 @@ def test_a_checkpoint_without_that_of_a_module_is_refused_if_strict(tmp_path: Pa
     with pytest.raises(CheckpointError, match=f"holds no '{STATES[1]}', which get_extra_state of this model returns"):
         engine.load_checkpoint(str(tmp_path))
     engine.load_checkpoint(str(tmp_path), load_module_strict=False)
+
+
+def test_extra_state_may_be_a_stream_of_bytes(tmp_path: Path) -> None:
+    engine, other = build(layers=1), build(layers=1)
+    engine.module.get_submodule("0").history = io.BytesIO(b"scales")
+    engine.save_checkpoint(str(tmp_path))
+    engine.wait_for_checkpoint()
+    other.load_checkpoint(str(tmp_path))
+    assert histories(other)[0].getvalue() == b"scales"
 
 
 def test_what_cannot_be_saved_without_pickle_is_named(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.checkpoint import Nodes
+from shoal.checkpoint import Nodes, SpreadSnapshot
 from shoal.errors import CheckpointError
 from shoal.recording.page import PAGES
 from shoal.resilience import vault
 from shoal.resilience.guard import Guard
 from shoal.resilience.settings import GuardSettings
-from shoal.testing import run_ranks
+from shoal.testing import RankFailed, run_ranks
 from shoal.transport.collectives import Communicator
 
 BATCH, EVERY = 12, 2
@@ -148,6 +148,51 @@ def test_a_copy_that_one_node_did_not_finish_is_not_loaded(tmp_path: Path) -> No
     for node in (B, C):  # an attempt that ends between the publications of nodes leaves this
         shutil.rmtree(tmp_path / node / "vault0" / f"step{2 * EVERY}")
     assert {each["first"] for each in attempt(tmp_path, [A, B, C], EVERY)} == {EVERY}
+
+
+def lose_a_rank_while_loading(root: str) -> str:
+    """Load the copies on two nodes, of which the second ends on the way; return the error of the first."""
+    if dist.get_rank() == 1:
+        SpreadSnapshot._copy_all = lambda *args: os._exit(1)  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+    try:
+        train(root, [A, B], EVERY)
+    except Exception as error:
+        return type(error).__name__
+    return "loaded"
+
+
+def test_a_rank_that_ends_while_it_loads_costs_no_copy(tmp_path: Path) -> None:
+    attempt(tmp_path, [A, B], 2 * EVERY)
+    with pytest.raises(RankFailed):
+        run_ranks(2, lose_a_rank_while_loading, str(tmp_path))
+    assert {each["first"] for each in attempt(tmp_path, [A, B], 2 * EVERY)} == {2 * EVERY}
+
+
+@pytest.mark.parametrize("text", ["", "null", "[1"])
+def test_a_damaged_list_of_files_makes_its_node_no_holder(tmp_path: Path, text: str) -> None:
+    attempt(tmp_path, [A, B], 2 * EVERY)
+    (tmp_path / A / "vault0" / f"step{2 * EVERY}" / "here.json").write_text(text)
+    assert {each["first"] for each in attempt(tmp_path, [A, B], 2 * EVERY)} == {2 * EVERY}  # the other node has both files
+
+
+def test_copies_that_training_does_not_go_on_from_are_removed(tmp_path: Path) -> None:
+    attempt(tmp_path, [A, B, C], 4 * EVERY)
+    lose(tmp_path, A, B)
+    assert {each["first"] for each in attempt(tmp_path, [A, B, C], EVERY)} == {0}
+    assert [path.name for path in (tmp_path / C / "vault0").iterdir() if path.name.startswith("step")] == [f"step{EVERY}"]
+
+
+def test_room_that_old_copies_take_is_room(tmp_path: Path) -> None:
+    for stop in (2 * EVERY, 4 * EVERY):
+        run_ranks(2, in_little_room, str(tmp_path), stop)
+
+
+def in_little_room(root: str, stop: int) -> None:
+    """Train on two nodes, each with room for its generations and no more."""
+    folder = Path(root, [A, B][dist.get_rank()], "vault0")
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    vault._available = lambda: 16_000 - held  # pyright: ignore[reportPrivateUsage]
+    train(root, [A, B], stop)
 
 
 def no_room(root: str) -> str:

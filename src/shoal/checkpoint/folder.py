@@ -21,6 +21,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from shoal.checkpoint.index import INDEX, File, Index, parse
 from shoal.errors import CheckpointError, UsageError
@@ -134,11 +135,17 @@ def load_index(path: Path) -> Index:
 
 
 def files_here(path: Path, index: Index) -> list[File]:
-    """Return the files that the checkpoint folder `path` is to have: all of them, unless other nodes have the rest."""
-    with suppress(FileNotFoundError):
-        here = set(json.loads((path / HERE).read_text()))
-        return [file for file in index.files if file.name in here]
-    return index.files
+    """Return the files that the checkpoint folder `path` is to have: all of them, unless other nodes have the rest.
+
+    Raises CheckpointError if the list of them is damaged.
+    """
+    try:
+        here = set(cast("list[str]", json.loads((path / HERE).read_text())))
+    except FileNotFoundError:
+        return index.files
+    except (ValueError, TypeError):
+        raise CheckpointError(f"{path / HERE}: damaged, it is no list of files") from None
+    return [file for file in index.files if file.name in here]
 
 
 def faults(path: Path, index: Index) -> list[str]:

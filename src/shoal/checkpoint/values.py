@@ -10,6 +10,7 @@ is an error that names its path. Loading a checkpoint never executes code.
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -30,7 +31,7 @@ __all__ = ["Encoded", "decode", "encode"]
 
 MARK = "$"
 
-ALLOWED = ("None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, "
+ALLOWED = ("None, bool, int, float, complex, str, bytes, BytesIO, list, tuple, dict, OrderedDict, Counter, set, frozenset, "
            "tensors, numpy arrays and scalars, torch.Size, torch.dtype, torch.device, Path, date, datetime, time, timedelta")
 
 Json = dict[str, JsonValue]
@@ -122,6 +123,8 @@ class _Encoder:
         match value:
             case complex() if kind is complex:
                 return {MARK: "complex", "parts": self._items((value.real, value.imag), where)}
+            case io.BytesIO() if kind is io.BytesIO:  # as some layers return it from get_extra_state
+                return {MARK: "bytes_io", "at": self._add_tensor(_raw(value.getvalue()))}
             case bytes() | bytearray() if kind in (bytes, bytearray):
                 return {MARK: kind.__name__, "at": self._add_tensor(_raw(value))}
             case Tensor() if kind in (Tensor, torch.nn.Parameter):
@@ -241,6 +244,7 @@ _DECODERS: dict[str, _Decoder] = {
     "complex": _parts(complex), "timedelta": _parts(timedelta),
     "tensor": _at(lambda tensor: tensor), "raw_tensor": _raw_tensor,
     "bytes": _at(lambda tensor: tensor.numpy().tobytes()),
+    "bytes_io": _at(lambda tensor: io.BytesIO(tensor.numpy().tobytes())),
     "bytearray": _at(lambda tensor: bytearray(tensor.numpy().tobytes())),
     "array": _array, "scalar": lambda json, inner, tensor: _array(json, inner, tensor)[()],
 }

@@ -5,7 +5,8 @@
     every rank   writes its files, syncs them, reads them back
     rank 0       merges the parts into the index
     every rank   adds files of its own, where the caller asks for that (`add_files`)
-    rank 0       renames the folder to its tag, updates `latest`, deletes old checkpoints
+    rank 0       renames the folder to its tag, updates `latest`
+    rank 0       deletes old checkpoints
 
 Where each node has a folder of its own (`nodes.py`), the first rank of each does there what rank 0 does, and each file is
 copied to a second node before the index is written.
@@ -248,16 +249,20 @@ def _save_collectively(ranks: Ranks, nodes: Nodes, save: _SaveOptions, content: 
         try:
             part = ranks.run_collectively(failure, lambda: _write_part(hidden, save, ready, ranks.rank))
             parts = ranks.gather(part.dump())
-            index = ranks.run_collectively(failure, lambda: _merged(save, parts) if ranks.rank == 0 else None)
-            here: list[File] | None = None
-            if nodes.count > 1:
-                index = parse(ranks.all_gather(b"" if index is None else index.dump())[0], hidden)
+            if nodes.count == 1:
+                ranks.run_collectively(
+                    failure, lambda: _write_index(hidden, save, _merged(save, parts), None) if first else None)
+            else:
+                text = ranks.run_collectively(failure, lambda: _merged(save, parts).dump() if ranks.rank == 0 else b"")
+                index = parse(ranks.all_gather(text)[0], hidden)
                 copy_to_keepers(ranks, nodes, hidden, index.files, failure)
                 here = nodes.kept_on(nodes.of[ranks.rank], index.files)
-            ranks.run_collectively(failure, lambda: _write_index(hidden, save, index, here) if first else None)
+                ranks.run_collectively(failure, lambda: _write_index(hidden, save, index, here) if first else None)
             if (add_files := ready.add_files) is not None:
                 ranks.run_collectively(failure, lambda: add_files(hidden))
             ranks.run_collectively(failure, lambda: _publish(hidden, save) if first else None)
+            if save.keep_last is not None:  # once it is visible on every node
+                ranks.run_collectively(failure, lambda: _retain(save) if first else None)
         except BaseException:
             if first:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -306,9 +311,8 @@ def _merged(save: _SaveOptions, parts: list[bytes]) -> Index:
     return merge([parse_part(part) for part in parts], save.step)
 
 
-def _write_index(hidden: Path, save: _SaveOptions, index: Index | None, here: list[File] | None) -> None:
+def _write_index(hidden: Path, save: _SaveOptions, index: Index, here: list[File] | None) -> None:
     """Write the index, with which the checkpoint is complete, and which files are `here`; on the first rank of a folder."""
-    assert index is not None
     if here is not None:
         (hidden / folders.HERE).write_text(json.dumps([file.name for file in here]))
     if faults := folders.faults(hidden, index):
@@ -325,7 +329,7 @@ def _write_index(hidden: Path, save: _SaveOptions, index: Index | None, here: li
 
 
 def _publish(hidden: Path, save: _SaveOptions) -> None:
-    """Rename the complete checkpoint to its tag, and delete old ones; on the first rank of a folder."""
+    """Rename the complete checkpoint to its tag; on the first rank of a folder."""
     try:
         folders.sync(hidden)
         folders.publish(save.folder, save.tag)
@@ -333,8 +337,12 @@ def _publish(hidden: Path, save: _SaveOptions) -> None:
             folders.point_latest(save.folder, save.tag)
     except OSError as error:
         raise _disk_full_error(error, save.folder, 0) from error
-    if save.keep_last is not None:
-        folders.retain(save.folder, save.keep_last, save.tag)
+
+
+def _retain(save: _SaveOptions) -> None:
+    """Delete old checkpoints; on the first rank of a folder."""
+    assert save.keep_last is not None
+    folders.retain(save.folder, save.keep_last, save.tag)
 
 
 def _disk_full_error(error: OSError, folder: Path, needed: int) -> Exception:

@@ -222,9 +222,11 @@ class Checkpointer:
             except CheckpointError as error:
                 self._vault.remove(copy, error)
                 continue
+            self._vault.forget_after(copy.step)
             if self._parameter_groups.world.rank == 0:
                 logger.info("load_checkpoint: loaded the copy of step %d in memory, not %s", copy.step, load_dir)
             return loaded
+        self._vault.forget_after(on_disk)
         return None
 
     def _load(self, training: TrainingObjects, wanted: _Wanted, opened: Snapshot) -> tuple[str, dict[str, Any]]:

@@ -84,7 +84,8 @@ def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=handler,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
-        code = Agent(spec, files, plan, mark, console).run_ranks()
+        gives_signs = rendezvous is None and plan.watch != "off"  # a cluster's launcher hears from its agents itself
+        code = Agent(spec, files, plan, mark, console, gives_signs=gives_signs).run_ranks()
         handler.shutdown()
         return code
     except SignalException as stop:
@@ -136,8 +137,11 @@ class RankFiles(LogsSpecs):
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
-    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console) -> None:
+    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console, *,
+                 gives_signs: bool) -> None:
+        """With `gives_signs` the agents of several nodes tell each other that they live."""
         super().__init__(spec, files)
+        self._gives_signs = gives_signs
         self.plan = plan
         self.mark = mark
         self.files = files
@@ -194,7 +198,7 @@ class Agent(LocalElasticAgent):
         self._reaction.begin_attempt()
         self._end_beats()
         nodes = cast(int, worker_group.group_world_size)
-        if nodes > 1 and self.plan.watch != "off":
+        if nodes > 1 and self._gives_signs:
             self._beats = Beats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
                                 self._leave_cut_off)
         with nullcontext() if self._spares is None else self._spares.starting():

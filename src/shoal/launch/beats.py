@@ -1,8 +1,9 @@
 """Agents of several nodes give each other signs of life through the job's store, so that a lost node or link is noticed.
 
 Each agent adds one to its counter every second, and reads the counters of the others. A node whose counter stands still for
-`SILENCE` seconds is lost: its ranks answer no message, and without this the others would wait until their collectives time
-out. Only this node's clock is used. An agent that cannot reach the store itself is cut off.
+`SILENCE` seconds of such exchanges is lost: its ranks answer no message, and without this the others would wait until their
+collectives time out. Only this node's clock is used, and a pause of the store or of this process counts for nothing. An
+agent that cannot reach the store is cut off; one that ends in order says so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ PERIOD = 1.0
 """Seconds between two signs of life."""
 SILENCE = 6.0
 """Seconds without one after which a node is lost."""
+PAUSE = 2.5
+"""Periods between two exchanges after which the store, or this process, has paused: the others may not have got through."""
+ENDED = 1 << 40
+"""Added to the counter of a node that ends in order."""
+END = 2.0
+"""Seconds to tell the store so."""
 
 
 class Beats:
@@ -37,28 +44,31 @@ class Beats:
         self._period, self._silence = period, silence
         self._on_cut_off = on_cut_off
         self._counts = dict.fromkeys(range(nodes), -1)
-        self._changed = dict.fromkeys(range(nodes), time.monotonic())
+        self._unchanged = dict.fromkeys(range(nodes), 0)
+        """By node: the exchanges in a row in which its counter stood still."""
         self._reached = time.monotonic()
         self._stop = threading.Event()
-        for loop in (self._run, self._look):  # a call on the store may never return
-            threading.Thread(target=loop, name="shoal-beats", daemon=True).start()
+        self._threads = [threading.Thread(target=loop, name="shoal-beats", daemon=True)  # a call on the store may not return
+                         for loop in (self._run, self._look)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def silent_for(self) -> dict[int, float]:
-        """The seconds since the last sign of life of each node that is lost; none is known while this node is cut off."""
-        now = time.monotonic()
-        if now - self._reached > self._silence:
-            return {}
-        return {node: now - changed for node, changed in self._changed.items() if now - changed > self._silence}
+        """The seconds without a sign of life of each node that is lost."""
+        silent = {node: count * self._period for node, count in list(self._unchanged.items())}
+        return {node: seconds for node, seconds in silent.items() if seconds >= self._silence and node != self._node}
 
     def end(self) -> None:
-        """End the thread, without waiting for a connection that does not answer."""
+        """Tell the others that this node ends in order, unless the store does not answer."""
         self._stop.set()
+        self._threads[0].join(END)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._period):
-            with suppress(RuntimeError):  # the store has ended, or does not answer
+        with suppress(RuntimeError):  # the store has ended, or does not answer
+            while not self._stop.wait(self._period):
                 self._exchange()
+            self._store.add(f"beat/{self._node}", ENDED)
 
     def _look(self) -> None:
         while not self._stop.wait(self._period):
@@ -68,8 +78,10 @@ class Beats:
 
     def _exchange(self) -> None:
         """Give a sign of life, and read those of the others."""
-        for node, before in self._counts.items():
-            count = int(self._store.add(f"beat/{node}", int(node == self._node)))
-            if count != before:
-                self._counts[node], self._changed[node] = count, time.monotonic()
-        self._reached = time.monotonic()
+        found = {node: int(self._store.add(f"beat/{node}", int(node == self._node))) for node in self._counts}
+        before, self._reached = self._reached, time.monotonic()
+        paused = self._reached - before > PAUSE * self._period
+        for node, count in found.items():
+            stands = count == self._counts[node] and count < ENDED and not paused
+            self._unchanged[node] = self._unchanged[node] + 1 if stands else 0
+            self._counts[node] = count

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint import Nodes, Ranks, SpreadSnapshot, Writer, tags
-from shoal.checkpoint.folder import files_here, load_index
+from shoal.checkpoint.folder import files_here, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
@@ -108,7 +108,7 @@ class Vault:
 
     def open(self, generation: Generation, ranks: Ranks) -> SpreadSnapshot:
         """Open a generation with all `ranks` of the job. A collective call; raises `CheckpointError` on every rank."""
-        path, source = self.folder / generation.name, generation.indexed[0]
+        path, source = self._path(generation), generation.indexed[0]
         with ranks.lock:
             failure = f"could not load {path}"
             text = ranks.run_collectively(failure, lambda: (path / INDEX).read_bytes() if ranks.rank == source else b"")
@@ -117,12 +117,24 @@ class Vault:
         return SpreadSnapshot.open(path, index, ranks, generation.holders)
 
     def remove(self, damaged: Generation, error: CheckpointError) -> None:
-        """Remove a generation that cannot be read. A collective call."""
+        """Remove a generation that cannot be read. A collective call, which keeps it where a rank was lost meanwhile."""
+        self._ranks.gather_objects(None)  # a lost connection is no damage: it raises here
         if self._ranks.rank == 0:
             logger.warning("the copy of step %d in memory cannot be used, and is removed: %s", damaged.step, error)
         if self._nodes.is_first(self._ranks.rank):
-            shutil.rmtree(self.folder / damaged.name, ignore_errors=True)
+            shutil.rmtree(self._path(damaged), ignore_errors=True)
         self._ranks.gather_objects(None)  # no rank looks for generations before it is gone
+
+    def forget_after(self, step: int) -> None:
+        """Remove generations of more than `step` steps, with which training does not go on: their files are not complete."""
+        if self._nodes.is_first(self._ranks.rank) and self.folder.is_dir():
+            for tag in tags(self.folder):
+                if tag.step > step:
+                    shutil.rmtree(tag.path, ignore_errors=True)
+
+    def _path(self, generation: Generation) -> Path:
+        """Return the folder of a generation on this node, which may be missing."""
+        return locate(self.folder, generation.name) or self.folder / generation.name
 
     def _found(self, after: int) -> dict[tuple[int, str, int], dict[str, bool]]:
         """Return the generations in this node's folder: step, name and checksum -> each file, and whether it is here."""
@@ -150,7 +162,8 @@ class Vault:
         A collective call.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        free = min(shutil.disk_usage(self.folder).free, _available())
+        held = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())  # replaced one by one
+        free = min(shutil.disk_usage(self.folder).free, _available()) + held
         by_rank = self._ranks.gather_objects((size.needed, free))
         needed, free = max(by_rank, key=lambda each: each[0] - each[1])
         shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS + 1} generations, and what the next is written from)"
