@@ -162,6 +162,21 @@ def test_a_busy_process_has_longer(pair, tmp_path: Path) -> None:
         spinner.wait()
 
 
+def test_a_rank_is_not_hung_while_another_one_works(pair, tmp_path: Path) -> None:
+    """Ranks in a barrier of the script's, which the page does not show, wait for one that evaluates."""
+    watched, processes = pair
+    spinner = subprocess.Popen([sys.executable, "-c", SPINNER])
+    try:
+        enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.BETWEEN, waits=0)
+        enter(str(tmp_path), 1, spinner.pid, TrainingPhase.EVALUATE, waits=0, calls=1)
+        assert verdicts(watched, [processes[0], spinner], 1.5) == {}
+        os.kill(spinner.pid, signal.SIGSTOP)  # now both are
+        assert verdicts(watched, [processes[0], spinner]) == {0: StallKind.HUNG, 1: StallKind.STOPPED}
+    finally:
+        spinner.kill()
+        spinner.wait()
+
+
 def test_process_facts_come_from_proc() -> None:
     facts = process(os.getpid())
     assert facts is not None

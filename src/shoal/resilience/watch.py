@@ -4,10 +4,12 @@ A call is late after 10 times the median of its phase, and at least 5 s. The fir
 ten times as long as the longest first one of an earlier attempt, and at least a minute; where nothing is known, `UNKNOWN`.
 
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
-    hung       a call is late, and the rank waits for no other rank: it uses no processor, or is later still
+    hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor; or the
+               call is later still
     waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
 
-A deadline at which a rank was ended doubles, so that a slow call cannot end every attempt.
+So ranks that wait in a barrier of the script's for one that evaluates are not hung. A deadline at which a rank was ended
+doubles, so that a slow call cannot end every attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ UNKNOWN = 600.0
 STOPPED_AFTER = 4.0
 """Seconds for which a process is seen stopped before it counts as stopped; a debugger's stop (state t) never does."""
 BUSY_FACTOR = 10.0
-"""A rank that uses the processor is late after so many times the deadline of one that does not."""
+"""While a rank uses the processor, a call is late after so many times its deadline."""
 BUSY = 0.05
 """The share of one processor above which a process uses it."""
 PAUSE = 3.0
@@ -123,7 +125,9 @@ class Watch:
             self._resumed = now
         self._looked = now
         found: list[Suspicion] = []
+        waiting: list[Suspicion] = []
         late: list[Suspicion] = []
+        working = False
         for local_rank, pid in pids.items():
             facts, reading = process(pid), self.reading(local_rank)
             if facts is None or facts.state == "Z":
@@ -137,15 +141,13 @@ class Watch:
                     found.append(Suspicion(local_rank=local_rank, pid=pid, kind=StallKind.STOPPED, reading=reading,
                                            seconds=stopped, deadline=STOPPED_AFTER))
                 continue
-            idle = self._is_idle(local_rank, facts, now)
-            if (suspicion := self._late(local_rank, pid, reading, now)) is None:
-                continue
-            if reading is not None and reading.waits:
-                late.append(suspicion)
-            elif idle or suspicion.seconds > BUSY_FACTOR * suspicion.deadline:
-                found.append(suspicion)
-        if not found and self._whole_job and len(late) == len(pids):
-            return late
+            waits = reading is not None and bool(reading.waits)
+            working |= not self._is_idle(local_rank, facts, now) and not waits
+            if (suspicion := self._late(local_rank, pid, reading, now)) is not None:
+                (waiting if waits else late).append(suspicion)
+        found += [each for each in late if not working or each.seconds > BUSY_FACTOR * each.deadline]
+        if not found and self._whole_job and len(waiting) == len(pids):
+            return waiting
         return found
 
     def double(self, suspicion: Suspicion) -> None:
