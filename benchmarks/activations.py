@@ -28,6 +28,7 @@ from workloads import workload
 
 import shoal
 from shoal.activation import RecomputeMode
+from shoal.tier import trim
 
 KEEP, SELECTIVE, FULL, DISK = "kept", "selective recompute", "full recompute", "on disk"
 SHARES = (0.75, 0.5)
@@ -74,6 +75,7 @@ def child(way: str, options: argparse.Namespace) -> None:
     for _ in range(3):
         training.step()
     gc.collect()
+    trim()  # what earlier steps have freed is not there already
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     training.passes()
