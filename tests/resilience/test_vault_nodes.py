@@ -33,9 +33,9 @@ def test_each_rank_has_a_keeper_on_another_node(names: list[str]) -> None:
     first = [names.index(name) for name in dict.fromkeys(names)]
     assert [rank for rank in range(len(names)) if nodes.is_first(rank)] == first
     for rank in range(len(names)):
-        keeper = nodes.keeper(rank)
-        assert keeper is None if nodes.count == 1 else keeper is not None and names[keeper] != names[rank]
-    by_keeper = {names[keeper] for rank in range(len(names)) if (keeper := nodes.keeper(rank)) is not None}
+        partner = nodes.partner(rank)
+        assert partner is None if nodes.count == 1 else partner is not None and names[partner] != names[rank]
+    by_keeper = {names[partner] for rank in range(len(names)) if (partner := nodes.partner(rank)) is not None}
     assert by_keeper == (set(names) if nodes.count > 1 else set())
 
 

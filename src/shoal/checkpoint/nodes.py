@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.checkpoint.index import File
 from shoal.checkpoint.ranks import Ranks
 
-__all__ = ["Nodes", "copy_to_keepers"]
+__all__ = ["Nodes", "copy_to_partners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +52,39 @@ class Nodes:
         """Whether `rank` is the first of its node, which creates, publishes and removes folders there."""
         return self.of.index(self.of[rank]) == rank
 
-    def keeper(self, rank: int) -> int | None:
+    def partner(self, rank: int) -> int | None:
         """Return the rank that keeps copies of the files of `rank`, on the next node; None where there is no other node."""
         if self.count == 1:
             return None
         place, others = self.ranks(self.of[rank]).index(rank), self.ranks((self.of[rank] + 1) % self.count)
         return others[place % len(others)]
 
+    def holders(self, rank: int) -> set[int]:
+        """Return the nodes that have the files of `rank`: its own, and that of its partner."""
+        partner = self.partner(rank)
+        return {self.of[rank]} if partner is None else {self.of[rank], self.of[partner]}
+
     def kept_on(self, node: int, files: Iterable[File]) -> list[File]:
         """Return the files, of all, that are on `node`: those of its ranks, and the copies that its ranks keep."""
-        holding = {rank: {self.of[rank], self.of[rank] if (keeper := self.keeper(rank)) is None else self.of[keeper]}
-                   for rank in range(len(self.of))}
-        return [file for file in files if node in holding[file.rank]]
+        ranks = {rank for rank in range(len(self.of)) if node in self.holders(rank)}
+        return [file for file in files if file.rank in ranks]
 
 
-def copy_to_keepers(ranks: Ranks, nodes: Nodes, folder: Path, files: Iterable[File], failure: str) -> None:
-    """Copy each of `files` from the `folder` of its rank's node to that of its keeper's. A collective call.
+def copy_to_partners(ranks: Ranks, nodes: Nodes, folder: Path, files: Iterable[File], failure: str) -> None:
+    """Copy each of `files` from the `folder` of its rank's node to that of its partner's. A collective call.
 
     Raises CheckpointError, which begins with `failure`, on every rank if a node has no room.
     """
-    mine = [(file, keeper) for file in files
-            if (keeper := nodes.keeper(file.rank)) is not None and ranks.rank in (file.rank, keeper)]
+    mine = [(file, partner) for file in files
+            if (partner := nodes.partner(file.rank)) is not None and ranks.rank in (file.rank, partner)]
 
     def opened() -> list[Tensor]:
-        return [_mapped(folder / file.name, file.size, new=keeper == ranks.rank) for file, keeper in mine]
+        return [_mapped(folder / file.name, file.size, new=partner == ranks.rank) for file, partner in mine]
 
     data = ranks.run_collectively(failure, opened)
     ranks.exchange(
-        sent=[(tensor, keeper) for tensor, (_, keeper) in zip(data, mine, strict=True) if keeper != ranks.rank],
-        received=[(tensor, file.rank) for tensor, (file, keeper) in zip(data, mine, strict=True) if keeper == ranks.rank])
+        sent=[(tensor, partner) for tensor, (_, partner) in zip(data, mine, strict=True) if partner != ranks.rank],
+        received=[(tensor, file.rank) for tensor, (file, partner) in zip(data, mine, strict=True) if partner == ranks.rank])
 
 
 def _mapped(path: Path, size: int, *, new: bool) -> Tensor:

@@ -29,7 +29,7 @@ from pydantic import JsonValue
 
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.index import INDEX, File, Index, RankPart, StoredTensor, merge, parse, parse_part
-from shoal.checkpoint.nodes import Nodes, copy_to_keepers
+from shoal.checkpoint.nodes import Nodes, copy_to_partners
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staged, Staging, disk_full, write_rank_file
 from shoal.checkpoint.ranks import Ranks
@@ -255,7 +255,7 @@ def _save_collectively(ranks: Ranks, nodes: Nodes, save: _SaveOptions, content: 
             else:
                 text = ranks.run_collectively(failure, lambda: _merged(save, parts).dump() if ranks.rank == 0 else b"")
                 index = parse(ranks.all_gather(text)[0], hidden)
-                copy_to_keepers(ranks, nodes, hidden, index.files, failure)
+                copy_to_partners(ranks, nodes, hidden, index.files, failure)
                 here = nodes.kept_on(nodes.of[ranks.rank], index.files)
                 ranks.run_collectively(failure, lambda: _write_index(hidden, save, index, here) if first else None)
             if (add_files := ready.add_files) is not None:

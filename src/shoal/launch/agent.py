@@ -34,10 +34,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
-from shoal.launch.beats import Beats
 from shoal.launch.console import Console, counted
 from shoal.launch.doctor import REPORT, page_of
 from shoal.launch.failure import Failure
+from shoal.launch.heartbeats import Heartbeats
 from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.orphans import memory_folder, sweep
@@ -55,9 +55,9 @@ ORPHAN_GRACE = 5.0
 CAUSE = 1.0
 """Seconds to wait for the error of another rank, where the only ones so far tell of a lost peer."""
 LOOPBACK = "127.0.0.1"
-BEATS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
-"""A node is lost when its agent has given no sign of life for so many seconds, times so many. Agents compare the time of
-such a sign with their own clocks, so the clocks of nodes must not differ by more."""
+KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
+"""A node is lost when its agent has sent no heartbeat for so many seconds, times so many. Agents compare the time of
+a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
 LAST_CALL = 4
 """Seconds that the nodes wait for more of them, once there are enough; one that comes later has all start again."""
 
@@ -84,8 +84,8 @@ def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=handler,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
-        gives_signs = rendezvous is None and plan.watch != "off"  # a cluster's launcher hears from its agents itself
-        code = Agent(spec, files, plan, mark, console, gives_signs=gives_signs).run_ranks()
+        sends_heartbeats = rendezvous is None and plan.watch != "off"  # a cluster's launcher hears from its agents itself
+        code = Agent(spec, files, plan, mark, console, sends_heartbeats=sends_heartbeats).run_ranks()
         handler.shutdown()
         return code
     except SignalException as stop:
@@ -138,10 +138,10 @@ class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
     def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console, *,
-                 gives_signs: bool) -> None:
-        """With `gives_signs` the agents of several nodes tell each other that they live."""
+                 sends_heartbeats: bool) -> None:
+        """With `sends_heartbeats` agents of several nodes find out from each other's heartbeats that one is lost."""
         super().__init__(spec, files)
-        self._gives_signs = gives_signs
+        self._sends_heartbeats = sends_heartbeats
         self.plan = plan
         self.mark = mark
         self.files = files
@@ -162,8 +162,8 @@ class Agent(LocalElasticAgent):
                                   whole_job=plan.nodes == (1, 1))
         os.environ[PAGES] = memory
         python = (sys.executable, *map(str, spec.args))
-        self._beats: Beats | None = None
-        """The signs of life of the nodes of this attempt; None on a single node."""
+        self._heartbeats: Heartbeats | None = None
+        """The heartbeats of the nodes of this attempt; None on a single node."""
         self._ended_for: set[int] = set()
         """The lost nodes for which ranks of this attempt were ended, or that were reported."""
         self._spares = Spares(python, spec.local_world_size) if plan.spares and plan.kind != "program" else None
@@ -173,7 +173,7 @@ class Agent(LocalElasticAgent):
         try:
             self.run()
         finally:
-            self._end_beats()
+            self._end_heartbeats()
             if self._spares is not None:
                 self._spares.close()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
@@ -196,10 +196,10 @@ class Agent(LocalElasticAgent):
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> dict[int, int]:
         self._reaction.begin_attempt()
-        self._end_beats()
+        self._end_heartbeats()
         nodes = cast(int, worker_group.group_world_size)
-        if nodes > 1 and self._gives_signs:
-            self._beats = Beats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
+        if nodes > 1 and self._sends_heartbeats:
+            self._heartbeats = Heartbeats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
                                 self._leave_cut_off)
         with nullcontext() if self._spares is None else self._spares.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
@@ -229,14 +229,14 @@ class Agent(LocalElasticAgent):
                 for worker in self._worker_group.workers if isinstance(worker.id, int)}
 
     def _watch_nodes(self) -> None:
-        """Look for nodes that give no sign of life: their ranks answer no message, so the attempt ends."""
-        if self._beats is None:
+        """Look for nodes that send no heartbeat: their ranks answer no message, so the attempt ends."""
+        if self._heartbeats is None:
             return
-        lost = {node: seconds for node, seconds in self._beats.silent_for.items() if node not in self._ended_for}
+        lost = {node: seconds for node, seconds in self._heartbeats.silent_for.items() if node not in self._ended_for}
         if not lost:
             return
         self._ended_for |= lost.keys()
-        named = " and ".join(f"node {node} has given no sign of life for {seconds:.0f} s" for node, seconds in lost.items())
+        named = " and ".join(f"node {node} has sent no heartbeat for {seconds:.0f} s" for node, seconds in lost.items())
         if self._reaction.restarts:
             for watched in self._watched().values():
                 self._reaction.end(watched, f"ended because {named}")
@@ -252,10 +252,10 @@ class Agent(LocalElasticAgent):
         self.console.status(f"{text}: it is cut off, or the host of the store is lost. Its ranks end")
         os._exit(1)  # the main thread may wait for the store; the kernel and the guardian end the ranks
 
-    def _end_beats(self) -> None:
-        if self._beats is not None:
-            self._beats.end()
-        self._beats, self._ended_for = None, set()
+    def _end_heartbeats(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.end()
+        self._heartbeats, self._ended_for = None, set()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
@@ -385,7 +385,7 @@ def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts
     options = {} if hosts is None else {"is_host": hosts}
     parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
                                       max_nodes=nodes[1], local_addr=LOOPBACK if _is_loopback(host) else None,
-                                      last_call_timeout=LAST_CALL, **BEATS, **options)
+                                      last_call_timeout=LAST_CALL, **KEEP_ALIVE, **options)
     backend, store = create_backend(parameters)
     return create_handler(store, backend, parameters)
 

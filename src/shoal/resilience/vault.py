@@ -153,8 +153,7 @@ class Vault:
         nodes, node = self._nodes, self._nodes.of[self._ranks.rank]
         return VaultBytes(
             own=sum(by_rank[rank] for rank in nodes.ranks(node)),
-            kept=sum(size for rank, size in enumerate(by_rank)
-                     if (keeper := nodes.keeper(rank)) is not None and nodes.of[keeper] == node))
+            kept=sum(size for rank, size in enumerate(by_rank) if node in nodes.holders(rank) - {nodes.of[rank]}))
 
     def _check_room(self, size: VaultBytes) -> None:
         """Log the memory of the vault; raise `CheckpointError` on every rank if a node does not have it.

@@ -1,4 +1,4 @@
-"""Agents of several nodes give each other signs of life through the job's store, so that a lost node or link is noticed.
+"""Agents of several nodes exchange heartbeats through the job's store, so that a lost node or link is noticed.
 
 Each agent adds one to its counter every second, and reads the counters of the others. A node whose counter stands still for
 `SILENCE` seconds of such exchanges is lost: its ranks answer no message, and without this the others would wait until their
@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
-__all__ = ["SILENCE", "Beats"]
+__all__ = ["SILENCE", "Heartbeats"]
 
 PERIOD = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE = 6.0
 """Seconds without one after which a node is lost."""
 PAUSE = 2.5
@@ -30,8 +30,8 @@ END = 2.0
 """Seconds to tell the store so."""
 
 
-class Beats:
-    """The signs of life of the nodes of one attempt, in a thread with a connection of its own."""
+class Heartbeats:
+    """The heartbeats of the nodes of one attempt, in a thread with a connection of its own."""
 
     def __init__(self, store: Store, node: int, nodes: int, on_cut_off: Callable[[float], None], *,
                  period: float = PERIOD, silence: float = SILENCE) -> None:
@@ -48,14 +48,14 @@ class Beats:
         """By node: the exchanges in a row in which its counter stood still."""
         self._reached = time.monotonic()
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=loop, name="shoal-beats", daemon=True)  # a call on the store may not return
-                         for loop in (self._run, self._look)]
+        self._threads = [threading.Thread(target=loop, name="shoal-heartbeats", daemon=True)
+                         for loop in (self._run, self._look)]  # two: a call on the store may not return
         for thread in self._threads:
             thread.start()
 
     @property
     def silent_for(self) -> dict[int, float]:
-        """The seconds without a sign of life of each node that is lost."""
+        """The seconds without a heartbeat of each node that is lost."""
         silent = {node: count * self._period for node, count in list(self._unchanged.items())}
         return {node: seconds for node, seconds in silent.items() if seconds >= self._silence and node != self._node}
 
@@ -77,7 +77,7 @@ class Beats:
                 return
 
     def _exchange(self) -> None:
-        """Give a sign of life, and read those of the others."""
+        """Send a heartbeat, and read those of the others."""
         found = {node: int(self._store.add(f"beat/{node}", int(node == self._node))) for node in self._counts}
         before, self._reached = self._reached, time.monotonic()
         paused = self._reached - before > PAUSE * self._period
