@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from logging import INFO, NOTSET
@@ -297,7 +297,9 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
     recompute_as_configured(settings, engine)
     activations = saved_activations(settings, engine)
-    sharded = engine.shard(trained, replace(_sharding_plan(settings, traits), activations=activations), dtypes, storage)
+    plan = ShardingPlan.of(settings.zero_optimization, compressed=traits.compressing, by_rows=settings.sparse_gradients,
+                           activations=activations)
+    sharded = engine.shard(trained, plan, dtypes, storage)
     if not trained and not (engine.mesh.size("pipeline") > 1 and (optimizer is not None or named)):
         return None  # but a stage without trained parameters steps with the others all the same
     if traits.compressing:
@@ -397,18 +399,6 @@ def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data
     return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
                   communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
                   averaging=averaging)
-
-
-def _sharding_plan(settings: Config, traits: OptimizerTraits) -> ShardingPlan:
-    """Return the plan of sharding and of the distance at which weights are gathered ahead of use."""
-    zero = settings.zero_optimization
-    param = zero.offload_param
-    return ShardingPlan(
-        stage=zero.stage, compressed=traits.compressing, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
-        live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
-        persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
-        reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-        in_backward=bool(zero.offload_optimizer.step_in_backward), by_rows=settings.sparse_gradients)
 
 
 def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:

@@ -46,14 +46,14 @@ def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
     unit.gather()
     unit.hold(Hold.CONTEXT)
     try:
-        with _writes_dropped(unit) if modifier_rank is None and unit.is_sharded else nullcontext():
+        with _writes_dropped(unit) if modifier_rank is None and not unit.keeps_writes else nullcontext():
             try:
                 yield
             finally:
-                load_replaced(unit, keep=not unit.is_sharded)
+                load_replaced(unit, keep=unit.keeps_writes)
         if modifier_rank is not None:
             unit.broadcast_edit(modifier_rank)
-        elif not unit.is_sharded:
+        elif unit.keeps_writes:
             unit.memory.mark_dirty()
     finally:
         unit.drop(Hold.CONTEXT | Hold.REUSE)

@@ -26,7 +26,7 @@ class ReplacedParameters:
         units = list(units)
         names = {member.parameter: member.name for unit in units for member in unit.members}
         self._root = root
-        self._units = [unit for unit in units if not unit.is_sharded]  # the guard refuses to replace those of the others
+        self._units = [unit for unit in units if unit.keeps_writes]  # the guard refuses to replace those of the others
         self._released = [unit for unit in self._units if unit.reshards]
         self._views = [(unit, [(member.parameter, slot.start * unit.full.element_size()) for slot, member in zip(
             unit.layout.slots, unit.members, strict=True) if member.parameter.numel()]) for unit in self._units]

@@ -26,6 +26,7 @@ from shoal.zero.ownership import clear_owner, owner_of
 from shoal.zero.partition import UnitSpec, partition, tied_names
 from shoal.zero.placement import COMPRESSED, STAGES, Stage, StateBytes, effective_row
 from shoal.zero.reducer import BackwardPass, Reducer
+from shoal.zero.settings import ZeroSettings
 from shoal.zero.shared_memory import refuse_shared_memory
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
@@ -62,6 +63,19 @@ class ShardingPlan:
     """Where saved tensors that are not weights rest until backward; None: on the device."""
     in_backward: bool = False
     """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
+
+    @classmethod
+    def of(cls, zero: ZeroSettings, *, compressed: bool, by_rows: bool,
+           activations: SavedActivations | None) -> ShardingPlan:
+        """Return the plan that the configuration's `zero_optimization` asks for."""
+        param = zero.offload_param
+        return cls(
+            stage=zero.stage, overlap=zero.overlap_comm, ahead=zero.stage3_prefetch_bucket_size,
+            live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
+            persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
+            reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
+            in_backward=bool(zero.offload_optimizer.step_in_backward), compressed=compressed, by_rows=by_rows,
+            activations=activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from shoal.zero.grad_attribute import show_grads
 from shoal.zero.guard import guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
 from shoal.zero.ownership import GradReader, set_owner
-from shoal.zero.placement import SHARD, Stage
+from shoal.zero.placement import Stage
 from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters
 from shoal.zero.unit_transport import WeightTransport
 from shoal.zero.weight_memory import WeightMemory
@@ -51,14 +51,14 @@ class Unit:
                                   self.communicator.ranks, replica_group.state_copies, columns or 1)
         self.index = self.communicator.register()
         """The number of the unit, equal on every rank: all make their units in the same order."""
-        self.is_sharded: Final = stage.weight is SHARD
+        self.is_sharded: Final = stage.shards_weights
         """Whether each rank holds a slice of the weights at rest."""
         self.shard_range: Final = self.layout.shard_range(self.communicator.rank)
         """The elements of the buffer that this rank owns."""
         self.resting_range: Final = self.shard_range if self.is_sharded else range(self.layout.size)
         """The elements of the buffer whose weights rest on this rank."""
         self.memory = WeightMemory(self.layout, self.resting_range, dtype, device, weights, f"weights of unit '{name}'",
-                                   is_sharded=self.is_sharded)
+                                   reshards=self.is_sharded)
         self.full, self.rest = self.memory.full, self.memory.rest
         self.reshards: Final = self.memory.can_shrink
         """Whether the weights are released between their uses."""
@@ -122,6 +122,11 @@ class Unit:
     def awaits_step(self) -> bool:
         """Whether a pending step has yet to be taken."""
         return self.pending is not None and not self.pending.is_taken
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether a script's writes into gathered weights stay: where a rank holds a part, `gathered` decides instead."""
+        return not self.is_sharded
 
     # Steps that are pending
 
@@ -252,7 +257,7 @@ class Unit:
                 self._loading.wait()  # no collective
             elif self.phase is Phase.IN_FLIGHT:
                 self.gather()
-            if not self.is_sharded and any(self.versions.since):
+            if self.keeps_writes and any(self.versions.since):
                 self.memory.mark_dirty()
             self._shrink()
 

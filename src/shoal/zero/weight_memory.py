@@ -22,14 +22,15 @@ __all__ = ["WeightMemory"]
 class WeightMemory:
     """Memory of `layout`, of which `part` rests in `store`. It starts grown, and holds zeros.
 
-    It can shrink if it is a slice that rests, or if it rests in another tier than the compute `device`.
+    It can shrink if the unit `reshards` its weights after their use, or if they rest in another tier than the compute
+    `device`.
     """
 
     def __init__(self, layout: Layout, part: range, dtype: torch.dtype, device: torch.device, store: Store, name: str, *,
-                 is_sharded: bool):
+                 reshards: bool):
         self.is_offloaded: Final = store.granule is not None or store.device != device
         """Whether the weights rest in another tier than the compute device's memory."""
-        self.can_shrink: Final = is_sharded or self.is_offloaded
+        self.can_shrink: Final = reshards or self.is_offloaded
         self._elastic: Elastic | None = None
         self._external_refs: int | None = None  # users of the storage when code outside was first given it
         self._is_dirty = False
