@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,38 @@ def test_a_damaged_file_is_an_error_of_backward(tmp_path: Path) -> None:
         file.write(b"damage")
     with pytest.raises(TierError, match="checksum"):
         view.restore()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds the saved tensors of less than one step."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "shoal-test", folder], capture_output=True,
+                      check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_names_rank_and_unit_and_loses_nothing(small_disk: Path) -> None:
+    model, plain = _model("blocks"), _model("blocks")
+    engine = _engine(model, {"rest": "nvme", "nvme_path": str(small_disk)})
+    reference = _engine(plain, {})
+    x = torch.randn(ROWS, WIDTH)
+    with pytest.raises(TierError, match=r"(?s)rank 0: saved activations of .* No space left on device: needed .* bytes, .* "
+                                        r"saved in the forward around unit '[012]'"):
+        engine(x)
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    for each in (engine, reference):
+        torch.manual_seed(3)
+        for _ in range(STEPS):
+            each.backward(each(x).square().mean())
+            each.step()
+    assert engine.activations.rested_bytes > 1 << 20
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    for each in (engine, reference):
+        each.destroy()
 
 
 def _saved(folder: Path) -> SavedActivations:

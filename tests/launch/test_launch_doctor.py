@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -49,9 +50,12 @@ os.write(1, f"rank {engine.global_rank} from {first}: {total.hex()}\\n".encode()
 """
 
 
-def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys):
+def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys, monkeypatch, tmp_path):
     launch = run("--ranks", "2", "--job", "herring", "--watch", "off", script(WAIT))
     pids = {int(words[1]): int(words[2]) for words in map(str.split, launch.read(2))}
+    rates = {key: {"torch": 90.0, "onednn": 200.0} for key in ("forward", "input_gradient", "weight_gradient")}
+    (tmp_path / "linear.json").write_text(json.dumps({"torch 2.13.0, some processor, 2 thread(s)": rates}))
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     assert main(["doctor", str(pids[1])]) == 0
     page = capsys.readouterr().out
     lines = page.splitlines()
@@ -61,6 +65,7 @@ def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys)
     assert " between " in rows[1]
     assert "stacks of rank 1:" in page
     assert "in lurk" in page
+    assert "kernels.linear 'auto': torch 2.13.0, some processor, 2 thread(s): linear layers: forward onednn, " in page
     assert main(["doctor", "herring", "--no-stacks"]) == 0
     assert "stacks of" not in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"there are .*herring"):

@@ -185,6 +185,8 @@ def test_the_probe_measures_once_and_keeps_what_it_found(monkeypatch: pytest.Mon
     assert len(measured) == 2, "the second process reads the file; a damaged one is measured again"
     (key,) = json.loads((tmp_path / "linear.json").read_text())
     assert torch.__version__ in key
+    (line,) = probe.recorded()  # which `shoal doctor` shows
+    assert line.startswith(f"{key}: linear layers: forward onednn, input gradient onednn, weight gradient torch (GFLOP/s ")
     probe.probed.cache_clear()
 
 

@@ -45,7 +45,11 @@ def main(args: argparse.Namespace) -> int:
         print(_report(Path(args.target)))
         return 0
     folder, record = _find(args.target)
+    from shoal.nn.probe import recorded  # here: it loads torch's compiler, which agents, who import this file, do without
+
     print(page_of(folder, record, with_stacks=args.stacks))
+    for line in recorded():
+        print(f"kernels.linear 'auto': {line}")
     return 0
 
 

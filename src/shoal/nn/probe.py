@@ -27,7 +27,7 @@ from shoal.log import logger
 from shoal.native.build import cache_folder
 from shoal.products import ONEDNN, TORCH, Kernel, Products, check_onednn, onednn_missing
 
-__all__ = ["Choice", "Rates", "choose", "describe", "probed"]
+__all__ = ["Choice", "Rates", "choose", "describe", "probed", "recorded"]
 
 Choice = Literal["auto", "torch", "onednn"]
 
@@ -65,13 +65,27 @@ def probed(threads: int) -> Products:
         logger.info("kernels.linear: torch computes the products of linear layers: %s", missing)
         return TORCH
     rates = _rates(f"torch {torch.__version__}, {_processor()}, {threads} thread(s)")
-    faster: dict[str, Kernel] = {name: _faster(found) for name, found in rates.items()}
-    products = Products(forward=faster["forward"], input_gradient=faster["input_gradient"],
-                        weight_gradient=faster["weight_gradient"])
+    products = _products(rates)
+    logger.info("kernels.linear: %s", _measured(products, rates))
+    return products
+
+
+def recorded() -> list[str]:
+    """Return what the probes of this machine chose, one line for each torch and number of threads; nothing is measured."""
+    return [f"{key}: {_measured(_products(rates), rates)}" for key, rates in sorted(_read(_file()).items())]
+
+
+def _measured(products: Products, rates: Rates) -> str:
+    """Return one line: the kernel of each product, and the rates by which it was chosen."""
     measured = "; ".join(f"{name.replace('_', ' ')}: torch {found['torch']:.0f}, onednn {found['onednn']:.0f}"
                          for name, found in rates.items())
-    logger.info("kernels.linear: %s (GFLOP/s %s)", describe(products), measured)
-    return products
+    return f"{describe(products)} (GFLOP/s {measured})"
+
+
+def _products(rates: Rates) -> Products:
+    faster: dict[str, Kernel] = {name: _faster(found) for name, found in rates.items()}
+    return Products(forward=faster["forward"], input_gradient=faster["input_gradient"],
+                    weight_gradient=faster["weight_gradient"])
 
 
 def _faster(rates: dict[str, float]) -> Kernel:
@@ -81,7 +95,7 @@ def _faster(rates: dict[str, float]) -> Kernel:
 def _rates(key: str) -> Rates:
     """Return the rates under `key` of the file, measured first where it has none."""
     try:
-        with _locked(cache_folder() / "linear.json") as path:
+        with _locked(_file()) as path:
             known = _read(path)
             if key not in known:
                 known[key] = _measure()
@@ -90,6 +104,10 @@ def _rates(key: str) -> Rates:
     except OSError as error:  # the folder cannot be written: this process measures for itself
         logger.info("kernels.linear: the probe is not kept: %s", error)
         return _measure()
+
+
+def _file() -> Path:
+    return cache_folder() / "linear.json"
 
 
 @contextmanager

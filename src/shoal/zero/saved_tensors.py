@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.activation import RestingView, SavedActivations
 from shoal.activation.saved import version_witness
 from shoal.autograd import in_backward, saved_by_checkpoint
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.zero.compiled import opaque
 from shoal.zero.unit import Unit
 
@@ -168,7 +168,11 @@ class SavedTensorTracker:
     def _pack(self, tensor: Tensor) -> SavedTensor:
         module = self._running[-1]
         if self._activations is not None and _storage(tensor) not in self._resting_weights:
-            resting = self._activations.pack(tensor, module)
+            try:
+                resting = self._activations.pack(tensor, module)
+            except TierError as error:  # the store is full: the step fails, and weights and state are as before it
+                raise TierError(f"{error}. It is a tensor of shape {tuple(tensor.shape)}, saved in the forward around unit "
+                                f"'{self._unit_of[module].name}'") from error
             if resting is not None:
                 return SavedActivation(tensor=version_witness(tensor), version=tensor._version, unit=self._unit_of[module],
                                        resting=resting)
