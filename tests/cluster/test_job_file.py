@@ -19,7 +19,7 @@ def local(render_job: str | None = None) -> Selection:
 
     row = Launcher(name="here", programs=("env",), product="", package="", render=render, variables={})
     return Selection(hosts=(Host(name="here", slots=(0,)),), launcher=row, args=(), ssh_port=None, setup=None,
-                     environment={"SECRET": "herring"}, anywhere=False, quiet=20.0)
+                     environment={"SECRET": "herring"}, anywhere=False, least=1, quiet=20.0)
 
 
 def test_the_file_is_gone_once_every_host_has_read_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--hosts a x.py", "--hosts: a names no slot; write a:0,1 for two ranks"),
     ("--hosts a:x x.py", "got 'a:x': invalid literal in a filter; write NAME[:SLOT[,SLOT...]] joined by @"),
     ("--hosts a:0 --nodes 2 x.py", "--nodes: got 2, but there are 1 hosts: a"),
-    ("--hosts a:0 --nodes 1:2 x.py", "--nodes 1:2: with hosts that are started from here, give one number of nodes"),
+    ("--hosts a:0 --nodes 1:2 x.py", "--nodes 1:2: to go on with fewer hosts is a restart, and none is allowed; give "),
+    ("--hosts a:0@b:0 --nodes 1:2 --max-restarts 1 --launcher mpich x.py", "--nodes 1:2 --launcher mpich: it ends all hosts "
+     "where one is lost; use ssh or pdsh"),
     ("--hosts a:0 --ranks 2 x.py", "--ranks: got 2, but a has 1 slots"),
     ("--hosts a:0 --hostfile f x.py", "--hostfile and --hosts: both name the hosts; drop one"),
     ("--hosts a:0@b:0,1 --launcher openmpi x.py", "--launcher openmpi needs equally many slots on every host, got a 1, b 2"),
@@ -91,7 +93,8 @@ def test_a_dry_run_shows_hosts_variables_and_commands_without_values(
 def test_filters_and_counts_keep_the_order_of_the_hosts() -> None:
     assert hostfile.included(HOSTS, "b:2,0@a") == [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 2))]
     assert hostfile.excluded(HOSTS, "a@b:1") == [Host(name="b", slots=(0, 2))]
-    assert hostfile.first(HOSTS, 1) == HOSTS[:1]
+    assert hostfile.first(HOSTS, 1, 1) == HOSTS[:1]
+    assert hostfile.first(HOSTS, 1, 9) == HOSTS
     assert hostfile.limited(HOSTS, 1) == [Host(name="a", slots=(0,)), Host(name="b", slots=(0,))]
 
 
@@ -139,7 +142,8 @@ def test_a_job_is_the_same_after_its_travel() -> None:
     plan = LaunchPlan(kind="script", target="x.py", args=("a b", "\udcff"), ranks=None, nodes=(2, 2), rendezvous=None,
                       hosts_rendezvous=None, job="j", max_restarts=1, log_dir=None, bind_cores=True, grace=1.0,
                       core_list=(1,))
-    job = ClusterJob(secret="s", hosts=tuple(HOSTS), environment={"A": "\udcff\n'"}, folder="/", plan=plan, quiet=3.0)
+    job = ClusterJob(secret="s", hosts=tuple(HOSTS), environment={"A": "\udcff\n'"}, folder="/", plan=plan, least=1,
+                     quiet=3.0)
     assert ClusterJob.decode(job.encode()) == job
     assert job.ranks == 5
 

@@ -93,11 +93,11 @@ def excluded(hosts: Sequence[Host], text: str) -> list[Host]:
     return _kept(hosts, {host.name: set(host.slots) - set(named.get(host.name, ())) for host in hosts})
 
 
-def first(hosts: Sequence[Host], count: int) -> list[Host]:
-    """Return the first `count` hosts. Raises `HostsError` where there are fewer."""
-    if count > len(hosts):
-        raise HostsError(f"--nodes: got {count}, but there are {len(hosts)} hosts: {', '.join(host.name for host in hosts)}")
-    return list(hosts[:count])
+def first(hosts: Sequence[Host], least: int, most: int) -> list[Host]:
+    """Return the first `most` hosts, or all. Raises `HostsError` where there are fewer than `least`."""
+    if least > len(hosts):
+        raise HostsError(f"--nodes: got {least}, but there are {len(hosts)} hosts: {', '.join(host.name for host in hosts)}")
+    return list(hosts[:most])
 
 
 def limited(hosts: Sequence[Host], ranks: int) -> list[Host]:

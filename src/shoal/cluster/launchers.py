@@ -69,6 +69,8 @@ class Launcher:
     """Variables that only a process of such a job has, in which the program cannot start another."""
     unequal: bool = True
     """Whether hosts may have different numbers of slots."""
+    survives: bool = False
+    """Whether the other hosts go on where one is lost."""
 
 
 def _ssh(program: str, start: Start) -> list[list[str]]:
@@ -109,8 +111,9 @@ _MPI = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_FD")
 
 LAUNCHERS: dict[str, Launcher] = {row.name: row for row in (
     Launcher(name="ssh", programs=("ssh",), product="", package="apt-get install openssh-client", render=_ssh, stdin=True,
-             variables={}),
-    Launcher(name="pdsh", programs=("pdsh",), product="", package="apt-get install pdsh", render=_pdsh, variables={}),
+             variables={}, survives=True),
+    Launcher(name="pdsh", programs=("pdsh",), product="", package="apt-get install pdsh", render=_pdsh, variables={},
+             survives=True),
     Launcher(name="openmpi", programs=("mpirun.openmpi", "orterun", "mpirun"), product="Open MPI",
              package="apt-get install openmpi-bin", render=_open_mpi, nested=_MPI, unequal=False,
              variables={"PMIX_MCA_gds": "hash"}),

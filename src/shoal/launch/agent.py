@@ -5,7 +5,8 @@
 - A stop waits for the ranks, not for their child processes, for at most the user's grace period.
 - No process survives an attempt or the launch.
 - Each attempt has its own rendezvous store, so that no attempt reads the addresses of an earlier attempt. On a single node
-  the launcher serves the store; several nodes use torch's c10d rendezvous.
+  the launcher serves the store; hosts of a hostfile meet as their launcher says (`meeting.py`); other nodes use torch's
+  c10d rendezvous.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,7 @@ from shoal.launch.failure import Failure
 from shoal.launch.heartbeats import Heartbeats
 from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.orphans import memory_folder, sweep
 from shoal.launch.spares import Spares
 from shoal.launch.streams import RankStreams
@@ -63,10 +64,10 @@ LAST_CALL = 4
 
 
 def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
-           rendezvous: Callable[[], RendezvousHandler] | None = None) -> int:
+           cluster: ClusterRendezvous | None = None) -> int:
     """Run the ranks of this node to completion and return the exit code of the launch.
 
-    `rendezvous` opens that of a cluster; otherwise the plan says where the nodes meet.
+    `cluster` is the rendezvous of a host that a launcher started; otherwise the plan says where the nodes meet.
     """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # torch's agent would report the same failures again
@@ -80,12 +81,11 @@ def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_exit_signals())
     files = RankFiles(folder, console)
     try:
-        handler = rendezvous() if rendezvous is not None else _rendezvous(plan)
+        handler = cluster or _rendezvous(plan)
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=handler,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
-        sends_heartbeats = rendezvous is None and plan.watch != "off"  # a cluster's launcher hears from its agents itself
-        code = Agent(spec, files, plan, mark, console, sends_heartbeats=sends_heartbeats).run_ranks()
+        code = Agent(spec, files, plan, mark, console, cluster).run_ranks()
         handler.shutdown()
         return code
     except SignalException as stop:
@@ -110,6 +110,11 @@ class RankFiles(LogsSpecs):
         self.folder = folder
         self.streams = RankStreams(folder, console.output) if console.takes_output else None
         self.last = LogsDest()
+        self._attempt = 0
+
+    def begin_attempt(self, number: int) -> None:
+        """Name the next files by this number, from 0; torch's count leaves out the restarts that other nodes asked for."""
+        self._attempt = number
 
     @property
     def root_log_dir(self) -> str:
@@ -121,7 +126,8 @@ class RankFiles(LogsSpecs):
         errors: dict[int, str] = {}
         outs, errs = dict.fromkeys(envs, ""), dict.fromkeys(envs, "")
         for local, env in envs.items():
-            rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
+            rank, attempt = int(env["RANK"]), self._attempt
+            env["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
             errors[local] = env["TORCHELASTIC_ERROR_FILE"] = f"{self.folder}/rank{rank}.{attempt}.json"
             if self.streams is not None:
                 outs[local], errs[local] = (self.streams.open(rank, attempt, stream) for stream in ("out", "err"))
@@ -137,16 +143,19 @@ class RankFiles(LogsSpecs):
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
-    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console, *,
-                 sends_heartbeats: bool) -> None:
-        """With `sends_heartbeats` agents of several nodes find out from each other's heartbeats that one is lost."""
+    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console,
+                 cluster: ClusterRendezvous | None) -> None:
+        """The launcher of a `cluster` says that a host is lost; agents without one hear it from each other's heartbeats."""
         super().__init__(spec, files)
-        self._sends_heartbeats = sends_heartbeats
+        self._cluster = cluster
+        self._sends_heartbeats = cluster is None and plan.watch != "off"
         self.plan = plan
         self.mark = mark
         self.files = files
         self.console = console
         self.failures: list[Failure] = []
+        self._starts = 0
+        """How often this agent has started its ranks."""
         self._grace = plan.grace
         """Seconds that ranks have to finish after a signal; 0 once a stop has begun."""
         self._exits: dict[int, int] = {}
@@ -164,7 +173,7 @@ class Agent(LocalElasticAgent):
         python = (sys.executable, *map(str, spec.args))
         self._heartbeats: Heartbeats | None = None
         """The heartbeats of the nodes of this attempt; None on a single node."""
-        self._ended_for: set[int] = set()
+        self._ended_for: set[int | str] = set()
         """The lost nodes for which ranks of this attempt were ended, or that were reported."""
         self._spares = Spares(python, spec.local_world_size) if plan.spares and plan.kind != "program" else None
 
@@ -195,6 +204,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> dict[int, int]:
+        self._starts += 1
+        self.files.begin_attempt((self._starts if self._cluster is None else self._cluster.attempt) - 1)
         self._reaction.begin_attempt()
         self._end_heartbeats()
         nodes = cast(int, worker_group.group_world_size)
@@ -229,7 +240,11 @@ class Agent(LocalElasticAgent):
                 for worker in self._worker_group.workers if isinstance(worker.id, int)}
 
     def _watch_nodes(self) -> None:
-        """Look for nodes that send no heartbeat: their ranks answer no message, so the attempt ends."""
+        """Look for nodes that are lost: their ranks answer no message, so the attempt ends."""
+        if self._cluster is not None and (name := self._cluster.lost) and name not in self._ended_for:
+            self._ended_for.add(name)
+            for watched in self._watched().values() if self._reaction.restarts else ():
+                self._reaction.end(watched, f"ended because {name} is lost")
         if self._heartbeats is None:
             return
         lost = {node: seconds for node, seconds in self._heartbeats.silent_for.items() if node not in self._ended_for}

@@ -53,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     """Examine the hosts; return 0 if nothing is wrong, else 1."""
     if not selection.asks_for_hosts(args):
         raise UsageError("name the hosts: --hostfile FILE, --hosts LIST, or --launcher slurm")
-    chosen = selection.select(args, nodes=args.nodes, ranks=args.ranks, variables={})
+    nodes = None if args.nodes is None else (args.nodes, args.nodes)
+    chosen = selection.select(args, nodes=nodes, ranks=args.ranks, variables={})
     with chosen.cluster(None) as cluster, cluster:
         examined = [_examine(cluster, number, args.seconds) for number in range(len(cluster.nodes))]
         cluster.send(Signal(number=signal.SIGTERM))

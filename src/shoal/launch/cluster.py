@@ -1,7 +1,9 @@
 """A job on several hosts: this process starts Shoal's process on each, shows what ranks write, and ends all together.
 
 Failures of all hosts are collected; once all have ended, the rank that failed first, by this machine's clock, is reported. A
-host that fails or is lost ends the others. If this process dies, the connections close, and every host ends its ranks.
+host that fails ends the others. So does one that is lost, unless the job may go on with fewer (`--nodes A:B`). This process
+begins each attempt: the first host that is left opens a store (`Serve`), and all are told where (`Begin`). If this process
+dies, the connections close, and every host ends its ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.complaints import explain
-from shoal.launch.console import print_line, print_status
+from shoal.launch.console import counted, print_line, print_status
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
 from shoal.launch.job import ClusterJob
@@ -35,6 +37,7 @@ from shoal.launch.protocol import (
     Message,
     Output,
     Report,
+    Serve,
     Signal,
     Status,
 )
@@ -134,6 +137,8 @@ class Cluster:
         return self._take(self.nodes[event.node], event)
 
     def _take(self, node: Node, event: HostEvent) -> tuple[Node, Message] | None:
+        if node.lost and not isinstance(event.message, ErrorLine):
+            return None  # it was cut off, and ends when it hears that it is alone
         node.last_heard = time.monotonic()
         match event.message:
             case Connected(channel=channel):
@@ -190,7 +195,7 @@ class Cluster:
                 node.lost = f"no word from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
 
     def _await(self) -> None:
-        """Wait until every host runs. Raises `LaunchError` with one line for each that does not."""
+        """Wait until every host runs, or can be done without. Raises `LaunchError` with one line for each that does not."""
         deadline = time.monotonic() + START
         while any(node.facts is None and not node.lost for node in self.nodes):
             self.receive()
@@ -199,19 +204,28 @@ class Cluster:
                     if node.facts is None:
                         node.lost = node.lost or self._reason(node) or f"it did not start within {START:g} s"
         problems = [f"{node.name}: {node.lost}" for node in self.nodes if node.lost]
+        if problems and len(self.nodes) - len(problems) >= self.job.least:
+            for problem in problems:
+                print_status(f"shoal run: {problem}; the others begin without it")
+            problems = []
         here = facts.gather(self.job.folder)
         for node in self.nodes:
-            if node.facts is not None:
+            if node.facts is not None and not node.lost:
                 problems.extend(facts.disagreements(node.name, node.facts, here))
         if problems:
             raise LaunchError("\n".join(dict.fromkeys(problems)))
 
 
 class _JobMonitor:
-    """The events of a job so far."""
+    """The events of a job so far, on hosts that have started."""
 
     def __init__(self, cluster: Cluster, logs: RankLogs | None, grace: float) -> None:
         self.cluster = cluster
+        self.hosts = [number for number, node in enumerate(cluster.nodes) if not node.lost]
+        """The numbers of the hosts that take part."""
+        self._attempt = 0
+        self._serving: int | None = None
+        """The host that opens the store of the next attempt."""
         self.logs = logs
         self.grace = grace
         self.failures: list[Failure] = []
@@ -221,8 +235,11 @@ class _JobMonitor:
         self.signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.caught = 0
         """The first signal that this process got."""
-        self._first_ranks = [sum(len(host.slots) for host in cluster.job.hosts[:number])
-                             for number in range(len(cluster.nodes))]
+
+    def begin_attempt(self) -> None:
+        """Have the first host that takes part open the store of the next attempt; it begins when that is open."""
+        self._serving = self.hosts[0]
+        self.cluster.send(Serve(), [self.cluster.nodes[self._serving]])
 
     def take(self, node: Node, message: Message) -> None:
         """Take a message of a host."""
@@ -237,11 +254,15 @@ class _JobMonitor:
                 self.problems.append(f"{node.name}: {text}")
                 self.end(signal.SIGTERM)
             case Listening(port=port, addresses=addresses):
-                self.cluster.send(Begin(port=port, addresses=addresses))
+                self._attempt, self._serving = self._attempt + 1, None
+                self.cluster.send(Begin(attempt=self._attempt, hosts=self.hosts, port=port, addresses=addresses),
+                                  [self.cluster.nodes[number] for number in self.hosts])
             case Report():
                 failures = [replace(each, host=node.name, time=each.time - node.offset) for each in message.read()]
                 if message.note:
                     print_status(failure.describe(failures, message.ranks, message.note))
+                    if message.attempt == self._attempt and self._serving is None:  # the first to tell of its end
+                        self.begin_attempt()
                 else:
                     self.failures += failures
                     self.end(signal.SIGTERM)
@@ -261,24 +282,47 @@ class _JobMonitor:
             self.caught = self.caught or number
             self.deadline = min(self.deadline, time.monotonic() + self.grace + LAST)
             self.cluster.send(Signal(number=number))
-        if any(node.lost or node.code for node in self.cluster.nodes):
+        if lost := [number for number in self.hosts if self.cluster.nodes[number].lost]:
+            self._lose(lost)
+        if any(self.cluster.nodes[number].code for number in self.hosts):
             self.end(signal.SIGTERM)
         if time.monotonic() > self.deadline:
             for node in self.cluster.nodes:
                 if not node.has_ended:
                     node.lost = "it did not end in time, and is left to end by itself"
 
+    def _lose(self, lost: list[int]) -> None:
+        """Begin an attempt without hosts that are lost, if the job may go on; else end it."""
+        nodes = self.cluster.nodes
+        left = [number for number in self.hosts if number not in lost]
+        goes_on = len(left) >= self.cluster.job.least and self.deadline == float("inf")
+        if not goes_on or any(nodes[number].has_ended for number in left):
+            self.end(signal.SIGTERM)
+            return
+        for number in lost:
+            print_status(f"{self._describe_loss(number)}; the other {counted(len(left), 'host')} go on")
+            if (channel := nodes[number].channel) is not None:
+                channel.close()
+        self.hosts = left
+        if self._serving is None or self._serving in lost:
+            self.begin_attempt()
+
+    def _describe_loss(self, number: int) -> str:
+        slots = [len(self.cluster.nodes[each].host.slots) for each in self.hosts]
+        place = self.hosts.index(number)
+        node, first = self.cluster.nodes[number], sum(slots[:place])
+        return f"shoal run: {node.name} is lost: {node.lost}; it ran {_ranks(range(first, first + slots[place]))}"
+
     def finish(self) -> int:
         """Report, and return the exit code of the job."""
-        nodes = self.cluster.nodes
-        for number, node in enumerate(nodes):
-            if node.lost:
-                ranks = range(self._first_ranks[number], self._first_ranks[number] + len(node.host.slots))
-                print_status(f"shoal run: {node.name} is lost: {node.lost}; it ran {_ranks(ranks)}")
+        nodes = [self.cluster.nodes[number] for number in self.hosts]
+        for number in self.hosts:
+            if self.cluster.nodes[number].lost:
+                print_status(self._describe_loss(number))
         for problem in dict.fromkeys(self.problems):
             print_status(f"shoal run: {problem}")
         if self.failures:
-            print_status(failure.describe(self.failures, self.cluster.job.ranks))
+            print_status(failure.describe(self.failures, sum(len(node.host.slots) for node in nodes)))
         if self.caught:
             return 128 + self.caught
         if self.failures:
@@ -293,14 +337,16 @@ class _JobMonitor:
 def run_job(cluster: Cluster, log_dir: str | None, grace: float) -> int:
     """Run the ranks of a job to their end; return 0, the exit code of the rank that failed first, or 128 + signal number."""
     logs = None if log_dir is None else RankLogs(log_dir)
-    watch = _JobMonitor(cluster, logs, grace)
     try:
-        with cluster, _signals_to(watch.signals.put):
-            while not all(node.has_ended for node in cluster.nodes):
-                if (came := cluster.receive()) is not None:
-                    watch.take(*came)
-                watch.heed()
-            return watch.finish()
+        with cluster:
+            monitor = _JobMonitor(cluster, logs, grace)
+            with _signals_to(monitor.signals.put):
+                monitor.begin_attempt()
+                while not all(node.has_ended for node in cluster.nodes):
+                    if (came := cluster.receive()) is not None:
+                        monitor.take(*came)
+                    monitor.heed()
+                return monitor.finish()
     finally:
         if logs is not None:
             logs.close()

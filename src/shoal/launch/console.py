@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import BinaryIO, Protocol
 
 from shoal.launch import failure
@@ -71,8 +72,10 @@ class Remote:
 
     takes_output = True
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, attempt: Callable[[], int]) -> None:
+        """`attempt` returns the number of the attempt that runs."""
         self._channel = channel
+        self._attempt = attempt
 
     def output(self, line: Output) -> None:
         """Send a line."""
@@ -84,7 +87,7 @@ class Remote:
 
     def report(self, failures: list[Failure], ranks: int, note: str) -> None:
         """Send failures."""
-        self._channel.send(Report.of(failures, ranks, note))
+        self._channel.send(Report.of(failures, ranks, note, self._attempt()))
 
 
 def print_line(prefix: str, line: Output) -> None:

@@ -29,6 +29,8 @@ class ClusterJob:
     """Addresses of the launcher; empty: it is at the other end of standard input."""
     port: int = 0
     """The launcher's port."""
+    least: int
+    """The fewest hosts with which the job goes on where others are lost."""
     quiet: float
     """Seconds without a message after which either end takes the other for dead."""
 

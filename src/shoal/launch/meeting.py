@@ -1,132 +1,180 @@
-"""How the agents of a job's hosts meet: at a store of the first host, with ranks in the order of the hostfile.
+"""How the agents of a job's hosts meet for each attempt: on the hosts, and at the store, that the launcher names.
 
-Torch's c10d rendezvous counts the agents and restarts them together. It orders them by their addresses, so
-`OrderedRendezvous` gives them the numbers of their hosts instead, and says where rank 0 is: at an address through which the
-others reached it.
+The launcher has one connection to every host, so it alone decides who takes part: after a failure it has the first host that
+is left open a new store, and tells all hosts its address (`Begin`). No election is needed, no half of a cut network goes on
+alone, and any host may be lost, that of the store too. Ranks are numbered in the order of the hostfile. Rank 0's address is
+one through which the others reached its host.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
+import threading
+import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from shoal.errors import LaunchError
-from shoal.launch.addresses import connect, interface_of
+from shoal.launch.addresses import connect, interface_of, own_addresses
 from shoal.launch.job import ClusterJob
-from shoal.launch.launch_plan import LaunchPlan
-from shoal.launch.protocol import Begin
+from shoal.launch.protocol import Begin, Listening
 
-__all__ = ["Meeting", "OrderedRendezvous"]
+__all__ = ["ClusterRendezvous"]
 
-REACH = 60.0
-"""Seconds to reach the first host's store."""
+MEET = 600.0
+"""Seconds to wait for the other hosts of an attempt."""
+LOOK = 0.02
+"""Seconds between two looks at who has arrived."""
 TIMEOUT = timedelta(minutes=5)
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class Meeting:
-    """The store of one job, at its first host."""
+class ClusterRendezvous(RendezvousHandler):
+    """The rendezvous of one host's agent. Its methods are called in the agent's thread, but for `serve` and `begin`."""
 
-    def __init__(self, job: ClusterJob, plan: LaunchPlan, node: int) -> None:
+    def __init__(self, job: ClusterJob, node: int, endpoint: str | None) -> None:
+        """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the store."""
+        self.attempt = 0
+        """The number of the attempt whose hosts met last; 0 before the first."""
+        self.taken = 0
+        """The number of the attempt that the agent has taken up."""
         self._job = job
-        self._plan = plan
         self._node = node
-        self._server: TCPStore | None = None
-        host, _, port = (plan.rendezvous or ":0").rpartition(":")
-        self.address = host
-        """The address that the user gave; empty: it is found."""
+        self._host, _, port = (endpoint or ":0").rpartition(":")
         self._port = int(port)
+        self._server: TCPStore | None = None
+        self._begun: Begin | None = None
+        self._news = threading.Condition()
+        self._met: Begin | None = None
+        self._chooses_interface = INTERFACE not in os.environ
 
-    def serve(self) -> int:
-        """Open the store, and return its port."""
+    # Called by the thread that listens to the launcher
+
+    def serve(self) -> Listening:
+        """Open the store of the next attempt, and return where it listens. Raises `LaunchError` where the port is taken."""
+        self._server = None  # a given port is free again
         try:
             self._server = TCPStore("0.0.0.0", self._port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         except RuntimeError as error:
             raise LaunchError(f"port {self._port} of {socket.gethostname()} cannot be opened: {error}; choose another, "
                               "or leave it out for a free one") from error
-        return self._server.port
+        return Listening(port=self._server.port, addresses=[self._host] if self._host else own_addresses())
 
-    def join(self, begun: Begin) -> RendezvousHandler:
-        """Return the rendezvous of the job's agents. Raises `LaunchError` where the first host cannot be reached."""
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store of its own for the ranks of each attempt
-        first, own, store = self._connect(begun)
-        parameters = RendezvousParameters(backend="c10d", endpoint=f"{first}:{begun.port}", run_id=self._job.secret,
-                                          min_nodes=len(self._job.hosts), max_nodes=len(self._job.hosts), local_addr=own)
-        handler = create_handler(store, C10dRendezvousBackend(store, self._job.secret), parameters)
-        return OrderedRendezvous(handler, self._node, first, own)
+    def begin(self, begun: Begin) -> None:
+        """Take the launcher's word for the next attempt."""
+        with self._news:
+            self._begun = begun
+            self._news.notify_all()
 
-    def _connect(self, begun: Begin) -> tuple[str, str, TCPStore]:
-        """Return the first host's address, this host's, and the store."""
-        if self._server is not None:
-            address = begun.addresses[0]
-            return address, address, self._server
-        connection = connect(begun.addresses, begun.port, REACH)
-        if connection is None:
-            raise LaunchError(f"{socket.gethostname()} cannot reach the first host at any of "
-                              f"{', '.join(begun.addresses)}, port {begun.port}; let hosts connect to each other, or give "
-                              "--rendezvous HOST:PORT")
+    # Called by the agent
+
+    @property
+    def lost(self) -> str:
+        """The names of the hosts of this attempt that the next one leaves out; empty while none is lost."""
+        if self._met is None or self._begun is None:
+            return ""
+        gone = [number for number in self._met.hosts if number not in self._begun.hosts]
+        return " and ".join(self._job.hosts[number].name for number in gone)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other hosts of the next attempt. Raises `LaunchError` where they do not come, or cannot be reached."""
+        while True:
+            begun = self._next()
+            self.taken = begun.attempt
+            if (met := self._meet(begun)) is not None:
+                self.attempt, self._met = begun.attempt, begun
+                return met
+
+    def _next(self) -> Begin:
+        """Wait for an attempt that is newer than the last one; with a limit each time, so that signals are handled."""
+        with self._news:
+            while self._begun is None or self._begun.attempt <= self.taken:
+                self._news.wait(timeout=1.0)
+            return self._begun
+
+    def _is_over(self, begun: Begin) -> bool:
+        """Whether the launcher has begun another attempt instead, because a host was lost meanwhile."""
+        return self._begun is not None and self._begun.attempt > begun.attempt
+
+    def _meet(self, begun: Begin) -> RendezvousInfo | None:
+        """Meet the hosts of an attempt; None where another has begun instead."""
+        rank, ranks = begun.hosts.index(self._node), len(begun.hosts)
+        try:
+            found = self._connect(begun)
+            if found is None:
+                return None
+            first, own, store = found
+            store.set(f"reached/{rank}", first)
+            if not self._all_have_come(begun, store, [f"reached/{each}" for each in range(ranks)]):
+                return None
+            if rank == 0 and ranks > 1:
+                own = store.get("reached/1").decode()
+            os.environ.update(CROSS_RANK=str(rank), CROSS_SIZE=str(ranks))
+            if self._chooses_interface and (interface := interface_of(own)) is not None:
+                os.environ[INTERFACE] = interface
+            where = RendezvousStoreInfo.build(rank, store, local_addr=own)
+            return RendezvousInfo(store, rank, ranks, where if rank == 0 else RendezvousStoreInfo(first, where.master_port))
+        except RuntimeError:  # the host of the store is lost; the launcher notices too, and begins another attempt
+            return None
+
+    def _connect(self, begun: Begin) -> tuple[str, str, Store] | None:
+        """Return the first host's address, this host's, and the store; None where another attempt has begun instead."""
+        if begun.hosts[0] == self._node:
+            assert self._server is not None
+            return begun.addresses[0], begun.addresses[0], self._server
+        deadline = time.monotonic() + MEET
+        while (connection := connect(begun.addresses, begun.port, 1.0)) is None:
+            if self._is_over(begun):
+                return None
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{socket.gethostname()} cannot reach {self._job.hosts[begun.hosts[0]].name} at any of "
+                                  f"{', '.join(begun.addresses)}, port {begun.port}; let hosts connect to each other, or "
+                                  "give --rendezvous HOST:PORT")
         with connection:
             first, own = connection.getpeername()[0], connection.getsockname()[0]
         return first, own, TCPStore(first, begun.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
-
-class OrderedRendezvous(RendezvousHandler):
-    """A rendezvous whose numbers are those of the hosts. `first` is the address of the first host, `own` of this one."""
-
-    def __init__(self, handler: RendezvousHandler, node: int, first: str, own: str) -> None:
-        self._handler = handler
-        self._node = node
-        self._first = first
-        self._own = own
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents, exchange the numbers of the hosts, and have gloo use the interface that reaches them."""
-        met = self._handler.next_rendezvous()
-        store = PrefixStore("ordered", met.store)
-        store.set(str(met.rank), json.dumps([self._node, self._first]))
-        others: list[tuple[int, str]] = sorted(tuple(json.loads(store.get(str(each)))) for each in range(met.world_size))
-        rank = [node for node, _ in others].index(self._node)
-        if rank == 0 and self._node == 0 and len(others) > 1:
-            self._first = self._own = others[1][1]  # by which the others reached this host
-        if (interface := interface_of(self._own)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        where = RendezvousStoreInfo.build(rank, store, local_addr=self._own)
-        if self._node != 0 and others[0][0] == 0:
-            where = RendezvousStoreInfo(self._first, where.master_port)
-        return RendezvousInfo(store, rank, met.world_size, where)
+    def _all_have_come(self, begun: Begin, store: Store, keys: list[str]) -> bool:
+        """Wait until all hosts have arrived; False where another attempt has begun instead."""
+        deadline = time.monotonic() + MEET
+        while not store.check(keys):
+            if self._is_over(begun):
+                return False
+            if time.monotonic() > deadline:
+                missing = [self._job.hosts[host].name for host, key in zip(begun.hosts, keys, strict=True)
+                           if not store.check([key])]
+                raise LaunchError(f"{' and '.join(missing)} did not come within {MEET:g} s to run attempt {begun.attempt}")
+            time.sleep(LOOK)
+        return True
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks have a store of their own."""
-        return self._handler.use_agent_store
+        """Return False: the ranks have a store of their own."""
+        return False
 
     def get_backend(self) -> str:
-        """Return the name of torch's rendezvous."""
-        return self._handler.get_backend()
+        """Return the name of this backend."""
+        return "cluster"
 
     def is_closed(self) -> bool:
-        """Return whether no agent can join any more."""
-        return self._handler.is_closed()
+        """Return False: the launcher ends the job."""
+        return False
 
     def set_closed(self) -> None:
-        """Let no agent join any more."""
-        self._handler.set_closed()
+        """Do nothing: the launcher ends the job."""
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of agents that wait to join."""
-        return self._handler.num_nodes_waiting()
+        """Return 1 where the launcher has begun another attempt, for which the agent ends its ranks; else 0."""
+        return int(self._met is not None and self._is_over(self._met))
 
     def get_run_id(self) -> str:
-        """Return the name of the job."""
-        return self._handler.get_run_id()
+        """Return the secret name of the job."""
+        return self._job.secret
 
     def shutdown(self) -> bool:
-        """Leave the rendezvous."""
-        return self._handler.shutdown()
+        """Leave the rendezvous; the store stays open for hosts that are not done with it."""
+        return True

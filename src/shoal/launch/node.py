@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, replace
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from shoal.errors import LaunchError
 from shoal.launch import facts, measuring
@@ -41,19 +41,24 @@ from shoal.launch.protocol import (
     Listening,
     Measure,
     Measured,
+    Serve,
     Signal,
+    Status,
     Time,
     answer,
 )
+
+if TYPE_CHECKING:
+    from shoal.launch.meeting import ClusterRendezvous
 
 __all__ = ["main"]
 
 BEAT = 1.0
 """Seconds between two beats."""
 CONNECT = 60.0
-"""Seconds to reach the launcher, and the first host's store."""
+"""Seconds to reach the launcher."""
 LAST = 15.0
-"""Seconds beyond the grace period after which an agent that does not end is killed."""
+"""Seconds beyond the grace period after which an agent is killed that does not end, or begin the next attempt."""
 
 
 def main(argv: list[str]) -> int:
@@ -99,7 +104,8 @@ class Link:
         self.channel = channel
         self._job = job
         self._node = node
-        self._begun: queue.SimpleQueue[Begin] = queue.SimpleQueue()
+        self._attempts: queue.SimpleQueue[Serve | Begin] = queue.SimpleQueue()
+        """Messages about attempts, kept until the rendezvous takes them: torch takes seconds to load."""
         self._over = threading.Event()
         self._heard = time.monotonic()
         self._ending = False
@@ -111,13 +117,9 @@ class Link:
         for serve in (self._receive, self._beat):
             threading.Thread(target=serve, name=serve.__name__, daemon=True).start()
 
-    def begin(self) -> Begin:
-        """Wait for the launcher to say where the first host's store is."""
-        while True:  # with a limit each time, so that signals are handled
-            try:
-                return self._begun.get(timeout=1.0)
-            except queue.Empty:
-                continue
+    def serve(self, rendezvous: ClusterRendezvous) -> None:
+        """Begin to give the rendezvous what the launcher says of attempts."""
+        threading.Thread(target=self._serve, args=(rendezvous,), name="rendezvous", daemon=True).start()
 
     def wait_for_end(self) -> None:
         """Wait until the launcher ends the examination."""
@@ -131,8 +133,8 @@ class Link:
         while (message := self.channel.receive()) is not None:
             self._heard = time.monotonic()
             match message:
-                case Begin():
-                    self._begun.put(message)
+                case Serve() | Begin():
+                    self._attempts.put(message)
                 case Signal(number=number):
                     self._end(number)
                 case AskTime():
@@ -145,6 +147,28 @@ class Link:
                 case _:
                     pass
         self._end(signal.SIGTERM)
+
+    def _serve(self, rendezvous: ClusterRendezvous) -> None:
+        while True:
+            match self._attempts.get():
+                case Serve():
+                    try:
+                        self.channel.send(rendezvous.serve())
+                    except LaunchError as error:
+                        self.channel.send(HostProblem(text=str(error)))
+                case Begin() as begun:
+                    rendezvous.begin(begun)
+                    threading.Thread(target=self._kill_stuck, args=(rendezvous, begun.attempt), daemon=True).start()
+
+    def _kill_stuck(self, rendezvous: ClusterRendezvous, attempt: int) -> None:
+        """Kill this process if its agent does not take up an attempt: it waits for a store whose host is lost."""
+        if not self._over.wait(self._grace + LAST) and rendezvous.taken < attempt:
+            self.channel.send(Status(text=f"the agent did not begin attempt {attempt} in time, and is killed"))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def _grace(self) -> float:
+        return self._job.plan.grace if self._job.plan else 0.0
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
@@ -164,8 +188,7 @@ class Link:
             threading.Thread(target=self._kill_late, name="deadline", daemon=True).start()
 
     def _kill_late(self) -> None:
-        plan = self._job.plan
-        if not self._over.wait((plan.grace if plan else 0.0) + LAST):
+        if not self._over.wait(self._grace + LAST):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -204,16 +227,13 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, mark: s
         os.sched_setaffinity(0, plan.core_list)
     from shoal.device import VISIBLE_DEVICES  # torch may start threads, so after the guardian's fork
     from shoal.launch.agent import launch
-    from shoal.launch.meeting import Meeting
+    from shoal.launch.meeting import ClusterRendezvous
 
     os.environ[VISIBLE_DEVICES] = ",".join(map(str, slots))
-    meeting = Meeting(job, plan, node)
-    if node == 0:
-        addresses = [meeting.address] if meeting.address else own_addresses()
-        link.channel.send(Listening(port=meeting.serve(), addresses=addresses))
-    begun = link.begin()
+    rendezvous = ClusterRendezvous(job, node, plan.rendezvous)
+    link.serve(rendezvous)
     local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
-    return launch(local, mark, folder, Remote(link.channel), lambda: meeting.join(begun))
+    return launch(local, mark, folder, Remote(link.channel, lambda: rendezvous.attempt), rendezvous)
 
 
 def _exit_on_signal(number: int, frame: object) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "Message",
     "Output",
     "Report",
+    "Serve",
     "Signal",
     "Status",
     "Time",
@@ -78,11 +79,13 @@ class Report:
     ranks: int
     note: str
     """The next act; empty where the failure ends the job."""
+    attempt: int
+    """The number of the attempt that failed."""
 
     @classmethod
-    def of(cls, failures: list[Failure], ranks: int, note: str) -> Report:
+    def of(cls, failures: list[Failure], ranks: int, note: str, attempt: int) -> Report:
         """Return the report of these failures."""
-        return cls(failures=[asdict(each) for each in failures], ranks=ranks, note=note)
+        return cls(failures=[asdict(each) for each in failures], ranks=ranks, note=note, attempt=attempt)
 
     def read(self) -> list[Failure]:
         """Return the failures."""
@@ -129,11 +132,21 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """Start the ranks; the first host's store listens at this port."""
+class Serve:
+    """Open the store of the next attempt, and say where it listens."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Run the ranks of an attempt, in place of those of an earlier one."""
+
+    attempt: int
+    """Its number, from 1."""
+    hosts: list[int]
+    """The numbers of the hosts that take part; the first has the store."""
     port: int
     addresses: list[str]
+    """The port and the addresses of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +180,11 @@ class Measure:
     seconds: float
 
 
-Down = Begin | Signal | Beat | AskTime | Listen | Measure
+Down = Serve | Begin | Signal | Beat | AskTime | Listen | Measure
 Message = Down | Hello | Listening | Output | Report | Status | HostProblem | Exited | Time | Measured
 CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (
-    Begin, Signal, Beat, AskTime, Listen, Measure, Hello, Listening, Output, Report, Status, HostProblem, Exited, Time,
-    Measured)}
+    Serve, Begin, Signal, Beat, AskTime, Listen, Measure, Hello, Listening, Output, Report, Status, HostProblem, Exited,
+    Time, Measured)}
 
 
 class Channel:

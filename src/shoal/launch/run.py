@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="auto", metavar="N",
                         help="ranks on this node; auto (default): one per GPU, else half the cores")
     parser.add_argument("--nodes", metavar="A[:B]",
-                        help="number of nodes: exactly A, or A to B; with a hostfile: the first A (default: all)")
+                        help="number of nodes: exactly A, or A to B; of a hostfile the first A or B (default: all), "
+                             "and with A:B the job goes on while A are left")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="address of the rendezvous; the same on every node")
     parser.add_argument("--node-rank", type=int, metavar="R",
                         help="0: this node hosts the rendezvous; other: it does not (default: decided by HOST)")
@@ -92,9 +93,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
-    if plan.nodes[0] != plan.nodes[1]:
-        raise UsageError(f"--nodes {args.nodes}: with hosts that are started from here, give one number of nodes")
-    chosen = selection.select(args, nodes=None if args.nodes is None else plan.nodes[0], ranks=plan.ranks,
+    if plan.nodes[0] != plan.nodes[1] and not plan.max_restarts:
+        raise UsageError(f"--nodes {args.nodes}: to go on with fewer hosts is a restart, and none is allowed; give "
+                         "--max-restarts K, or one number of nodes")
+    chosen = selection.select(args, nodes=None if args.nodes is None else plan.nodes, ranks=plan.ranks,
                               variables=read_variables(args.env))
     if args.dry_run:
         print(chosen.describe(_program(plan)))

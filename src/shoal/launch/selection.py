@@ -34,6 +34,8 @@ EXPORTED = ("PYTHON*", "NCCL_*", "GLOO_*", "TORCH*", "OMP_*", "MKL_*", "UCX_*", 
             "TOKENIZERS_*")
 """Variables of this process that every host gets."""
 LEAST_QUIET = 3.0
+QUIET, QUIET_OF_RANGE = 20.0, 6.0
+"""Seconds without a message after which a host is lost: where that ends the job, and where the others go on."""
 KEPT = ("SHOAL_LAUNCH", "PYTHONHOME", "TORCHELASTIC_*")
 """Variables of this process that belong to it alone."""
 
@@ -51,6 +53,8 @@ class Selection:
     """Variables that every host gets."""
     anywhere: bool
     """Whether the launcher chooses the hosts."""
+    least: int
+    """The fewest hosts with which the job goes on."""
     quiet: float
     """Seconds without a message after which a host is lost."""
 
@@ -74,7 +78,7 @@ class Selection:
                 given = environment.get("PDSH_SSH_ARGS_APPEND", "")
                 environment["PDSH_SSH_ARGS_APPEND"] = f"{given} -p {self.ssh_port}".strip()
         job = ClusterJob(secret=secrets.token_hex(16), hosts=self.hosts, environment=dict(self.environment),
-                         folder=os.getcwd(), plan=plan, quiet=self.quiet)
+                         folder=os.getcwd(), plan=plan, least=self.least, quiet=self.quiet)
         if self.launcher.stdin:
             yield Cluster(Starter(self.launcher, self.commands(program, None), environment, None), job, self.launcher.name)
             return
@@ -111,8 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--launcher-args", default="", metavar="WORDS", help="options for the launcher, as one word")
     group.add_argument("--ssh-port", type=int, metavar="PORT", help="the port of sshd on the hosts")
     group.add_argument("--setup", metavar="FILE", help="shell script that each host sources first: venv/bin/activate")
-    group.add_argument("--lost-after", type=float, default=20.0, metavar="SECONDS",
-                       help="a host is lost after so long without a word (default 20)")
+    group.add_argument("--lost-after", type=float, metavar="SECONDS",
+                       help=f"a host is lost after so long without a message (default {QUIET:g}; with --nodes A:B, where "
+                            f"the others go on, {QUIET_OF_RANGE:g})")
     group.add_argument("--export", action="append", default=[], metavar="PATTERN",
                        help="give the hosts the variables of this shell with such names (NAME or PREFIX*), beside "
                             + " ".join(EXPORTED))
@@ -123,28 +128,35 @@ def asks_for_hosts(args: argparse.Namespace) -> bool:
     return args.hostfile is not None or args.hosts is not None or args.launcher is not None
 
 
-def select(args: argparse.Namespace, *, nodes: int | None, ranks: int | None, variables: Mapping[str, str]) -> Selection:
+def select(args: argparse.Namespace, *, nodes: tuple[int, int] | None, ranks: int | None,
+           variables: Mapping[str, str]) -> Selection:
     """Return the hosts and the launcher that the options name.
 
-    `nodes` is the number of hosts to use, `ranks` that of slots on each, and `variables` are those of the command line.
+    `nodes` is the least and the greatest number of hosts, `ranks` that of slots on each; `variables` are those of the
+    command line.
     Raises `UsageError` and `HostsError` naming the option.
     """
     if args.include and args.exclude:
         raise UsageError("--include and --exclude are mutually exclusive; drop one")
     if (args.include or args.exclude) and (nodes is not None or ranks is not None):
         raise UsageError("--include or --exclude with --nodes or --ranks: both select slots; drop one")
-    if args.lost_after < LEAST_QUIET:
-        raise UsageError(f"--lost-after: got {args.lost_after:g}; choose {LEAST_QUIET:g} seconds or more")
+    shrinks = nodes is not None and nodes[0] < nodes[1]
+    quiet = args.lost_after if args.lost_after is not None else QUIET_OF_RANGE if shrinks else QUIET
+    if quiet < LEAST_QUIET:
+        raise UsageError(f"--lost-after: got {quiet:g}; choose {LEAST_QUIET:g} seconds or more")
     launcher = LAUNCHERS[args.launcher or "ssh"]
+    if shrinks and not launcher.survives:
+        raise UsageError(f"--nodes {args.nodes} --launcher {launcher.name}: it ends all hosts where one is lost; use ssh or "
+                         "pdsh, or give one number of nodes")
     if launcher.stdin is False and args.ssh_port is not None and launcher.name != "pdsh":
         raise UsageError(f"--ssh-port: --launcher {launcher.name} does not take it; set the port in ~/.ssh/config")
-    hosts, anywhere = _hosts(args, launcher, nodes, ranks)
+    hosts, anywhere = _hosts(args, launcher, None if nodes is None else nodes[1], ranks)
     if args.include:
         hosts = hostfile.included(hosts, args.include)
     elif args.exclude:
         hosts = hostfile.excluded(hosts, args.exclude)
     if nodes is not None:
-        hosts = hostfile.first(hosts, nodes)
+        hosts = hostfile.first(hosts, *nodes)
     if ranks is not None:
         hosts = hostfile.limited(hosts, ranks)
     if not hosts:
@@ -155,7 +167,7 @@ def select(args: argparse.Namespace, *, nodes: int | None, ranks: int | None, va
                          "or use --launcher ssh")
     return Selection(hosts=tuple(hosts), launcher=launcher, args=tuple(shlex.split(args.launcher_args)), setup=args.setup,
                      ssh_port=args.ssh_port, environment={**_exported(args.export), **variables}, anywhere=anywhere,
-                     quiet=args.lost_after)
+                     least=len(hosts) if nodes is None or not shrinks else nodes[0], quiet=quiet)
 
 
 def _hosts(args: argparse.Namespace, launcher: Launcher, nodes: int | None, ranks: int | None) -> tuple[list[Host], bool]:

@@ -1,0 +1,117 @@
+"""A job whose hosts the launcher starts goes on with fewer of them, whichever is lost; here all hosts are this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from contextlib import suppress
+
+import pytest
+
+TRAIN = """
+import os, sys, time, torch, shoal
+
+config = {"train_batch_size": 12, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}, "timeout": 30,
+          "resilience": {"vault": {"every": 1}}}
+torch.manual_seed(0)
+engine, _, loader, _ = shoal.initialize(model=torch.nn.Linear(4, 4), config=config,
+                                        training_data=[torch.full((4,), float(index)) for index in range(1200)])
+engine.load_checkpoint("nowhere")
+first = engine.global_steps
+print(f"{engine.global_rank} of {engine.world_size} from {first}, agent {os.getppid()}, "
+      f"host {os.environ['CROSS_RANK']} of {os.environ['CROSS_SIZE']}", flush=True)
+for row in loader:
+    engine.backward(engine(row).square().mean())
+    engine.step()
+    if engine.global_steps == first + 3 and first == 0:
+        print("is at 3", flush=True)
+    if engine.world_size == 3:
+        time.sleep(0.2)
+    elif engine.global_steps == first + 5:
+        break
+"""
+FAILS = """
+import os
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "1" and attempt < 2:
+    raise ValueError(f"herring {attempt}")
+print("rank", os.environ["RANK"], "attempt", attempt, flush=True)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def hosts(count: int) -> str:
+    """Return so many names of this machine, with a slot each."""
+    return "@".join(f"{name}:0" for name in (socket.gethostname(), "localhost", "127.0.0.1")[:count])
+
+
+@pytest.mark.parametrize(("lost", "loss"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)],
+                         ids=["first killed", "second killed", "first frozen"])
+def test_a_job_survives_the_loss_of_any_host(run, script, lost, loss):
+    launch = run("--hosts", hosts(3), "--nodes", "2:3", "--max-restarts", "5", "--no-bind-cores", script(TRAIN))
+    begun = {int(found[1]): int(found[2]) for line in launch.read(3)
+             if (found := re.search(r"\] (\d) of 3 from 0, agent (\d+), host \d of 3", line))}
+    assert sorted(begun) == [0, 1, 2]
+    assert all(line.endswith("is at 3") for line in launch.read(3))
+    family = [begun[lost]] + ([] if loss == signal.SIGKILL else children(begun[lost]))
+    for pid in family:
+        os.kill(pid, loss)
+    try:
+        code, out, err = launch.end()
+    finally:
+        for pid in family:
+            kill(pid)
+    assert code == 0, err
+    begun_again = sorted(re.findall(r"(\d of 2) from (\d+), agent \d+, (host \d of 2)", out))
+    assert [(rank, host) for rank, _, host in begun_again] == [("0 of 2", "host 0 of 2"), ("1 of 2", "host 1 of 2")], err
+    assert all(int(steps) >= 2 for _, steps, _ in begun_again), "loaded from memory, of which a third was lost"
+    name = (socket.gethostname(), "localhost")[lost]
+    assert f"shoal run: {name} is lost: " in err
+    assert f"it ran rank {lost}; the other 2 hosts go on" in err
+
+
+def test_too_few_hosts_end_the_job(run, script):
+    launch = run("--hosts", hosts(2), "--max-restarts", "5", "--no-bind-cores", script(TRAIN.replace("== 3", "== 2")))
+    begun = {int(found[1]): int(found[2]) for line in launch.read(2)
+             if (found := re.search(r"\] (\d) of 2 from 0, agent (\d+)", line))}
+    os.kill(begun[1], signal.SIGKILL)
+    code, _, err = launch.end()
+    assert code != 0
+    assert "shoal run: localhost is lost: the connection broke; it ran rank 1" in err
+
+
+def test_a_failed_rank_has_all_hosts_begin_again(run, script):
+    launch = run("--hosts", hosts(3), "--max-restarts", "3", "--no-bind-cores", script(FAILS))
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert "herring 0" in err
+    assert "herring 1" in err
+    assert re.search(r"rank 1 attempt 2", out)
+
+
+def test_a_job_begins_without_a_host_that_is_down(run, script):
+    launch = run("--hosts", f"{hosts(2)}@192.0.2.1:0", "--nodes", "2:3", "--max-restarts", "1", "--no-bind-cores",
+                 "--launcher-args", "-o ConnectTimeout=1", script("import os; print(os.environ['WORLD_SIZE'])"))
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert [line.rpartition(" ")[2] for line in out.splitlines()] == ["2", "2"]
+    assert "192.0.2.1: " in err
+    assert "the others begin without it" in err
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that `pid` has started, and theirs."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        found = [int(each) for each in file.read().split()]
+    return [*found, *(each for child in found for each in children(child))]
+
+
+def kill(pid: int) -> None:
+    """Kill a process, if there still is one."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
