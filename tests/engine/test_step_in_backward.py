@@ -50,7 +50,9 @@ class InPart(Block):
 
 
 class Failing(Block):
-    """Raises in backward, before its own gradient is there."""
+    """Raises in backward, before its own gradient is there, while `fails`."""
+
+    fails = True
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -59,7 +61,8 @@ class Failing(Block):
         return y
 
     def fail(self, gradient: Tensor) -> None:
-        raise RuntimeError("the middle of backward")
+        if self.fails:
+            raise RuntimeError("the middle of backward")
 
 
 class Stack(nn.Module):
@@ -355,6 +358,30 @@ def reduced_after_failure(folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reducing_after_a_failed_backward_steps_no_unit(stage: int, tmp_path: Path) -> None:
     run_ranks(2, reduced_after_failure, str(tmp_path), stage)
+
+
+def retried(folder: str, stage: int, fails: bool) -> list[Tensor]:
+    engine = engine_of(folder, MEMORY, stage, model=model_of(Failing if fails else Block))
+    if fails:
+        with pytest.raises(RuntimeError, match="the middle of backward"):  # two units are being reduced
+            engine.backward(loss_of(engine))
+        engine.zero_grad()
+        for module in engine.module.modules():
+            if isinstance(module, Failing):
+                module.fails = False
+    for number in range(1, 4):
+        engine.backward(loss_of(engine, number))
+        assert all(stepped(engine))
+        engine.step()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_after_a_failed_one_steps_no_unit_by_an_unreduced_gradient(stage: int, tmp_path: Path) -> None:
+    plain, found = (run_ranks(2, retried, str(tmp_path), stage, fails)[0] for fails in (False, True))
+    assert len(plain) == 6 and all(map(torch.equal, plain, found))
 
 
 def harmed(folder: str) -> tuple[str, str]:

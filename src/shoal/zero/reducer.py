@@ -58,6 +58,7 @@ class Reducer:
 
     def begin(self, backward: BackwardPass) -> None:
         """Start a backward pass."""
+        self._settle()
         self._due = [gradient for gradient in self._order
                      if gradient.is_reduced_by(boundary=backward.boundary, sync=backward.sync)]
         self._is_due = set(self._due)
@@ -65,6 +66,17 @@ class Reducer:
         self._on_reduced = backward.on_reduced
         for gradient in self._order:
             gradient.begin(may_step_early=backward.on_reduced is not None and gradient in self._is_due)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Wait for the reductions that a failed pass left under way, as the other ranks do; the new pass steps none of them.
+
+        `interrupt` does not wait: a rank that failed earlier may never have launched them.
+        """
+        for gradient in (*self._replicating, *self._reducing):
+            gradient.wait_reduced()
+        self._replicating.clear()
+        self._reducing.clear()
 
     def advance(self) -> None:
         """Launch the complete units, in order."""
