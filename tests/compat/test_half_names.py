@@ -49,6 +49,28 @@ def scales(stage: int, fp16: dict[str, Any], overflows: str) -> list[float]:
     return found
 
 
+def trained(stage: int, by_optimizer: bool) -> list[float]:
+    torch.manual_seed(0)
+    engine, optimizer, *_ = deepspeed.initialize(model=Sum(), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": stage},
+        "fp16": {"enabled": True, "initial_scale_power": 4}})
+    for value in (1.0, 3.0):
+        loss = engine(torch.full((4,), value, dtype=torch.half))
+        (optimizer.backward if by_optimizer else engine.backward)(loss)
+        engine.step()
+    return [engine.global_steps, *engine.module_state_dict()["weight"].tolist()]
+
+
+def every_trained() -> list[list[float]]:
+    return [trained(stage, by_optimizer) for stage in (0, 1, 2) for by_optimizer in (False, True)]
+
+
+def test_optimizer_backward_scales_and_divides_the_loss_as_engine_backward_does() -> None:
+    found, = run_ranks(1, every_trained)
+    assert found == [[1, 0.0, 0.0, 0.0, 0.0]] * 6
+
+
 def every_recorded() -> list[list[float]]:
     with pytest.raises(LossScaleError):
         scales(1, IMPATIENT, OVERFLOWS)

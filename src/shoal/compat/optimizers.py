@@ -110,6 +110,10 @@ class LossScaleView:
 class PublishedOptimizer(ShardedOptimizer):
     """The optimizer of one engine, with the published members."""
 
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run `engine.backward(loss)`, which scales the loss and divides it by the accumulation."""
+        self._engine("backward").backward_by_optimizer(loss, retain_graph=retain_graph)
+
     @property
     def loss_scaler(self) -> LossScaleView:
         """The loss scale under its published attributes."""

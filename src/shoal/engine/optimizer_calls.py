@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from shoal.engine.progress import Progress
 from shoal.engine.state_dicts import StateDicts
 from shoal.errors import UsageError
@@ -24,6 +26,7 @@ class Stepping(Protocol):
     optimizer: ShardedOptimizer | None
     state_dicts: StateDicts
 
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
     def begin_call(self, call: str) -> None: ...
@@ -36,6 +39,10 @@ class OptimizerCalls:
 
     def __init__(self, engine: Stepping):
         self._engine = engine
+
+    def backward_by_optimizer(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Run the backward pass that a call of `optimizer.backward(loss)` asks for: the engine's."""
+        self._engine.backward(loss, retain_graph=retain_graph)
 
     def step_by_optimizer(self) -> None:
         """Take the step that a call of `optimizer.step()` asks for.

@@ -93,6 +93,10 @@ class StepRules:
 class StepOwner(Protocol):
     """The engine whose optimizer this is: it counts microbatches, and decides whether a call of `step` is a step."""
 
+    def backward_by_optimizer(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Run the backward pass that a call of `optimizer.backward(loss)` asks for."""
+        ...
+
     def step_by_optimizer(self) -> None:
         """Take the step that a call of `optimizer.step()` asks for."""
         ...
@@ -186,10 +190,6 @@ class ShardedOptimizer(Optimizer):
     def norm(self) -> float | None:
         """The global norm at the last step, before clipping and without the loss scale; a read waits for the device."""
         return None if self._norm is None else self._norm.value
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        return self.norm
 
     @property
     def has_gradients(self) -> bool:
@@ -407,10 +407,6 @@ class ShardedOptimizer(Optimizer):
         """Raise `UsageError`: the parameters are laid out over the ranks once."""
         raise UsageError("optimizer.add_param_group: the parameters were laid out over the ranks by initialize; give it all "
                          "groups, and freeze what is for later by requires_grad_(False) after it")
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run the backward of `loss` times the loss scale."""
-        (loss * self.scaler.value).backward(retain_graph=retain_graph)
 
     def _factor(self, norm: GlobalNorm | None, loss_scale: float) -> Factor:
         """Return the factor of gradients in a step: a number, or where the whole step is on a device, a tensor on it."""
