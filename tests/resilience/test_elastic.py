@@ -90,6 +90,13 @@ def test_version_2_makes_a_batch_for_a_size_that_is_not_valid() -> None:
         elastic_batch(settings, 60)
 
 
+def test_version_2_leaves_out_micro_batches_that_do_not_fit_the_size() -> None:
+    settings = settings_of(version=0.2, max_train_batch_size=100, micro_batch_sizes=[2, 64], min_gpus=1, max_gpus=20,
+                           prefer_larger_batch=False)
+    batch = elastic_batch(settings, 5)
+    assert (batch.total, batch.sizes, batch.micro) == (100, (5,), 2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
 def test_the_configuration_keeps_the_global_batch(ranks: int) -> None:
     config = Config.resolve({"elasticity": SMALL}, data_ranks=ranks)

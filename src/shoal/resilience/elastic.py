@@ -73,15 +73,16 @@ def _of_nodes(settings: ElasticitySettings, data_ranks: int) -> ElasticBatch:
     nodes = _best(settings, settings.max_train_batch_size // node, settings.min_gpus // node, settings.max_gpus // node)
     batch = ElasticBatch(total=nodes.total * node, sizes=tuple(size * node for size in nodes.sizes))
     if data_ranks not in batch.sizes:
-        made = [settings.max_train_batch_size // (micro * data_ranks) * micro * data_ranks
-                for micro in settings.micro_batch_sizes]
-        total = max(made) if settings.prefer_larger_batch else min(made)
-        if total == 0:
+        # Only micro-batches that fit: for others the published rule makes a batch of 0, and prefers it as the smallest
+        smallest = [micro * data_ranks for micro in settings.micro_batch_sizes
+                    if micro * data_ranks <= settings.max_train_batch_size]
+        made = [settings.max_train_batch_size // each * each for each in smallest]
+        if not made:
             raise WorldSizeError(f"elasticity: {data_ranks} data ranks cannot share a batch of at most "
                                  f"{settings.max_train_batch_size} in micro-batches of "
                                  f"{_listed(settings.micro_batch_sizes)}; raise max_train_batch_size, or run on "
                                  f"{_listed(batch.sizes)}")
-        batch = ElasticBatch(total=total, sizes=(data_ranks,))
+        batch = ElasticBatch(total=max(made) if settings.prefer_larger_batch else min(made), sizes=(data_ranks,))
     fits = [micro for micro in settings.micro_batch_sizes if batch.total // data_ranks % micro == 0]
     micro = (max(fits) if settings.prefer_larger_batch else fits[0]) if fits else None
     return ElasticBatch(total=batch.total, sizes=batch.sizes, micro=micro)
