@@ -306,7 +306,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         check_masks(sharded.trainable, groups.options, sharded.tensor_slices)
     else:
         warn_of_masks(groups.options, traits.name)
-    views = Views(sharded.trainable, len(groups.options))
+    views = Views(sharded.trainable)
     if isinstance(optimizer, Optimizer):
         inner = groups.copy_over(optimizer, views)
     elif optimizer is not None:

@@ -197,7 +197,7 @@ class Engine(BaseEngine):
 
 
 def _scaled(loss: Tensor, factor: float) -> Tensor:
-    """Return `loss` times `factor`, in fp32 or wider."""
+    """Return `loss` times `factor`, in fp32 or wider; a factor of 1 leaves it, and its dtype, as it is."""
     return loss if factor == 1 else loss.to(wide_dtype(loss.dtype)) * factor
 
 

@@ -68,8 +68,7 @@ class MasterView:
 class Views:
     """The master views of all units."""
 
-    def __init__(self, units: list[TrainableUnit], groups: int):
-        self.groups = groups
+    def __init__(self, units: list[TrainableUnit]):
         self.views = [view for unit in units for view in _views_of(unit)]
 
     def of_group(self, group: int) -> list[nn.Parameter]:

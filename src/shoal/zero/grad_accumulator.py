@@ -118,7 +118,7 @@ class GradAccumulator:
     @property
     def norms(self) -> Tensor | None:
         """The sum of the norms of the addends that reductions have closed since the last step, by which two runs of one
-        step are compared; None where there was none, or `measure` was not called.
+        step are compared; None where there was none, or `track_addend_norms` was not called.
         """
         return self._norms
 

@@ -102,7 +102,7 @@ class Gradient:
             self._residency.fetch()
             norm = self._norm = _norm(self.own)
             if not here:
-                self.offload()
+                self._residency.commit(changed=False)
         return norm
 
     def at_rest(self, part: range) -> Tensor:
