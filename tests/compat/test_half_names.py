@@ -66,7 +66,7 @@ def every_trained() -> list[list[float]]:
     return [trained(stage, by_optimizer) for stage in (0, 1, 2) for by_optimizer in (False, True)]
 
 
-def test_optimizer_backward_scales_and_divides_the_loss_as_engine_backward_does() -> None:
+def test_optimizer_backward_scales_the_loss_as_engine_backward_does() -> None:
     found, = run_ranks(1, every_trained)
     assert found == [[1, 0.0, 0.0, 0.0, 0.0]] * 6
 

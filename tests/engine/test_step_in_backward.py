@@ -379,7 +379,7 @@ def retried(folder: str, stage: int, fails: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_backward_after_a_failed_one_steps_no_unit_by_an_unreduced_gradient(stage: int, tmp_path: Path) -> None:
+def test_a_backward_after_a_failed_one_steps_only_reduced_gradients(stage: int, tmp_path: Path) -> None:
     plain, found = (run_ranks(2, retried, str(tmp_path), stage, fails)[0] for fails in (False, True))
     assert len(plain) == 6 and all(map(torch.equal, plain, found))
 
