@@ -7,6 +7,7 @@ beyond the limit), `disk` (no room for the next copy or checkpoint, by a limit),
 checkpoints is full until a rank has failed; needs root, to mount one), `spoil` (a wrong gradient, once), `flip` (a bit of
 the newest copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a scheduler would).
 Each stage is a job of its own, which gets an equal part of the faults; a `-mesh` has 8 ranks.
+Each job is shown while it runs (`chaos_view.py`), and its losses are drawn beside those of the undisturbed one.
 Of each fault it takes the seconds until it was noticed (the rank is dead), until ranks train again (the first step of the
 next attempt), and until the next new step (the first that had not been taken before). It counts hangs (no progress within
 `--patience` seconds, which it ends itself) and orphans (processes of the job that are left at the end).
@@ -29,8 +30,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from chaos_view import Losses, View
 from machine import ROOT
-from results import Outcome, Sheet, Target
+from results import FOLDER, Outcome, Sheet, Target
 
 from shoal.launch.doctor import jobs
 from shoal.launch.job_record import JobRecord
@@ -174,7 +176,7 @@ def inject(kind: str, job: Job, folder: Path, record: JobRecord, chance: random.
     return pid
 
 
-def disturb(job: Job, kind: str, chance: random.Random, options: argparse.Namespace) -> Recovery | None:
+def disturb(job: Job, kind: str, chance: random.Random, options: argparse.Namespace, view: View) -> Recovery | None:
     """Wait for a random moment, commit a fault, and follow the recovery; None where the job ended or hung."""
     patience: float = options.patience
     wait = options.quiet * (1 + chance.random())
@@ -182,6 +184,7 @@ def disturb(job: Job, kind: str, chance: random.Random, options: argparse.Namesp
     deadline = time.monotonic() + patience + wait
     while True:
         found = job.look()
+        view.update(found[2] if found is not None else ())
         if found is not None and all(page is not None and page.steps for page in found[2]):
             begun = time.monotonic() if begun is None else begun
             if time.monotonic() >= begun + wait and (kind != "flip" or list(found[0].glob("vault0/step*"))):
@@ -202,6 +205,7 @@ def disturb(job: Job, kind: str, chance: random.Random, options: argparse.Namesp
         if kind == "agent" and noticed and job.process.poll() is not None:
             job.start()
         found = job.look() if noticed else None
+        view.update(found[2] if found is not None else ())
         if found is not None and found[1].pids != record.pids:
             started = started or time.monotonic() - start
             if all(page is not None for page in found[2]):
@@ -216,13 +220,15 @@ def disturb(job: Job, kind: str, chance: random.Random, options: argparse.Namesp
     return None
 
 
-def undisturbed(options: argparse.Namespace, folder: Path) -> str:
-    """Return the digest of a training without faults."""
+def undisturbed(options: argparse.Namespace, folder: Path) -> tuple[str, Losses]:
+    """Return the digest and the losses of a training without faults."""
     out = folder / "undisturbed"
     out.mkdir()
     job = Job(options, out, restarts=0)
     job.process.wait()
-    return (out / "digest").read_text()
+    losses = Losses(out / "losses")
+    losses.read()
+    return (out / "digest").read_text(), losses
 
 
 def main() -> int:
@@ -259,25 +265,32 @@ def survive(options: argparse.Namespace, kinds: list[str], chance: random.Random
     recoveries: list[Recovery] = []
     hangs = 0
     try:
-        expected = undisturbed(options, folder)
+        expected, losses = undisturbed(options, folder)
         out = folder / "disturbed"
         out.mkdir()
         if "full" in kinds and (reason := mount(out / "checkpoints")):
             print(f"full: skipped, because no file system can be mounted: {reason}", flush=True)
             kinds = [kind for kind in kinds if kind != "full"]
         job = Job(options, out, restarts=2 * len(kinds) + 5)
-        for kind in kinds:
-            recovery = disturb(job, kind, chance, options)
-            if recovery is None:
-                hangs += job.process.poll() is None
-                print(f"{kind}: no recovery; the log is {(out / 'log').read_text()[-3000:]}", flush=True)
-                break
-            recoveries.append(recovery)
-            print(f"stage {options.stage}: {len(recoveries):>3} {kind:<6} at step {recovery.step:>5}: noticed "
-                  f"{recovery.noticed:5.2f} s, back {recovery.back:5.2f} s, new step {recovery.new:5.2f} s, "
-                  f"{recovery.redone} steps again", flush=True)
-        with suppress(subprocess.TimeoutExpired):
-            job.process.wait(options.patience * 5)
+        with View(f"stage {options.stage}, {len(kinds)} faults", losses, Losses(out / "losses")) as view:
+            for kind in kinds:
+                recovery = disturb(job, kind, chance, options, view)
+                if recovery is None:
+                    hangs += job.process.poll() is None
+                    print(f"{kind}: no recovery; the log is {(out / 'log').read_text()[-3000:]}", flush=True)
+                    break
+                recoveries.append(recovery)
+                view.fault(f"stage {options.stage}: {len(recoveries):>3} {kind:<6} at step {recovery.step:>5}: noticed "
+                           f"{recovery.noticed:5.2f} s, back {recovery.back:5.2f} s, new step {recovery.new:5.2f} s, "
+                           f"{recovery.redone} steps again", recovery.step)
+            deadline = time.monotonic() + options.patience * 5
+            while job.process.poll() is None and time.monotonic() < deadline:
+                found = job.look()
+                view.update(found[2] if found is not None else ())
+                time.sleep(0.05)
+        view.picture(FOLDER / f"chaos-{options.stage}.svg")
+        print(f"stage {options.stage}: goodput {view.goodput:.0%}; its losses are drawn in "
+              f"{FOLDER}/chaos-{options.stage}.svg", flush=True)
         hangs += job.process.poll() is None
         time.sleep(1.0)
         orphans = job.orphans()

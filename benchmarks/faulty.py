@@ -4,16 +4,19 @@
 
 Signals from outside ask a rank for the faults that a process can only commit itself: SIGUSR1 raises, SIGUSR2 hangs, and the
 first real-time signals take memory beyond a limit, end the room for files, and spoil a gradient once.
-At the end rank 0 writes the digest of the weights, which depends on every bit of them.
+Rank 0 notes the loss of each step in FOLDER/losses. At the end it writes the digest of the weights, which depends on every
+bit of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import resource
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -156,12 +159,17 @@ def main() -> None:
         signal.signal(signal.SIGRTMIN + number, handler)
     assert loader is not None
     batches = iter(loader)
+    notes = os.open(options.out / "losses", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     while engine.global_steps < options.steps:
         if isinstance(engine, shoal.PipelineEngine):
-            engine.train_batch()
+            loss = engine.train_batch()
         else:
-            engine.backward(engine(next(batches)))
+            loss = engine(next(batches))
+            engine.backward(loss)
             engine.step()
+        if engine.global_rank == 0:
+            with suppress(OSError):  # the fault that ends the room for files ends it for this one too
+                os.write(notes, f"{time.monotonic()} {engine.global_steps} {float(loss)}\n".encode())
         time.sleep(options.pause)
         if engine.global_steps % options.save == 0:
             engine.save_checkpoint(options.out / "checkpoints")

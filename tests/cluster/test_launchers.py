@@ -40,6 +40,15 @@ if os.environ["RANK"] == "1":
     inner()
 signal.pause()
 """
+GOES_ON = """
+import time, torch, torch.distributed as dist, shoal
+shoal.init_distributed()
+ranks = dist.get_world_size()
+print(dist.get_rank(), "of", ranks, flush=True)
+for _ in range(1000 if ranks == 3 else 5):
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+"""
 WAITS = """
 import os, signal, subprocess, sys
 def finish(number, frame):
@@ -183,6 +192,26 @@ def test_a_host_whose_link_is_down_is_lost_and_the_others_end(machines, script):
         machines.execute(2, ["ip", "link", "set", "eth0", "up"])
     assert launch.process.returncode == 1
     assert "shoal run: node2 is lost: no word from it for 10 s; it is down, stopped, or cut off; it ran rank 2" in err
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"], indirect=True)
+def test_a_job_goes_on_without_its_first_host_whose_link_is_down(machines, launcher, script):
+    job = machines.popen(0, [*SHOAL, "run", "--hosts", "node1:0@node2:0@node0:0", "--launcher", launcher, "--nodes", "2:3",
+                             "--max-restarts", "3", "--grace", "1", script(GOES_ON)], env=variables(machines),
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert sorted(job.stdout.readline() for _ in range(3)) == [
+            "[node0 rank 2] 2 of 3\n", "[node1 rank 0] 0 of 3\n", "[node2 rank 1] 1 of 3\n"]
+        machines.execute(1, ["ip", "link", "set", "eth0", "down"])
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        machines.execute(1, ["ip", "link", "set", "eth0", "up"])
+        job.kill()
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[node0 rank 1] 1 of 2", "[node2 rank 0] 0 of 2"], err
+    assert "shoal run: node1 is lost: no word from it for 6 s; it is down, stopped, or cut off; it ran rank 0; the " in err
+    assert "rank 1 of 3 failed: " in err
+    assert "ended because node1 is lost" in err
 
 
 def test_the_published_command_line_starts_all_hosts(machines, script, tmp_path):
