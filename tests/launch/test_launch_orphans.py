@@ -1,13 +1,15 @@
 """Orphaned processes of a launch are found by a mark in their environment and killed."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from launched import wait
 
-from shoal.launch.orphans import MARK, marked, sweep
+from shoal.launch.orphans import MARK, Guardian, is_abandoned, marked, memory_folder, remove_abandoned, sweep
 
 WAIT = """
 import signal, sys
@@ -50,6 +52,28 @@ def test_leaving_the_guardian_succeeds_if_it_was_killed():
             "print('left the context')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "left the context\n"
+    assert is_abandoned(Path(memory_folder("test-guardian")))
+    remove_abandoned()
+
+
+def test_the_next_launch_removes_what_a_launch_and_its_guardian_left():
+    code = ("import os, signal; from shoal.launch.orphans import Guardian\n"
+            "guardian = Guardian('test-both', '/nonexistent'); guardian.__enter__(); print(guardian.pid, flush=True)\n"
+            "signal.pause()")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    guardian, folder = int(process.stdout.readline()), Path(memory_folder("test-both"))
+    remove_abandoned()
+    assert folder.is_dir() and not is_abandoned(folder)
+    for pid in (guardian, process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    wait(guardian, time.monotonic() + 60)
+    assert is_abandoned(folder)
+    with Guardian("test-next", "/nonexistent"):
+        assert not folder.exists()
+    remove_abandoned()
+    assert not Path(memory_folder("test-next")).exists()
 
 
 def test_the_guardian_of_a_killed_launcher_sweeps_and_removes_the_folder(tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.errors import UsageError
 from shoal.launch.job_record import JobRecord, read_record
-from shoal.launch.orphans import memory_folder
+from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
 from shoal.recording.page import Reading, read
 from shoal.resilience.watch import Process, process
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 def jobs() -> dict[Path, JobRecord]:
     """Return the jobs on this host, by the folder of their pages."""
     root = Path(memory_folder("")).parent
-    found = {folder: read_record(folder) for folder in sorted(root.glob("shoal-*"))}
+    found = {folder: read_record(folder) for folder in sorted(root.glob("shoal-*")) if not is_abandoned(folder)}
     return {folder: record for folder, record in found.items() if record is not None}
 
 

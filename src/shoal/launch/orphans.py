@@ -1,4 +1,4 @@
-"""No process that a launch started outlives the launch.
+"""No process that a launch started outlives the launch, nor does its memory.
 
 Every process of a launch carries a mark in its environment. Children inherit it across forks and sessions, so `sweep`
 finds all of them. Three mechanisms cover all cases:
@@ -6,10 +6,14 @@ finds all of them. Three mechanisms cover all cases:
 - A launcher that exits normally calls `sweep`.
 - If the launcher is killed, the kernel kills its ranks (`shoal.launch.rank.die_with`).
 - A guardian process, forked before the first rank, then sweeps the processes that those ranks had started.
+
+The launcher and its guardian hold a lock on the launch's folder in memory. Where both are killed, the lock is free, and the
+next launch removes the folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -21,10 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-__all__ = ["MARK", "Guardian", "marked", "memory_folder", "sweep"]
+__all__ = ["MARK", "Guardian", "is_abandoned", "marked", "memory_folder", "remove_abandoned", "sweep"]
 
 MARK = "SHOAL_LAUNCH"
 """The environment variable that holds a launch's mark."""
+LOCK = "lock"
+"""The file in the folder in memory on which the launch holds a lock."""
 UNKILLABLE = 5.0
 """Seconds after SIGKILL after which `sweep` gives up."""
 
@@ -47,6 +53,39 @@ def memory_folder(mark: str) -> str:
     """Return the folder in memory of a launch: pages of ranks, and copies of their state. It goes with the launch."""
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     return os.path.join(root, f"shoal-{mark}")
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether the launch of a folder in memory has been killed, with its guardian."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:  # it is being made, or removed, or another user's
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def remove_abandoned() -> None:
+    """Remove the folders in memory of launches that have been killed, with their guardians."""
+    for folder in Path(memory_folder("")).parent.glob("shoal-*"):
+        if is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked_folder(mark: str) -> int:
+    """Make the folder in memory of a launch, and return the descriptor that holds its lock."""
+    folder = Path(memory_folder(mark))
+    folder.mkdir(mode=0o700, exist_ok=True)
+    draft = folder / f"{LOCK}.part"
+    descriptor = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    draft.rename(folder / LOCK)  # whoever finds it finds it locked
+    return descriptor
 
 
 def sweep(mark: str, seconds: float, spared: Container[int] = ()) -> None:
@@ -73,8 +112,8 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 class Guardian:
-    """A child process that sweeps, and removes `folder` and the folder in memory, if this process ends without leaving the
-    context.
+    """Makes the folder in memory; a child process that sweeps, and removes it and `folder`, if this process ends without
+    leaving the context.
 
     Enter the context before any thread starts, because it forks.
     """
@@ -84,8 +123,11 @@ class Guardian:
         self.folder = folder
         self.pid = 0
         self._pipe = -1
+        self._lock = -1
 
     def __enter__(self) -> Self:
+        remove_abandoned()
+        self._lock = _locked_folder(self.mark)  # the child shares the lock, other processes close it as they start
         read_end, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -100,6 +142,7 @@ class Guardian:
             os.write(self._pipe, b".")
         os.close(self._pipe)
         os.waitpid(self.pid, 0)
+        os.close(self._lock)
 
     def _watch(self, read_end: int) -> NoReturn:
         try:
