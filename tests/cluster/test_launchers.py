@@ -159,7 +159,7 @@ def test_the_first_failing_rank_is_shown_once_and_gives_the_exit_code(machines, 
     report = done.stderr[done.stderr.index("----"):].splitlines()
     assert report[0].startswith("---- rank 1 of 3 failed: ValueError: no such herring")
     assert report[1].startswith("host node1, rank 1, local rank 0, pid ") and report[1].endswith("exit code 1")
-    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     assert report[-2] == "ValueError: no such herring"
 
 

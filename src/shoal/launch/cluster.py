@@ -265,15 +265,15 @@ class _JobMonitor:
                         self.begin_attempt()
                 else:
                     self.failures += failures
-                    self.end(signal.SIGTERM)
+                    self.end(signal.SIGTERM, ending=node)
             case _:
                 pass
 
-    def end(self, number: int) -> None:
-        """Have the ranks of all hosts end, by one message; later calls send none."""
+    def end(self, number: int, *, ending: Node | None = None) -> None:
+        """Have the ranks of all hosts end, by one message; later calls send none. The host that is `ending` gets none."""
         if self.deadline == float("inf"):
             self.deadline = time.monotonic() + self.grace + LAST
-            self.cluster.send(Signal(number=number))
+            self.cluster.send(Signal(number=number), [node for node in self.cluster.nodes if node is not ending])
 
     def heed(self) -> None:
         """Pass on signals that this process got, and end a job of which a host is lost."""

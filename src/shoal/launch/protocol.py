@@ -221,6 +221,11 @@ class Channel:
         with suppress(OSError, ValueError):
             self._writer.close()
 
+    def close_reader(self) -> None:
+        """Close what `receive` reads, in its thread, once the other end is gone."""
+        with suppress(OSError, ValueError):
+            self._reader.close()
+
 
 def answer(secret: str, nonce: bytes) -> bytes:
     """Return the proof that a process has read the job's file, which only the job's user can."""

@@ -168,22 +168,25 @@ class Starter:
         if not hmac.compare_digest(proof, answer(secret, nonce)):
             connection.close()
             return
-        connection.settimeout(None)
-        channel = Channel(reader, writer)
-        if isinstance(hello := channel.receive(), Hello):
-            self.events.put(HostEvent(node=hello.node, message=Connected(channel=channel)))
-            self.events.put(HostEvent(node=hello.node, message=hello))
-            self._relay(hello.node, channel)
-            self.events.put(HostEvent(node=hello.node, message=Closed()))
+        with connection:
+            connection.settimeout(None)
+            channel = Channel(reader, writer)
+            if isinstance(hello := channel.receive(), Hello):
+                self.events.put(HostEvent(node=hello.node, message=Connected(channel=channel)))
+                self.events.put(HostEvent(node=hello.node, message=hello))
+                self._relay(hello.node, channel)
+                self.events.put(HostEvent(node=hello.node, message=Closed()))
 
     def _relay(self, node: int, channel: Channel) -> None:
         while (message := channel.receive()) is not None:
             self.events.put(HostEvent(node=node, message=message))
+        channel.close_reader()
 
     def _read_lines(self, node: int | None, stream: BinaryIO) -> None:
-        for line in stream:
-            if text := line.decode(errors="replace").rstrip():
-                self.events.put(HostEvent(node=node, message=ErrorLine(text=text)))
+        with stream:
+            for line in stream:
+                if text := line.decode(errors="replace").rstrip():
+                    self.events.put(HostEvent(node=node, message=ErrorLine(text=text)))
 
     @staticmethod
     def _thread(serve: Callable[..., None], *args: object) -> threading.Thread:
