@@ -58,9 +58,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     they are 0 ("mul"). A mask of dtype bool hides where it is False. `bias` (batches or 1, heads or 1, length, kv_length),
     or without the first or the first two of these, is added to the scores, and has a gradient.
 
-    `dropout` is the probability with which a weight is dropped; `seed` says which (drawn from torch's generator of the host
-    unless given), and `first_head` the number of the first of these heads in the whole attention, where these are some of
-    its heads. A row that sees nothing gives zeros, and zero gradients.
+    `dropout` is the probability with which an attention probability is set to zero. `seed` determines which ones (drawn
+    from torch's generator of the host unless given). `first_head` is the number of the first of these heads in the whole
+    attention, where these are some of its heads. A row that sees nothing gives zeros, and zero gradients.
 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """

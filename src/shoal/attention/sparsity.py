@@ -28,7 +28,7 @@ __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsity
 
 
 class SparsityConfig:
-    """The part that all structures share; a structure of one's own is a subclass with its `make_layout`.
+    """The base of all structures. Subclass it and implement `make_layout` for a custom structure.
 
     `block` is the number of positions along an edge of a block. With `different_layout_per_head` heads may differ, else all
     have the layout of the first. Raises ConfigError (a ValueError) for numbers below 1.

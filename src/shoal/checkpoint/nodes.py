@@ -4,7 +4,7 @@
     node 1   the files of its ranks, and copies of those of node 0
     node 2   the files of its ranks, and copies of those of node 1
 
-So each file is on two nodes, and none is lost with one node, nor with several of which no two are neighbours.
+Each file is on two nodes. Losing one node, or several that are not neighbours, loses no file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A checkpoint whose files are in folders of several nodes: a rank reads those of its node, and others send it the rest.
 
-Blocks travel from one rank to one other, in an order that all ranks derive from what each of them asked for, so that no rank
-waits for one that waits for it. Checksums are compared by the rank that asked. Values of ranks and numbers of the optimizer,
-which are read one by one, are fetched when the snapshot is opened.
+Blocks travel from one rank to one other. All ranks compute the same message order from all requests, which prevents
+deadlock. The rank that asked for a block compares its checksum. Values of ranks and numbers of the optimizer, which are read
+one by one, are fetched when the snapshot is opened.
 """
 
 from __future__ import annotations

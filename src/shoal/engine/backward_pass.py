@@ -1,8 +1,8 @@
 """Checks when a backward pass begins: its loss has the right factor; and whether scripts may read `p.grad` after it.
 
-The loss of every microbatch carries loss scale / microbatches of a step into its backward pass. `engine.backward` and
-`engine.scale` multiply by this factor; a plain `loss.backward()` does not, and is refused where the factor cannot be left
-out.
+The loss of every microbatch is multiplied by loss scale / gradient accumulation steps before its backward pass.
+`engine.backward` and `engine.scale` do so. A plain `loss.backward()` does not: it raises where there is a loss scale, and
+warns where only the division by the accumulation is missing.
 """
 
 from __future__ import annotations

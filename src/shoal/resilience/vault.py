@@ -2,8 +2,8 @@
 
 A generation is a checkpoint, in a folder of a memory file system: pieces with checksums, visible once all ranks have written
 theirs, so that any number of ranks can load it. Each node has the files of its own ranks and copies of those of the node
-before it, so that a node may be lost (`checkpoint/nodes.py`). A damaged generation is removed when the damage is found, and
-never read again. With the only agent, or with two neighbours, all of it is gone.
+before it (`checkpoint/nodes.py`): the vault survives the loss of one node. It is lost with the only agent, or with two
+neighbouring nodes. A damaged generation is removed when the damage is found, and never read again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ LEAST = 5.0
 FIRST_LEAST = 60.0
 """Seconds after which the first call of a phase may be late."""
 UNKNOWN = 600.0
-"""Seconds after which a call is late of whose phase nothing is known."""
+"""Deadline, in seconds, of a call whose phase has no history."""
 STOPPED_AFTER = 4.0
 """Seconds for which a process is seen stopped before it counts as stopped; a debugger's stop (state t) never does."""
 BUSY_FACTOR = 10.0

@@ -21,8 +21,8 @@ __all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
 class CopyTransfer:
     """A copy of the span `source` into `target` on a compute device, in `stream`.
 
-    The copy follows everything that the compute stream was given before the transfer, as it must: that allocated the memory
-    of `target`, or may use it. It does not follow what is computed while a disk is read.
+    The copy waits for the work that is queued on the compute stream when the transfer begins: it may use, or have allocated,
+    the memory of `target`. The copy does not wait for work that is queued later, while a disk is read.
     """
 
     def __init__(self, source: Span, target: Tensor, stream: CopyStream):

@@ -31,7 +31,7 @@ from shoal.tier.trace import Lanes, Trace
 __all__ = ["PAGE_POOL", "WRITE_AHEAD", "Disk", "Memory", "StoragePlan", "Store", "Tiers", "open_store"]
 
 WRITE_AHEAD = 64 << 20
-"""Bytes that may wait to be written to a disk: many times what keeps it busy."""
+"""Bytes that may wait to be written to a disk. Large enough to keep the disk busy."""
 
 PAGE_POOL = 64 << 20
 """Bytes of memory kept for the next fetch: no more than training has just used, and will use again."""

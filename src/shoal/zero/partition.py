@@ -1,11 +1,11 @@
 """Which parameters form a unit: the repeated blocks of the model, its large layers outside them, and the rest in the root.
 
 A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once; a large layer, such as an
-embedding, has no children and `LARGE` elements or more. `set_leaf_modules` makes a block of any other module. Every
-parameter belongs to the outermost of these around it; one that several share belongs to the root. The weight of embeddings
-made with `sparse=True` is a unit by itself wherever it is. A unit is of one dtype, is trainable or frozen, and rests over
-the same ranks, so that a block may give several. Parameters that are neither floating point nor complex, and those of no
-elements, stay whole on every rank.
+embedding, has no children and `LARGE` elements or more. `set_leaf_modules` makes a block of any other module. A parameter
+belongs to the outermost block or large layer that contains it. A parameter that several of them share belongs to the root.
+The weight of embeddings made with `sparse=True` is a unit by itself wherever it is. All parameters of a unit have one dtype,
+are all trainable or all frozen, and rest over the same ranks, so one block may form several units. Parameters that are
+neither floating point nor complex, and those of no elements, stay whole on every rank.
 """
 
 from __future__ import annotations
