@@ -2,8 +2,8 @@
 
 Python runs the handler of SIGINT wherever the main thread is. Functions marked `unbroken` are critical sections: they change
 the state of a model in several steps. Between them the handler runs at once, and the training call ends as by any other
-exception. A second interrupt does not wait, and may leave a section half done. While a watch lasts it is itself the handler
-of SIGINT, and calls the former handler; a call of it after the watch has ended does the same.
+exception. A second interrupt does not wait, and may leave a section half done. Within the context `sigint_handler` a handler
+of this file is installed, which calls the former one; a call of it after the context has ended does the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["WATCH_CODES", "unbroken", "uninterrupted", "watched"]
+__all__ = ["HANDLER_CODES", "sigint_handler", "unbroken", "uninterrupted"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _MAIN = threading.main_thread().ident
 _NEAR = 8  # frames that the standard library needs to install a handler
 
 
-class _Watch:
+class _Handler:
     """A handler of SIGINT in the place of `former`, which it calls as soon as no critical section runs."""
 
     def __init__(self, former: Any):
@@ -45,30 +45,30 @@ class _Watch:
 
 
 class _Current:
-    """The running watch of this process."""
+    """The handler that this process has installed."""
 
-    watch: _Watch | None = None
+    handler: _Handler | None = None
 
 
-class watched:
-    """A context that installs the watch once, so that `unbroken` functions within it cost a fraction of a microsecond.
+class sigint_handler:
+    """A context that installs the handler once, so that `unbroken` functions within it cost a fraction of a microsecond.
 
     An interrupt during the code of this context waits for the end of that code, so that the handler is always restored.
     """
 
     def __init__(self) -> None:
-        self._begun: _Watch | None = None
+        self._begun: _Handler | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() == _MAIN and _Current.watch is None:
-            begun = _Watch(signal.getsignal(signal.SIGINT))
+        if threading.get_ident() == _MAIN and _Current.handler is None:
+            begun = _Handler(signal.getsignal(signal.SIGINT))
             if callable(begun.former):  # else the system handles SIGINT, or it is ignored
                 signal.signal(signal.SIGINT, begun)
-            _Current.watch = self._begun = begun
+            _Current.handler = self._begun = begun
 
     def __exit__(self, *error: object) -> None:
         if (ended := self._begun) is not None:
-            _Current.watch = self._begun = None
+            _Current.handler = self._begun = None
             if signal.getsignal(signal.SIGINT) is ended:  # no other handler was installed meanwhile
                 signal.signal(signal.SIGINT, ended.former)
             ended.hand_on()
@@ -78,12 +78,12 @@ class uninterrupted:
     """A critical section as a context: an interrupt waits for its end, and for the end of those around it."""
 
     def __init__(self) -> None:
-        self._watched = watched()
-        self._within: _Watch | None = None
+        self._context = sigint_handler()
+        self._within: _Handler | None = None
 
     def __enter__(self) -> None:
-        self._watched.__enter__()
-        if threading.get_ident() == _MAIN and (within := _Current.watch) is not None:
+        self._context.__enter__()
+        if threading.get_ident() == _MAIN and (within := _Current.handler) is not None:
             within.busy += 1
             self._within = within
 
@@ -92,16 +92,16 @@ class uninterrupted:
             within.busy -= 1
             self._within = None
             try:
-                self._watched.__exit__()
+                self._context.__exit__()
             finally:
                 if not within.busy:
                     within.hand_on()
 
 
-_OWN = {function.__code__ for each in (watched, uninterrupted) for function in (each.__enter__, each.__exit__)}
-_OTHERS = (watched.__init__, _Watch.__init__, _Watch.__call__, _Watch.hand_on)
-WATCH_CODES = (*_OWN, *(function.__code__ for function in _OTHERS))
-"""The code of watches, which torch.compile is to leave as it is."""
+_OWN = {function.__code__ for each in (sigint_handler, uninterrupted) for function in (each.__enter__, each.__exit__)}
+_OTHERS = (sigint_handler.__init__, _Handler.__init__, _Handler.__call__, _Handler.hand_on)
+HANDLER_CODES = (*_OWN, *(function.__code__ for function in _OTHERS))
+"""The code that installs and runs the handler, which torch.compile is to leave as it is."""
 
 
 def _is_own(frame: FrameType | None) -> bool:
@@ -119,15 +119,15 @@ def unbroken(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if threading.get_ident() != _MAIN:
             return function(*args, **kwargs)
-        if (watch := _Current.watch) is None:
+        if (handler := _Current.handler) is None:
             with uninterrupted():
                 return function(*args, **kwargs)
-        watch.busy += 1  # the same as the context, in a fraction of a microsecond
+        handler.busy += 1  # the same as the context, in a fraction of a microsecond
         try:
             return function(*args, **kwargs)
         finally:
-            watch.busy -= 1
-            if watch.caught and not watch.busy:
-                watch.hand_on()
+            handler.busy -= 1
+            if handler.caught and not handler.busy:
+                handler.hand_on()
 
     return run

@@ -185,7 +185,7 @@ def carry(stage: int, dtype: str) -> None:
     assert target.sharded is not None
     expected = weights(source)
     for unit in target.sharded.units:  # the masters took the whole precision
-        master, span = unit.precise.tensor, unit.precise_range
+        master, span = unit.high_precision.tensor, unit.high_precision_range
         for part in unit.layout.parts(span):
             value = expected[unit.layout.slots[part.slot].name].flatten()[part.start:part.stop]
             assert torch.equal(master[part.offset:part.offset + part.stop - part.start], value)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.interrupts import unbroken, uninterrupted, watched
+from shoal.interrupts import sigint_handler, unbroken, uninterrupted
 from shoal.testing import run_ranks
 
 WIDTH, STEPS = 96, 60
@@ -155,7 +155,7 @@ def interrupting(times: int, after: Callable[[], object]) -> Callable[[], None]:
 
 def test_an_interrupt_waits_for_the_outermost_critical_section() -> None:
     done: list[str] = []
-    with pytest.raises(KeyboardInterrupt), watched():
+    with pytest.raises(KeyboardInterrupt), sigint_handler():
         unbroken(lambda: [unbroken(interrupting(1, lambda: done.append("inner")))(), done.append("outer")])()
         done.append("never")
     assert done == ["inner", "outer"]
@@ -168,11 +168,11 @@ def test_a_second_interrupt_does_not_wait() -> None:
         unbroken(interrupting(2, lambda: done.append("never")))()
     with pytest.raises(KeyboardInterrupt):
         unbroken(interrupting(1, lambda: done.append("again")))()
-    assert done == ["again"], "a call that was interrupted twice has left a watch behind"
+    assert done == ["again"], "a call that was interrupted twice has left its handler behind"
 
 
 def test_between_critical_sections_an_interrupt_does_not_wait() -> None:
-    with pytest.raises(KeyboardInterrupt), watched():
+    with pytest.raises(KeyboardInterrupt), sigint_handler():
         unbroken(lambda: None)()
         interrupting(1, lambda: pytest.fail("it waited"))()
 
@@ -199,18 +199,18 @@ def test_ignored_and_handled_interrupts_stay_so() -> None:
         def mine(number: int, frame: object) -> None:
             seen.append(-number)
 
-        with watched():
+        with sigint_handler():
             signal.signal(signal.SIGINT, mine)
-        assert signal.getsignal(signal.SIGINT) is mine, "a handler that was installed during the watch was replaced"
+        assert signal.getsignal(signal.SIGINT) is mine, "a handler that was installed within the context was replaced"
     finally:
         signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler])
-def test_within_a_watch_a_critical_section_makes_no_system_call(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_handler_a_critical_section_makes_no_system_call(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     former = signal.signal(signal.SIGINT, handler)
     try:
-        with watched(), monkeypatch.context() as patched:
+        with sigint_handler(), monkeypatch.context() as patched:
             patched.setattr(signal, "signal", None)
             patched.setattr(signal, "getsignal", None)
             assert unbroken(lambda: 7)() == 7
@@ -218,14 +218,14 @@ def test_within_a_watch_a_critical_section_makes_no_system_call(handler: Any, mo
         signal.signal(signal.SIGINT, former)
 
 
-def test_a_handler_that_chains_to_the_former_one_works_during_a_watch() -> None:
+def test_a_handler_that_chains_to_the_former_one_works() -> None:
     former = signal.getsignal(signal.SIGINT)
     seen: list[int] = []
     try:
-        with watched():
+        with sigint_handler():
             before: Any = signal.getsignal(signal.SIGINT)
             signal.signal(signal.SIGINT, lambda number, frame: [seen.append(number), before(number, frame)])
-        for context in (watched, uninterrupted):
+        for context in (sigint_handler, uninterrupted):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt), context():
@@ -236,10 +236,10 @@ def test_a_handler_that_chains_to_the_former_one_works_during_a_watch() -> None:
 
 
 def everywhere() -> None:
-    source = watched.__enter__.__code__.co_filename
+    source = sigint_handler.__enter__.__code__.co_filename
 
     def parts() -> None:
-        with watched():
+        with sigint_handler():
             unbroken(lambda: None)()
             with uninterrupted():
                 pass
@@ -270,18 +270,18 @@ def everywhere() -> None:
         if left >= 0:
             break
         assert told, f"opcode {number}: the interrupt was swallowed"
-        with pytest.raises(KeyboardInterrupt), watched():  # the next watch is one
+        with pytest.raises(KeyboardInterrupt), sigint_handler():  # the next handler works
             unbroken(interrupting(1, lambda: None))()
     assert 100 < len(kept) == number
 
 
-def test_an_interrupt_at_any_line_ends_the_watch_and_is_raised() -> None:
+def test_an_interrupt_at_any_line_ends_the_handler_and_is_raised() -> None:
     run_ranks(1, everywhere)  # an exception of a trace function within `except` is for good the context of all that follow
 
 
 def test_other_threads_do_not_take_part() -> None:
     found: list[object] = []
-    with watched():
+    with sigint_handler():
         thread = threading.Thread(target=lambda: found.append(unbroken(lambda: 7)()))
         thread.start()
         thread.join()

@@ -60,8 +60,8 @@ class BaseEngine(Accessors, nn.Module):
     engines: ClassVar[WeakKeyDictionary[nn.Module, ReferenceType[BaseEngine]]] = WeakKeyDictionary()
     """The engines of this process, by model."""
 
-    announces: ClassVar[bool] = False
-    """Whether each backward pass of a root is announced before it runs: see `BackwardHooks.run_as_pass`."""
+    has_explicit_passes: ClassVar[bool] = False
+    """Whether each backward pass of a root is a call of `BackwardHooks.run_as_pass`."""
 
     enable_backward_allreduce: bool = True
     """Whether backward passes communicate; otherwise `allreduce_gradients` or `step` reduces their gradients."""
@@ -156,7 +156,8 @@ class BaseEngine(Accessors, nn.Module):
                                               tied_buffers=self.tied_buffers)
         self.state_dicts = StateDicts(sharded, self.begin_call)
         self.activations = plan.activations
-        sharded.shard(trained, plan, policy, roots=self.roots, announced=self.announces, begin_pass=self.begin_pass)
+        sharded.shard(trained, plan, policy, roots=self.roots, explicit_passes=self.has_explicit_passes,
+                      begin_pass=self.begin_pass)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
             self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
@@ -213,7 +214,11 @@ class BaseEngine(Accessors, nn.Module):
         return self.progress.sync and self.enable_backward_allreduce
 
     def begin_pass(self) -> BackwardPass:
-        """Check that a backward pass may begin, and return its properties to the hooks."""
+        """Count the backward pass that begins, wait for deferred steps, and describe the pass to the hooks.
+
+        Raises `UsageError` if backward has stepped units that `step` has not completed, if a parameter that was frozen at
+        initialize requires a gradient, or if the loss is not scaled; `TierError` if a step failed halfway.
+        """
         assert self.optimizer is not None
         self.progress.begin_backward()
         self.optimizer.check_not_begun("backward")

@@ -411,7 +411,7 @@ class Checkpointer:
                 group.update(options)
             training.optimizer.scaler.load_state_dict(cast("dict[str, Any]", shared["loss_scale"]))
             scale = training.optimizer.scaler.value  # the configuration of this engine may have set another one
-            training.optimizer.rescale(scale / cast("float", shared.get("residual_scale", scale)))
+            training.optimizer.rescale_residuals(scale / cast("float", shared.get("residual_scale", scale)))
         if schedule and training.lr_scheduler is not None and shared["lr_scheduler"] is not None:
             training.lr_scheduler.load_state_dict(cast("dict[str, Any]", shared["lr_scheduler"]))
         if training.dataloader is not None and shared["data"] is not None:

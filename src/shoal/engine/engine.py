@@ -16,7 +16,7 @@ from shoal.autograd import backward_liveness
 from shoal.engine.base import BaseEngine
 from shoal.engine.join import Join, JoinedCall
 from shoal.errors import CollectiveFailed, RanksDisagree, UsageError
-from shoal.interrupts import unbroken, watched
+from shoal.interrupts import sigint_handler, unbroken
 from shoal.transport.collectives import Communicator
 from shoal.transport.reduction import wide_dtype
 from shoal.tree import fingerprint_of
@@ -41,7 +41,7 @@ class Engine(BaseEngine):
         """
         args, kwargs = self._begin_forward(args, kwargs)
         try:
-            with watched(), self._during_forward():
+            with sigint_handler(), self._during_forward():
                 return self.module(*args, **kwargs)
         finally:
             self._end_forward()
@@ -71,7 +71,7 @@ class Engine(BaseEngine):
             each.end_forward()
 
     def begin_pass(self) -> BackwardPass:
-        """Check that a backward pass may begin, and return its properties to the hooks."""
+        """Tell the ranks within `join` that a backward pass begins; then as in the base class."""
         if self._joined is not None:
             self._joined.announce(JoinedCall.BACKWARD)
         return super().begin_pass()
@@ -83,8 +83,8 @@ class Engine(BaseEngine):
 
         The gradients of a boundary are the mean over microbatches and data ranks: `loss` is divided by
         `gradient_accumulation_steps` unless `scale_wrt_gas` is false. Returns the loss so divided, without loss scale.
-        With `allreduce_gradients` false nothing is reduced before `step`; `release_loss` is published, and the loss is
-        never kept.
+        With `allreduce_gradients` false nothing is reduced before `step`. `release_loss` is accepted for published scripts
+        and ignored.
         """
         self.begin_call("backward")
         if self.optimizer is None:
@@ -100,7 +100,7 @@ class Engine(BaseEngine):
         factor = share * self.optimizer.loss_scale
         try:
             with (self.progress.syncing(allreduce_gradients), BaseEngine.running_backward.of(self, factor),
-                  watched(), self.during("backward"), self._stepping_in_backward(retain_graph)):
+                  sigint_handler(), self.during("backward"), self._stepping_in_backward(retain_graph)):
                 _scaled(loss, factor).backward(retain_graph=retain_graph)
         except BaseException:
             if self.sharded is not None:

@@ -48,7 +48,7 @@ class PipelineEngine(BaseEngine):
     """One pipeline in training. Build it with `shoal.initialize`, from a `PipelineModule`."""
 
     module: PipelineModule
-    announces = True
+    has_explicit_passes = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

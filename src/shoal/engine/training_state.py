@@ -58,10 +58,10 @@ def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool) ->
     """Yield the pieces that rest on this rank, to be filled in place; with `strict` also those that the checkpoint lacks."""
     saved = set(snapshot.names())
     for unit in model.units:
-        for part in unit.layout.parts(unit.precise_range):
+        for part in unit.layout.parts(unit.high_precision_range):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
             if name in saved or strict:
-                yield from _weight(model, unit, part, unit.precise_range)
+                yield from _weight(model, unit, part, unit.high_precision_range)
     yield from (piece for piece in _unsharded(model) if strict or piece.name in saved)
 
 
@@ -167,8 +167,8 @@ def group_names(model: ShardedModel, optimizer: ShardedOptimizer) -> list[list[s
 
 def _weight(model: ShardedModel, unit: Unit, part: Part, span: range) -> Iterator[Piece]:
     slot = unit.layout.slots[part.slot]
-    at = span.start + part.offset - unit.precise_range.start
-    yield from _pieces(unit.precise, at, WEIGHT, slot, range(part.start, part.stop), model.tensor_slices)
+    at = span.start + part.offset - unit.high_precision_range.start
+    yield from _pieces(unit.high_precision, at, WEIGHT, slot, range(part.start, part.stop), model.tensor_slices)
 
 
 def _moment_pieces(view: MasterView, kind: str, cuts: Cuts) -> Iterator[Piece]:

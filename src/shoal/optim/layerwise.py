@@ -27,7 +27,7 @@ from shoal.optim.step_pass import (
     Factor,
     Options,
     StepPass,
-    cast_master_to_weights,
+    cast_view_to_weights,
     is_unhooked,
     moment_allocator,
     move_moments_to_store,
@@ -146,16 +146,16 @@ class Layerwise:
             lengths = [0.0 if stretch.slot is None else scales[stretch.slot] for stretch in stretches]
             if self._is_native(view):
                 state, at_rest = optimizer.state[view.parameter], view.unit.gradient.at_rest
-                with weight_output(view) as rounded:
+                with weight_output(view) as resting:
                     native.apply(weight, [state["exp_avg"], state["exp_avg_sq"]], _ends(stretches),
-                                 astuple(optimizer.constants(group, state)), lengths, factor=float(factor), weight=rounded,
+                                 astuple(optimizer.constants(group, state)), lengths, factor=float(factor), weight=resting,
                                  gradient=at_rest(view.part) if self._keeps_gradients else None)
                 continue
             gradient = view.gradient(factor, preserve=True) if self._keeps_gradients else None
             for stretch, length in zip(stretches, lengths, strict=True):
                 for part in _chunks(stretch, weight.device):
                     weight[part].add_(optimizer.compute_update(view.parameter, group, part, gradient), alpha=-length)
-            cast_master_to_weights(view)
+            cast_view_to_weights(view)
 
     def _is_native(self, view: MasterView) -> bool:
         return self._native and native.available() and supports_native(view)

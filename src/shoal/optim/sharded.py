@@ -267,14 +267,17 @@ class ShardedOptimizer(Optimizer):
             if not self.failed:
                 self.discard_gradients()
                 if self.scaler.value != loss_scale:
-                    self.rescale(self.scaler.value / loss_scale)
+                    self.rescale_residuals(self.scaler.value / loss_scale)
         self.set_compression()
         if not self.overflow:
             self._model.run_ahead()
         return not self.overflow
 
     def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
-        """Reduce the outstanding gradients of `units`, and return their statistics over all ranks."""
+        """Reduce the outstanding gradients of `units`, apply masks, and return the statistics over all ranks.
+
+        Before that, pending publications finish, and the values of parameters that a script has replaced are loaded.
+        """
         self._model.finish_pending()  # units that no forward has used since the last step may still publish their masters
         self._model.load_replaced()
         self._write_check.check()
@@ -357,10 +360,10 @@ class ShardedOptimizer(Optimizer):
             wire = self.optimizer.wire_format()
             self._model.set_compression(gradient=wire.gradient, weights=wire.weights, skip_sync=wire.skip_sync)
 
-    def rescale(self, factor: float) -> None:
+    def rescale_residuals(self, factor: float) -> None:
         """Multiply the compression errors by `factor`, by which the loss scale has changed."""
         for unit in self._model.trainable:
-            unit.gradient.accumulator.rescale(factor)
+            unit.gradient.accumulator.rescale_residual(factor)
 
     def finish_deferred_steps(self) -> None:
         """Wait for the deferred steps of the last step, and let their units rest. Steps of units on disk are deferred."""

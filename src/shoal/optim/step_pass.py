@@ -82,7 +82,7 @@ def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
         views.detach_grads(batch)
         for view in batch:
             move_moments_to_store(view, optimizer)
-            cast_master_to_weights(view)
+            cast_view_to_weights(view)
 
     return step_views
 
@@ -162,7 +162,7 @@ def compressed_step_fn(optimizer: CompressedAdam, *, native: bool) -> StepFuncti
                 addend = gradient if addends == 1 else addend.to(gradient.dtype) * factor
             optimizer.step_tensor(view.parameter, gradient, group, addend=addend, addends=addends, steps=steps)
             move_moments_to_store(view, optimizer)
-            cast_master_to_weights(view)
+            cast_view_to_weights(view)
 
     return step_views
 
@@ -201,23 +201,24 @@ def move_moments_to_store(view: MasterView, optimizer: Optimizer) -> None:
                 state[kind] = there.copy_(value)
 
 
-def cast_master_to_weights(view: MasterView) -> None:
+def cast_view_to_weights(view: MasterView) -> None:
     """Cast the master of a view to the resting weights in the compute dtype, if these are separate."""
-    if view.unit.state.rounded is not None:
-        view.unit.state.rounded.tensor[view.start:view.stop].copy_(view.parameter)
+    if (weights := view.unit.state.stepped_weights) is not None:
+        weights.tensor[view.start:view.stop].copy_(view.parameter)
 
 
 @contextmanager
 def weight_output(view: MasterView) -> Generator[Tensor | None]:
     """Yield the host tensor that native code casts a view's weights to; copy it to the device if they rest there."""
-    rounded = None if view.unit.state.rounded is None else view.unit.state.rounded.tensor[view.start:view.stop]
-    if rounded is None or rounded.device.type == "cpu":
-        yield rounded
+    weights = view.unit.state.stepped_weights
+    target = None if weights is None else weights.tensor[view.start:view.stop]
+    if target is None or target.device.type == "cpu":
+        yield target
         return
     staging = view.unit.state.staging
-    weight = staging.borrow(rounded.numel(), rounded.dtype)
+    weight = staging.borrow(target.numel(), target.dtype)
     yield weight
-    staging.send(weight, rounded)
+    staging.send(weight, target)
 
 
 def snapshot_options(optimizer: Optimizer) -> Options:

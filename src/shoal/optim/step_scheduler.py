@@ -138,7 +138,7 @@ class StepScheduler:
         self._thread_stream: torch.Stream | None = None
         self._idle = True  # the thread has ended, or will end without taking another piece
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # entered in place of the condition, whose __enter__ an interrupt could break
+        self._lock = threading.RLock()  # taken directly: Ctrl-C within Condition.__enter__ could leave it locked
         self._changed = threading.Condition(self._lock)
 
     def run_measuring_pass(self, slots_with_grad: Mapping[TrainableUnit, int], views: Sequence[MasterView],
@@ -267,7 +267,7 @@ class StepScheduler:
 
     def _wait_for_memory(self, unit: TrainableUnit) -> None:
         """Wait until the memory that `unit` holds until its step fits within `max_waiting_bytes`."""
-        size = unit.gradient.bytes * (2 if unit.state.rounded is None else 1) if _is_offloaded(unit) else 0
+        size = unit.gradient.bytes * (2 if unit.state.stepped_weights is None else 1) if _is_offloaded(unit) else 0
         with self._lock, self._lanes.during("wait", unit.name):
             self._changed.wait_for(lambda: self.failed or not (held := sum(self._waiting_bytes.values()))
                                    or held + size <= self._max_waiting_bytes)
@@ -444,7 +444,7 @@ def _keeps_weights(unit: TrainableUnit, step_pass: StepPass) -> bool:
 
 def _release_gradient(unit: TrainableUnit, step_pass: StepPass) -> None:
     """Discard the gradient that `step_pass` has consumed, and unpin weights that stayed resident for it."""
-    unit.gradient.discard()
+    unit.gradient.free_buffer()
     if step_pass.access.writes_weights and not _keeps_weights(unit, step_pass):
         unit.residency.unpin()
 
@@ -462,7 +462,7 @@ def _finish_deferred(unit: TrainableUnit) -> None:
 def _publish(unit: TrainableUnit) -> None:
     """Complete the step of `unit`: reset its gradient, and publish its weights."""
     unit.end_step()
-    unit.gradient.finish_step()
+    unit.gradient.mark_consumed()
     unit.publish()
 
 

@@ -39,10 +39,10 @@ class BackwardHooks:
     """The backward passes through the units of one model."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, announced: bool):
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, explicit_passes: bool):
         """`begin_pass` is called when a pass begins, before anything is collected.
 
-        A model whose passes are `announced` (`run_as_pass`) needs no hook on its output.
+        With `explicit_passes` each pass is a call of `run_as_pass`, and the model's output needs no hook.
         """
         self._model = model
         self._units = units
@@ -51,7 +51,7 @@ class BackwardHooks:
         self._scope = scope
         self._begin_pass = begin_pass
         # The gradient of the model's output tells that a pass begins, and that the first weights are needed again
-        self._watches_model = not announced or any(unit.reshards for found in units.values() for unit in found)
+        self._hooks_output = not explicit_passes or any(unit.reshards for found in units.values() for unit in found)
         self._inner = {module: frozenset(module.modules()) for module in units}
         self._pass: BackwardPass | None = None
         self._passes = 0
@@ -64,7 +64,7 @@ class BackwardHooks:
         self._collect_later: list[tuple[TrainableUnit, int, nn.Parameter]] = []
         self._within_forward = False
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
-        self._shows_grads = not announced
+        self._shows_grads = not explicit_passes
 
     def install(self) -> None:
         """Attach to the parameters."""
@@ -107,9 +107,9 @@ class BackwardHooks:
         self._pass, self._entered, self._collect_later = None, [], []
         return abandoned
 
-    def watch(self, module: nn.Module, output: object) -> None:
+    def hook_output(self, module: nn.Module, output: object) -> None:
         """Register a hook on the output that gathers the units of `module` when its gradient arrives."""
-        if module not in self._units if module is not self._model else not self._watches_model:
+        if module not in self._units if module is not self._model else not self._hooks_output:
             return
         if in_gradient_transform():  # the weights, or copies of them, are arguments, and no backward will collect
             return
@@ -121,8 +121,9 @@ class BackwardHooks:
         """Begin a pass, unless one is under way."""
         if self._pass is not None:
             return
-        self._pass = _DETACHED  # an exception below ends a pass that has begun
-        self._within_forward = self._scope.is_open  # which asks for derivatives itself, such as forces
+        self._pass = _DETACHED  # set first: if a check below raises, `interrupt` must find a pass
+        # The forward itself calls autograd.grad, e.g. for forces in molecular dynamics
+        self._within_forward = self._scope.is_open
         self._scope.open(self)
         self._passes += 1
         self._task = graph_task()
@@ -168,7 +169,7 @@ class BackwardHooks:
                 continue
             unit.conclude_grads()
             self._done(unit)
-        self.reducer.advance()
+        self.reducer.launch_ready()
 
     @opaque
     @unbroken
@@ -179,7 +180,7 @@ class BackwardHooks:
             if not seen:
                 self._collect_later.append((unit, slot, parameter))
                 return
-        unit.check()
+        unit.check_not_stepped()
         if collect(unit, slot, parameter, nested=graph_task() != self._task):
             self._done(unit)
             self.reducer.completed(unit.gradient)
@@ -228,14 +229,14 @@ class BackwardHooks:
         """Release every unit that no context holds: a pass is over."""
         for units in self._units.values():
             for unit in units:
-                unit.drop(Hold.FOREIGN_READ | Hold.REUSE)
+                unit.end_hold(Hold.FOREIGN_READ | Hold.REUSE)
                 unit.release()
 
     def conceal_all(self) -> None:
         """Release every unit but those that wait for the backward pass, which are not to be read before it."""
         for units in self._units.values():
             for unit in units:
-                unit.drop(Hold.FOREIGN_READ)
+                unit.end_hold(Hold.FOREIGN_READ)
                 unit.release()
                 unit.conceal()
 

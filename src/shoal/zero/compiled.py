@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
-from shoal.interrupts import WATCH_CODES
+from shoal.interrupts import HANDLER_CODES
 
 __all__ = ["RegionHook", "opaque", "opaque_frame"]
 
@@ -63,7 +63,7 @@ class RegionHook:
 
 
 # A hook that is called outside of a graph, by a module that is itself compiled, is no graph of its own; nor is a watch
-for _code in (RegionHook.__call__.__code__, *WATCH_CODES):
+for _code in (RegionHook.__call__.__code__, *HANDLER_CODES):
     skip_code(_code)
 
 

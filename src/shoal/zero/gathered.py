@@ -56,7 +56,7 @@ def _held(unit: Unit, modifier_rank: int | None) -> Generator[None]:
         elif unit.keeps_writes:
             unit.memory.mark_dirty()
     finally:
-        unit.drop(Hold.CONTEXT | Hold.REUSE)
+        unit.end_hold(Hold.CONTEXT | Hold.REUSE)
         unit.release()
 
 
@@ -74,7 +74,7 @@ def _writes_dropped(unit: Unit) -> Generator[None]:
         yield
     except BaseException:
         if not used:
-            unit.drop(Hold.FOREIGN_READ)  # the pass that read it is over
+            unit.end_hold(Hold.FOREIGN_READ)  # the pass that read it is over
         raise
     finally:
         if values is not None:

@@ -203,7 +203,7 @@ class GradAccumulator:
         """Keep what was collected for a later step; only a `ResidualAccumulator` can."""
         raise AssertionError("this gradient has no residual buffer")
 
-    def rescale(self, factor: float) -> None:
+    def rescale_residual(self, factor: float) -> None:
         """Multiply the residual by `factor`: the loss scale has changed."""
 
     def load_residual(self, residual: Tensor | None) -> None:
@@ -295,7 +295,7 @@ class ResidualAccumulator(GradAccumulator):
         self.close()
         self._has_residual, self._collected, self._residual_slots = True, False, self.slots_with_grad
 
-    def rescale(self, factor: float) -> None:
+    def rescale_residual(self, factor: float) -> None:
         if self._has_residual and factor != 1:
             assert self.resting is not None
             self.resting.mul_(factor)

@@ -6,15 +6,16 @@ an addition, and offloaded after its pass or its reduction. The transport decide
 
 Between two steps two facts hold independently of each other:
 
-    has_sum     `reduced` holds a sum          set by `reduce`; cleared by `reset`
-    unreduced   addends wait to be reduced     set by `mark_unreduced` at the end of a pass; cleared by `reduce` and `reset`
+    has_sum     `reduced` holds a sum          set by `reduce`
+    unreduced   addends wait to be reduced     set by `mark_unreduced` at the end of a pass; cleared by `reduce`
 
-and within one backward pass two more, both set anew by `begin` and cleared by `reset`:
+and within one backward pass two more, both set anew by `begin`:
 
     reduced_in_pass     this pass has reduced it      set by `reduce`, so it implies `has_sum`
     may_step_early      a step may take the sum now   given to `begin`; cleared once it was offered
 
-A pass is `begin`, collection, then `reduce` (with `advance` and `wait_reduced`) or `skip`; a step ends with `finish_step`.
+A pass is `begin`, collection, then `reduce` (with `sum_addends` and `wait_reduced`) or `leave_unreduced`. A step ends with
+`free_buffer` and `mark_consumed`. `reset` and `mark_consumed` clear all four facts.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Gradient:
         """Note that recompute may add to the gradient after it seemed complete: no step takes it within backward."""
         self.late_recompute = True
 
-    def skip(self) -> None:
+    def leave_unreduced(self) -> None:
         """End a backward pass that does not reduce this gradient."""
         self.mark_unreduced()
         self.offload()
@@ -159,7 +160,7 @@ class Gradient:
         self.has_sum = self.reduced_in_pass = True
         self.unreduced = False
 
-    def advance(self) -> None:
+    def sum_addends(self) -> None:
         """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
         flight = self._flight
         if flight is None or not flight.sum(self._pool):
@@ -171,8 +172,8 @@ class Gradient:
             self.offload()
 
     def wait_reduced(self) -> None:
-        """Wait until `reduced` holds the sum, and offload it."""
-        self.advance()
+        """Wait until `reduced` holds the sum, and offload it unless an early step may take it."""
+        self.sum_addends()
         if self._flight is not None:
             self._flight.handle.wait()
             self._flight = None
@@ -269,15 +270,15 @@ class Gradient:
     def reset(self) -> None:
         """Discard the gradient. Recompute of an earlier forward may add to the next one."""
         self.wait_reduced()
-        self.discard()
-        self._clear()
+        self.free_buffer()
+        self._reset_flags()
 
-    def finish_step(self) -> None:
-        """Forget the gradient that a step has consumed and discarded: no recompute adds to it any more."""
-        self._clear()
+    def mark_consumed(self) -> None:
+        """Forget the gradient that a step has consumed and freed: no recompute adds to it any more."""
+        self._reset_flags()
         self.late_recompute = False
 
-    def _clear(self) -> None:
+    def _reset_flags(self) -> None:
         """Forget which slots received a gradient, and that there is a sum."""
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
             self.own.zero_()  # this rank's shard of the residual buffer held the sum
@@ -290,8 +291,8 @@ class Gradient:
         return not (self.has_gradient or self.reduced_in_pass or self.accumulator.slots_with_grad or self._flight is not None
                     or self.may_step_early)
 
-    def discard(self) -> None:
-        """Give up the sum, which a step has consumed. Which slots received a gradient stays known until `reset`."""
+    def free_buffer(self) -> None:
+        """Free the memory of the sum, which a step has consumed. `mark_consumed` forgets which slots received a gradient."""
         self._residency.commit(changed=False)
         self._span.discard()
 

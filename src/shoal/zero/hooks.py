@@ -42,9 +42,9 @@ class Hooks:
     """Gathers and releases the units of one model in its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, watched: bool = False, announced: bool = False,
-                 activations: SavedActivations | None = None):
-        """With `watched` saved tensors of all weights are tracked, not only of weights that are released between uses.
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, track_all: bool = False,
+                 explicit_passes: bool = False, activations: SavedActivations | None = None):
+        """With `track_all` saved tensors of all weights are tracked, not only of weights that are released between uses.
 
         Saved tensors that are not weights rest as `activations` says; None: on the device.
         """
@@ -57,9 +57,9 @@ class Hooks:
         self._names = {module: name for name, module in model.named_modules()}
         self._in_graphs: dict[nn.Module, None] = {}  # an ordered set: modules whose own hooks a compiled graph leaves out
         self._handles: list[RemovableHandle] = []
-        self._saved = SavedTensorTracker(units, self._gather_saved, watched=watched, activations=activations)
+        self._saved = SavedTensorTracker(units, self._gather_saved, track_all=track_all, activations=activations)
         self.replaced = ReplacedParameters(model, [unit for found in units.values() for unit in found])
-        self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, announced=announced)
+        self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, explicit_passes=explicit_passes)
 
     def __reduce__(self) -> tuple[Callable[[], Hooks], tuple[()]]:
         """Let a deep copy of the model, or a pickled one, have hooks without an engine that find nothing to do."""
@@ -76,7 +76,8 @@ class Hooks:
             before, after = self._begin_inner_call, self._end_inner_call
             if module in self._units or module is self._model:
                 before, after = self._begin_call, self._end_call
-            always = module is self._model and bool(self._saved)  # of a block it would make a graph of its own for each
+            # On a block always_call would have torch.compile begin a graph of its own for each block
+            always = module is self._model and bool(self._saved)
             self._handles += [module.register_forward_pre_hook(before, prepend=True),
                               module.register_forward_hook(after, always_call=always)]
         self.backward.install()
@@ -123,7 +124,8 @@ class Hooks:
         """Begin a forward pass, unless the call is within one or within backward."""
         if in_backward():
             return
-        if self._outermost is None or module in (self._outermost, self._model):  # called anew, it was interrupted before
+        # The same module starts again, so the last forward was interrupted
+        if self._outermost is None or module in (self._outermost, self._model):
             if self._saved and in_gradient_transform():
                 raise UsageError(
                     f"torch.func.grad, vjp and jvp keep the weights of '{self._names.get(module) or type(module).__name__}' "
@@ -177,7 +179,7 @@ class Hooks:
     @unbroken
     def _before_forward(self, module: nn.Module, args: object) -> None:
         for unit in self._units.get(module, ()):
-            unit.check()
+            unit.check_not_stepped()
             if self._records and not torch.is_grad_enabled():
                 unit.expect_recompute()
         self._saved.enter(module)
@@ -195,16 +197,16 @@ class Hooks:
             if unit.phase is Phase.ROWS_GATHERED:
                 unit.release()
         if in_backward():
-            self.backward.watch(module, output)
+            self.backward.hook_output(module, output)
             return
         if torch.is_grad_enabled():
-            self.backward.watch(module, output)
+            self.backward.hook_output(module, output)
         for unit in self._units.get(module, ()):
             self._after_use(unit)
 
     def _after_use(self, unit: Unit) -> None:
         """Release a unit after the forward of its module, unless its next use is near."""
-        unit.drop(Hold.REUSE)
+        unit.end_hold(Hold.REUSE)
         if torch.is_grad_enabled():
             if self._window.reused(unit):
                 unit.hold(Hold.REUSE)
@@ -215,7 +217,7 @@ class Hooks:
     @unbroken
     def _gather_saved(self, module: nn.Module, unit: Unit) -> None:
         """Gather the unit within `module`, of whose weights autograd unpacks a saved tensor."""
-        unit.check()
+        unit.check_not_stepped()
         if not in_backward():  # a script reads a node of the graph between passes
             unit.gather()
         elif unit.phase is not Phase.GATHERED:

@@ -1,10 +1,10 @@
 """The optimizer state of one unit: master and moments, which are stored together, and what else a step accesses.
 
-    master     the fp32 copy of the weights, or the resting weights themselves
-    moments    by the optimizer's names, allocated as zeros on first use
-    gradient   reduced; read by the step
-    rounded    the resting weights in the compute dtype; written by the step if the master is a copy and compressed
-               publications do not update them (compressed.py)
+    master             the fp32 copy of the weights, or the resting weights themselves
+    moments            by the optimizer's names, allocated as zeros on first use
+    gradient           reduced; read by the step
+    separate_weights   the resting weights in the compute dtype, where the master is a copy
+    stepped_weights    the same, where the step writes them; compressed publications update them instead (compressed.py)
 
 All are spans over the elements whose master rests on this rank, so a piece of the step is one range of all of them.
 """
@@ -32,7 +32,7 @@ class StateAccess:
     reads_gradient: bool = True
     writes_moments: bool = True
     writes_weights: bool = True
-    """The master and the rounded weights."""
+    """The master and the stepped weights."""
 
 
 WHOLE_STEP = StateAccess()
@@ -41,8 +41,8 @@ WHOLE_STEP = StateAccess()
 class OptimizerState:
     """The optimizer's state of one unit."""
 
-    def __init__(self, unit: str, size: int, tiers: Tiers, master: Span, rounded: Span | None, gradient: Gradient,
-                 names: Names):
+    def __init__(self, unit: str, size: int, tiers: Tiers, master: Span, separate_weights: Span | None,
+                 gradient: Gradient, names: Names):
         self.unit = unit
         self.store = tiers.state
         self.staging = tiers.staging
@@ -51,15 +51,15 @@ class OptimizerState:
         self._size, self._names = size, names
         self._on_disk = tiers.weight.granule is not None
         self.master = master
-        self.separate_weights = rounded
+        self.separate_weights = separate_weights
         """The resting weights where they are not the master; None where they are."""
         self._gradient = gradient
         self._fetched: list[range] = []
         self._prefetched: dict[range, list[Span]] = {}
 
     @property
-    def rounded(self) -> Span | None:
-        """The resting weights in the compute dtype, which the step writes; None where it writes none."""
+    def stepped_weights(self) -> Span | None:
+        """The resting weights that the step casts the master to; None where it writes none."""
         return None if self.follows_publication else self.separate_weights
 
     @property
@@ -70,7 +70,7 @@ class OptimizerState:
     @property
     def granule(self) -> int | None:
         """Elements that are fetched at once; None if nothing is offloaded."""
-        spans = [self.master, self._gradient.rest, *([] if self.rounded is None else [self.rounded])]
+        spans = [self.master, self._gradient.rest, *([] if self.stepped_weights is None else [self.stepped_weights])]
         if self.store.granule is None and all(isinstance(span, ResidentSpan) for span in spans):
             return None
         return self.store.granule or (CHUNK if self._on_disk else HOST_PIECE)
@@ -99,8 +99,8 @@ class OptimizerState:
         """Start fetching the state that a pass over `part` accesses."""
         self._fetched.append(part)
         transfers = [span.fetch(part.start, part.stop) for span in (self.master, *self.moments.values())]
-        if self.rounded is not None and access.writes_weights:
-            transfers.append(self.rounded.fetch(part.start, part.stop, fresh=True))
+        if self.stepped_weights is not None and access.writes_weights:
+            transfers.append(self.stepped_weights.fetch(part.start, part.stop, fresh=True))
         return JoinedTransfers([*transfers, *([self._gradient.fetch(part)] if access.reads_gradient else [])])
 
     def commit(self, part: range, access: StateAccess = WHOLE_STEP) -> Transfer:
@@ -108,6 +108,6 @@ class OptimizerState:
         self._fetched.remove(part)
         transfers = [self.master.commit(part.start, part.stop, changed=access.writes_weights)]
         transfers += [span.commit(part.start, part.stop, changed=access.writes_moments) for span in self.moments.values()]
-        if self.rounded is not None and access.writes_weights:
-            transfers.append(self.rounded.commit(part.start, part.stop))
+        if self.stepped_weights is not None and access.writes_weights:
+            transfers.append(self.stepped_weights.commit(part.start, part.stop))
         return JoinedTransfers([*transfers, *([self._gradient.commit(part)] if access.reads_gradient else [])])

@@ -78,7 +78,7 @@ class Reducer:
         self._replicating.clear()
         self._reducing.clear()
 
-    def advance(self) -> None:
+    def launch_ready(self) -> None:
         """Launch the complete units, in order."""
         while (self._overlap and self._next < len(self._due) and (due := self._due[self._next]).accumulator.complete
                and not due.transport.ends_pass):
@@ -89,13 +89,13 @@ class Reducer:
         """Offload a complete gradient that this pass does not reduce; launch what can be."""
         if gradient not in self._is_due:
             gradient.offload()
-        self.advance()
+        self.launch_ready()
 
     def finish(self) -> None:
         """End the backward pass: reduce the rest, and wait for all."""
         for gradient in self._order:
             if gradient not in self._is_due:
-                gradient.skip()
+                gradient.leave_unreduced()
         for gradient in self._spanning_stages:
             gradient.mark_unreduced()
         if self._due:
@@ -125,8 +125,8 @@ class Reducer:
         self._drain()
 
     def _launch(self, gradient: Gradient) -> None:
-        if self._reducing and len(self._reducing) >= self._in_flight:  # its buffers are the next one's
-            self._sum_oldest()
+        if self._reducing and len(self._reducing) >= self._in_flight:
+            self._sum_oldest()  # returns its buffers to the pool before the next borrows
         gradient.reduce()
         self._reducing.append(gradient)
         if len(self._reducing) > self._in_flight:
@@ -136,7 +136,7 @@ class Reducer:
 
     def _sum_oldest(self) -> None:
         self._replicating.append(self._reducing.popleft())
-        self._replicating[-1].advance()
+        self._replicating[-1].sum_addends()
         if len(self._replicating) > self._in_flight:
             self._wait(self._replicating.popleft())
 
@@ -146,7 +146,7 @@ class Reducer:
 
     def _drain(self) -> None:
         for gradient in self._order:
-            gradient.advance()
+            gradient.sum_addends()
         for gradient in self._order:
             self._wait(gradient)
         self._reducing.clear()
@@ -159,7 +159,7 @@ def collect(unit: TrainableUnit, slot: int, parameter: nn.Parameter, *, nested: 
     `nested`: the pass runs within another backward pass (re-entrant recompute), which may give the slot more.
     """
     gradient = _taken(parameter)
-    if gradient is None:  # a node that computes the weight's gradient later leads here all the same
+    if gradient is None:  # the hook also fires when weight gradients are deferred; grad is None then
         return False
     if nested:
         unit.gradient.expect_recompute()

@@ -104,14 +104,14 @@ class SavedTensorTracker:
     """Packs the tensors that autograd saves in the forward of the modules around `units`; `bring` gathers their weights."""
 
     def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None], *,
-                 watched: bool = False, activations: SavedActivations | None = None):
-        """Weights that are released between their uses are tracked; all of them with `watched`.
+                 track_all: bool = False, activations: SavedActivations | None = None):
+        """Weights that are released between their uses are tracked; all of them with `track_all`.
 
         Tensors that are not weights rest as `activations` says; None: on the device.
         """
         self._activations = activations
         self._resting_weights = {_storage(unit.full) for found in units.values() for unit in found}
-        resharding = {module: [unit for unit in found if unit.reshards or watched] for module, found in units.items()}
+        resharding = {module: [unit for unit in found if unit.reshards or track_all] for module, found in units.items()}
         self._weights = {_storage(unit.full): unit for found in resharding.values() for unit in found}
         _units.update(self._weights)
         for module, found in resharding.items():

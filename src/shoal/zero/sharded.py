@@ -62,7 +62,7 @@ class ShardingPlan:
     activations: SavedActivations | None = None
     """Where saved tensors that are not weights rest until backward; None: on the device."""
     in_backward: bool = False
-    """Backward steps units whose gradient is final: what autograd saved of weights is watched."""
+    """Backward steps units whose gradient is final, so saved tensors of all weights are tracked."""
 
     @classmethod
     def of(cls, zero: ZeroSettings, *, compressed: bool, by_rows: bool,
@@ -113,7 +113,7 @@ class ShardedModel:
 
     def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *,
               begin_pass: Callable[[], BackwardPass], roots: Mapping[nn.Module, str] | None = None,
-              announced: bool = False) -> None:
+              explicit_passes: bool = False) -> None:
         """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises.
 
         `begin_pass` is called at the begin of each backward pass of a root.
@@ -136,7 +136,7 @@ class ShardedModel:
                 if spec.replica_group.spans_stages:
                     self.spanning_stages.append(unit)
         trim()  # the parameters' own memory is free now
-        self.passes += [self._pass(root, plan, begin_pass, announced) for root in roots or (self.model,)]
+        self.passes += [self._pass(root, plan, begin_pass, explicit_passes) for root in roots or (self.model,)]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank by their first names in the whole model."""
@@ -262,7 +262,8 @@ class ShardedModel:
         return TrainableUnit(spec.name, spec.members, stage, spec.replica_group, dtypes, self.pool, self.scope, tiers,
                              columns=spec.columns, by_rows=plan.by_rows, compressed=plan.compressed)
 
-    def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass], announced: bool) -> Hooks:
+    def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass],
+              explicit_passes: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
@@ -273,8 +274,8 @@ class ShardedModel:
         reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,
                           ranks=max((unit.communicator.ranks for unit in reduced), default=1),
                           spanning_stages=[unit.gradient for unit in self.spanning_stages])
-        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, watched=plan.in_backward, announced=announced,
-                      activations=plan.activations)
+        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, track_all=plan.in_backward,
+                      explicit_passes=explicit_passes, activations=plan.activations)
         hooks.install()
         return hooks
 

@@ -76,11 +76,11 @@ class TrainableUnit(Unit):
         return self.transport  # one object sends both: rows and signs depend on the gradient
 
     @property
-    def precise(self) -> Span:
+    def high_precision(self) -> Span:
         return self.state.master
 
     @property
-    def precise_range(self) -> range:
+    def high_precision_range(self) -> range:
         return self.master_range
 
     @property

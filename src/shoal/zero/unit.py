@@ -99,13 +99,13 @@ class Unit:
         return WeightTransport(self.communicator, self.name, self.index)
 
     @property
-    def precise(self) -> Span:
-        """The most precise copy of the weights that rests on this rank."""
+    def high_precision(self) -> Span:
+        """The most precise copy of the weights that rests on this rank: the master, or the weights of a frozen unit."""
         return self.rest
 
     @property
-    def precise_range(self) -> range:
-        """The elements of the buffer that `precise` holds."""
+    def high_precision_range(self) -> range:
+        """The elements of the buffer that `high_precision` holds."""
         return self.resting_range
 
     @property
@@ -145,7 +145,7 @@ class Unit:
         for parameter in self._parameters:
             guard(parameter)
 
-    def check(self) -> None:
+    def check_not_stepped(self) -> None:
         """Raise `UsageError` where backward has stepped the weights already."""
         if self.pending is not None and self.pending.in_backward:
             raise stepped_error(self.name, self.communicator.rank)
@@ -185,9 +185,9 @@ class Unit:
             self._enter(Phase.IN_FLIGHT)
 
     def gather(self) -> None:
-        """Return when the parameters hold their values."""
+        """Gather the weights and wait for them."""
         if not self._scope.is_open:
-            self.check()
+            self.check_not_stepped()
         if self.pending is not None and not self.holds_values:
             self.pending.finish()  # which may gather it to publish, and a hold keeps it gathered
         if self.phase is Phase.GATHERED:
@@ -215,7 +215,7 @@ class Unit:
         self._bring = bring
 
     def gather_in_backward(self) -> None:
-        """Gather the unit for a backward pass; one that no engine drives until the pass ends."""
+        """Gather the unit for a backward pass. Without an engine, release it when the pass ends."""
         if self._bring is not None:
             self._bring()
             return
@@ -287,7 +287,7 @@ class Unit:
             self._contexts += 1
         self._holds |= reason
 
-    def drop(self, reasons: Hold) -> None:
+    def end_hold(self, reasons: Hold) -> None:
         """End holds; `release` then gives up the memory."""
         if Hold.CONTEXT in reasons:
             self._contexts -= 1
@@ -305,7 +305,7 @@ class Unit:
 
     def read(self, parameter: nn.Parameter, operation: str) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
-        self.check()
+        self.check_not_stepped()
         if self.phase is Phase.LOST and self.pending is not None:
             self.pending.finish()  # raises the error of the step
         if not self.reshards:  # a step publishes them

@@ -50,7 +50,7 @@ class Window:
 
     def use(self, unit: Unit) -> None:
         """Gather `unit`, with the next ones on their way."""
-        unit.drop(Hold.REUSE)
+        unit.end_hold(Hold.REUSE)
         unit.prefetch()
         if self._seen[-1:] != [unit]:
             self._seen.append(unit)
