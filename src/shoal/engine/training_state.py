@@ -47,8 +47,8 @@ PIECE_ELEMENTS = 1 << 22
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
     """Yield this rank's share of the parameters and buffers."""
     for unit in model.units:
-        for part in unit.layout.parts(unit.shard_range) if unit.replica_group.is_first_copy else ():
-            yield from _weight(model, unit, part, unit.shard_range)
+        for part in unit.layout.parts(unit.saved_range) if unit.replica_group.is_first_copy else ():
+            yield from _weight(model, unit, part, unit.saved_range)
     if model.parameter_groups.is_first_copy:
         elsewhere = {f"{BUFFER}/{tied.name}" for tied in model.tied_buffers.values() if not tied.saved_here}
         yield from (piece for piece in _unsharded(model) if piece.name not in elsewhere)

@@ -32,7 +32,7 @@ class Placement(Enum):
     SHARD = "every rank holds one slice of the value"
 
 
-REPLICATE, PARTIAL, SHARD = Placement
+REPLICATE, PARTIAL, SHARD = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +46,34 @@ class Stage:
 
     def __post_init__(self) -> None:
         """A step reads the gradient, and writes the weights, of the slice whose master it has."""
-        assert self.master is SHARD or SHARD not in (self.weight, self.gradient), \
+        assert PARTIAL not in (self.weight, self.master), f"{self}: only gradients are sums of addends"
+        assert self.shards_state or not (self.shards_weights or self.shards_gradients), \
             f"{self}: weights or gradients are sharded only where masters are"
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each rank holds a slice of the weights between their uses."""
-        return self.weight is SHARD
+        """Whether a rank holds only a part of the weights between their uses, or none."""
+        return self.weight is not REPLICATE
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each rank holds a slice of the summed gradients, and nothing else of them, between backward passes."""
-        return self.gradient is SHARD
+        """Whether a rank holds only a part of the summed gradients, or none, between backward passes."""
+        return self.gradient not in (REPLICATE, PARTIAL)
 
     @property
     def shards_state(self) -> bool:
-        """Whether each rank holds, and steps, a slice of the masters and moments."""
-        return self.master is SHARD
+        """Whether a rank holds, and steps, only a part of the masters and moments, or none."""
+        return self.master is not REPLICATE
 
     @property
     def publishes(self) -> bool:
-        """Whether a step ends with an all-gather of the weights: each rank has stepped a slice of
-        weights that rest replicated."""
-        return self.weight is not SHARD and self.master is SHARD
+        """Whether a step ends with an all-gather of the weights: ranks have stepped other parts than rest on them."""
+        return self.weight is not self.master
 
     @property
     def persistent(self) -> Stage:
         """The row of parameters whose weights stay whole although those of others are sharded."""
-        return replace(self, weight=REPLICATE) if self.weight is SHARD else self
+        return replace(self, weight=REPLICATE) if self.shards_weights else self
 
 
 STAGES = (
@@ -125,7 +125,7 @@ def state_bytes(stage: int, parameters: int, ranks: int, *, compute: torch.dtype
     wide = master_dtype(compute)
 
     def rests(placement: Placement, size: int) -> int:
-        return parameters * size // (ranks if placement is SHARD else 1)
+        return parameters * size // (1 if placement in (REPLICATE, PARTIAL) else ranks)
 
     return StateBytes(
         weight=rests(row.weight, compute.itemsize),

@@ -84,6 +84,10 @@ class TrainableUnit(Unit):
         return self.master_range
 
     @property
+    def saved_range(self) -> range:
+        return self.master_range if self.stage.shards_state else self.shard_range
+
+    @property
     def master(self) -> Tensor:
         """The fp32 master, or the resting weights (master_range,)."""
         return self.state.master.tensor
@@ -152,7 +156,7 @@ class TrainableUnit(Unit):
         """Return the whole buffer (size,) of which `own` is this rank's part (master_range,); all its ranks call it."""
         values = torch.zeros(self.layout.size, dtype=own.dtype, device=self.full.device)
         values[self.master_range.start:self.master_range.stop] = own
-        if self.stage.master is SHARD:
+        if self.stage.shards_state:
             self.communicator.all_gather(values, Label(kind="gather", unit=self.name, index=self.index)).wait()
         return values
 

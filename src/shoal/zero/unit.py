@@ -52,7 +52,7 @@ class Unit:
         self.index = self.communicator.register()
         """The number of the unit, equal on every rank: all make their units in the same order."""
         self.is_sharded: Final = stage.shards_weights
-        """Whether each rank holds a slice of the weights at rest."""
+        """Whether this rank holds only a part of the weights at rest, or none."""
         self.shard_range: Final = self.layout.shard_range(self.communicator.rank)
         """The elements of the buffer that this rank owns."""
         self.resting_range: Final = self.shard_range if self.is_sharded else range(self.layout.size)
@@ -107,6 +107,11 @@ class Unit:
     def high_precision_range(self) -> range:
         """The elements of the buffer that `high_precision` holds."""
         return self.resting_range
+
+    @property
+    def saved_range(self) -> range:
+        """The elements of the buffer that this rank saves: all that rests here, or its shard of what every rank has."""
+        return self.resting_range if self.is_sharded else self.shard_range
 
     @property
     def readers(self) -> int:
