@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from shoal.compat import named_optimizers
@@ -27,6 +26,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.log import warn_once
 from shoal.pipeline.module import PipelineModule
 from shoal.precision.loss_scale import DynamicScale, LossScale
+from shoal.precision.policy import DTYPES
 
 __all__ = ["assemble", "tp_model_init"]
 
@@ -69,7 +69,7 @@ def _loss_scale(settings: Config) -> LossScale:
 def _with_model_dtype(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return `config` with the section of a model that is in 16 bits already, which Shoal trains with fp32 masters."""
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
-    section = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype) if dtype is not None else None
+    section = next((name for name in ("fp16", "bf16") if DTYPES[name] == dtype), None)
     if section is None or any((config.get(name) or {}).get("enabled") is True for name in ("fp16", "bf16", "bfloat16")):
         return config
     warn_once(f"{section}.enabled: is not set, and the model is in {section} already: it is trained in {section} with fp32 "

@@ -9,6 +9,7 @@ import torch
 
 from shoal.attention.settings import MODES, SparseAttentionSettings
 from shoal.errors import ConfigError, NotServed
+from shoal.precision.policy import DTYPES
 
 __all__ = [
     "get_checkpoint_parallel_write_pipeline", "get_checkpoint_params", "get_checkpoint_tag_validation_mode",
@@ -27,7 +28,6 @@ Config = Mapping[str, Any]
 
 TAG_MODES = ("WARN", "IGNORE", "FAIL")
 REDUCTIONS = ("mean", "sum")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 PIPELINE: dict[str, Any] = {"stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0,
                             "pipe_partitioned": True, "grad_partitioned": True}
 """The published defaults of the block `pipeline`."""

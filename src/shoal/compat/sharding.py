@@ -16,6 +16,7 @@ from shoal.compat.parameters import add_attributes, external
 from shoal.compat.raising import published_errors
 from shoal.compat.tolerance import tolerate
 from shoal.errors import NotSupportedYet, UsageError
+from shoal.precision.policy import DTYPES
 from shoal.zero.gathered import gathered
 from shoal.zero.init import Init as NativeInit
 
@@ -55,8 +56,8 @@ class Init(NativeInit):
             given = {} if source is None else read_config(source)
             native = tolerate(given)
             if dtype is None:
-                dtype = next((found for key, found in (("fp16", torch.float16), ("bf16", torch.bfloat16))
-                              if (native.get(key) or {}).get("enabled") is True), None)
+                dtype = next((DTYPES[key] for key in ("fp16", "bf16") if (native.get(key) or {}).get("enabled") is True),
+                             None)
             group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
             if group is None and mpu is not None:
                 group = mpu.get_data_parallel_group()

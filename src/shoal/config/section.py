@@ -73,15 +73,14 @@ Positive = Annotated[int, Strict(), Field(gt=0), BeforeValidator(integral)]
 Every = Annotated[Positive | None, BeforeValidator(_infinity_to_none)]
 """An interval in steps; null or infinity means never."""
 
-Dtype = Annotated[
-    Literal["fp16", "bf16", "fp32"],
-    BeforeValidator(
-        spelled(
-            {"fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-            | {"fp32": "fp32", "float32": "fp32", "float": "fp32"}
-        )
-    ),
-]
+DTYPE_SPELLINGS = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+"""The name of a dtype, by each of its spellings."""
+
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(spelled(DTYPE_SPELLINGS))]
 """A floating-point type: fp16 (float16, half), bf16 (bfloat16) or fp32 (float32, float), in any case."""
 
 

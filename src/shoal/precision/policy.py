@@ -27,16 +27,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shoal.config.section import DTYPE_SPELLINGS
 from shoal.errors import ConfigError
 
-__all__ = ["Averaging", "Factors", "Policy", "dtype_named", "policy"]
+__all__ = ["DTYPES", "Averaging", "Factors", "Policy", "dtype_named", "policy"]
 
-_DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
-    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-}  # fmt: skip
-_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""The dtypes that a configuration may name, by their names in `DTYPE_SPELLINGS`."""
+_SHORT = {torch.float64: "fp64"} | {dtype: name for name, dtype in DTYPES.items()}
 _HALVES = {torch.float16, torch.bfloat16}
 
 
@@ -98,9 +96,9 @@ def dtype_named(name: str | torch.dtype, *, key: str) -> torch.dtype:
     if isinstance(name, torch.dtype):
         return name
     try:
-        return _DTYPES[name.lower()]
+        return DTYPES[DTYPE_SPELLINGS[name.lower()]]
     except KeyError:
-        raise ConfigError(f"{key}: got {name!r}; choose one of {', '.join(_DTYPES)}") from None
+        raise ConfigError(f"{key}: got {name!r}; choose one of {', '.join(DTYPE_SPELLINGS)}") from None
 
 
 def policy(*, fp16: bool = False, bf16: bool = False, communication_data_type: str | torch.dtype | None = None,

@@ -46,6 +46,7 @@ from shoal.compat.deepspeed.utils.config import get_timers_config
 from shoal.compat.deepspeed.utils.logging import logger
 from shoal.compat.hjson import loads
 from shoal.errors import ConfigError
+from shoal.precision.policy import DTYPES
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",
@@ -296,10 +297,9 @@ class DeepSpeedConfig:
         name = given.get(key)
         if name is None:
             return None
-        allowed = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        if str(name).lower() not in allowed:
-            raise DeepSpeedConfigError(f"{key}: got {name!r}; choose {', '.join(allowed)}")
-        return allowed[str(name).lower()]
+        if str(name).lower() not in DTYPES:
+            raise DeepSpeedConfigError(f"{key}: got {name!r}; choose {', '.join(DTYPES)}")
+        return DTYPES[str(name).lower()]
 
     # The batch: samples of a step = microbatch x accumulation x data ranks
 
