@@ -137,3 +137,21 @@ def test_the_section_of_the_configuration_is_read_first() -> None:
     assert checkpointing.is_configured() and checkpointing.options().synchronize_checkpoint_boundary
     assert checkpointing.options().number_checkpoints == 2
     checkpointing.configure()
+
+
+def kept_graph(choice: str) -> list[Tensor]:
+    """Return the gradients of three backward passes through one graph."""
+    torch.manual_seed(0)
+    checkpointing.configure(**options(choice))
+    layer, value = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.rand(3, 8, requires_grad=True)
+    result = checkpointing.checkpoint(layer, value * 1.0).sum()
+    found = [torch.autograd.grad(result, [value, *layer.parameters()], retain_graph=kept) for kept in (True, True, False)]
+    checkpointing.configure()
+    return [each for gradients in found for each in gradients]
+
+
+@pytest.mark.parametrize("choice", ["keep", "slice"])
+def test_each_backward_of_a_kept_graph_recomputes_again(choice: str) -> None:
+    first, second = run_ranks(2, kept_graph, choice)
+    assert len(first) == 9 and all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first[:3], first[3:6])) and all(map(torch.equal, first[:3], first[6:]))

@@ -17,7 +17,7 @@ draws the random numbers of the forward, those of the tracker's named states too
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shoal.activation.random_states import MODEL_PARALLEL, AllStates, RandomStates, seed_device
+from shoal.activation.random_states import MODEL_PARALLEL, AllStates, RandomStates, ReenteredContext, seed_device
 from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices
 from shoal.config.load import Source, read
 from shoal.device import HOST, can_pin, current_device, synchronize
@@ -251,12 +251,8 @@ def may_rest(value: Any) -> bool:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _unchanged(), AllStates.of(_process.tracker).replayed(_process.tracker)
-
-
-@contextmanager
-def _unchanged() -> Generator[None]:
-    yield
+    states = AllStates.of(_process.tracker)
+    return nullcontext(), ReenteredContext(lambda: states.replayed(_process.tracker))
 
 
 @contextmanager

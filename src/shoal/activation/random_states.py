@@ -6,9 +6,10 @@ the named ones. Afterwards all are as they were before it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from shoal.device import current_device, manual_seed, on_accelerator, rng_state, set_rng_state
 from shoal.errors import UsageError
 
-__all__ = ["MODEL_PARALLEL", "AllStates", "RandomStates", "seed_device"]
+__all__ = ["MODEL_PARALLEL", "AllStates", "RandomStates", "ReenteredContext", "seed_device"]
 
 MODEL_PARALLEL = "model-parallel-rng"
 """The name of the random state of slices, which differs between tensor ranks."""
@@ -95,6 +96,25 @@ class AllStates:
         torch.set_rng_state(self.host)
         _set_state(self.device)
         tracker.set_states({name: state.clone() for name, state in self.named.items()})
+
+
+class ReenteredContext(AbstractContextManager[None]):
+    """A context that can be entered again: each backward of a kept graph recomputes, and torch enters the same object.
+
+    `begin` returns the context for one recompute.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[Any]]):
+        self._begin = begin
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._begin()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 def seed_device(seed: int) -> None:
