@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from shoal.errors import ConfigError
 
-__all__ = ["ONEDNN", "TORCH", "Kernel", "Products", "check_onednn", "onednn_missing", "onednn_product",
-           "onednn_weight_gradient"]
+__all__ = ["ONEDNN", "TORCH", "Kernel", "Products", "check_onednn", "in_autocast_dtype", "onednn_missing",
+           "onednn_product", "onednn_weight_gradient"]
 
 Kernel = Literal["torch", "onednn"]
 
@@ -72,6 +72,15 @@ def onednn_missing() -> str | None:
     if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch, "mkldnn_linear_backward_weights")):
         return f"torch {torch.__version__} does not offer its products"
     return None
+
+
+def in_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands of a product in the dtype of autocast, where that is on, as torch casts those of `F.linear`."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def check_onednn(key: str) -> None:

@@ -40,6 +40,8 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, 
     flat = targets.flatten()
     result = F.cross_entropy(logits, flat, ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing,
                              reduction=loss.reduction)
+    if not loss.z_loss:
+        return result.view(targets.shape) if loss.reduction == "none" else result
     counted = flat != loss.ignore_index
     auxiliary = loss.z_loss * logits.logsumexp(-1).square() * counted
     match loss.reduction:
@@ -229,6 +231,26 @@ def test_wrong_operands_are_refused(call: Callable[[], object], words: str) -> N
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match=words):
         call()
+
+
+@pytest.mark.parametrize("recompute", [None, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_without_a_counted_target_gradients_are_zero_as_torchs(smoothing: float, recompute: bool | None) -> None:
+    hidden, weight, targets, bias = operands()
+    targets.fill_(-100)
+    loss = TiledLoss(label_smoothing=smoothing, recompute=recompute)
+    wanted = gradients(plain(hidden, weight, targets, bias, loss), (hidden, weight, bias))
+    found = gradients(tiled_cross_entropy(hidden, weight, targets, bias, loss=loss), (hidden, weight, bias))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
+def test_targets_of_any_integer_dtype_are_taken(dtype: torch.dtype) -> None:
+    hidden, weight, targets, bias = operands()
+    targets.clamp_(0)
+    torch.testing.assert_close(tiled_cross_entropy(hidden, weight, targets.to(dtype), bias),
+                               tiled_cross_entropy(hidden, weight, targets, bias))
 
 
 class TestHuggingFace:

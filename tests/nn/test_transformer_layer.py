@@ -282,3 +282,62 @@ def test_the_published_names_build_and_replace_layers() -> None:
     assert not any("forward" in vars(each) for each in layers)
     with pytest.raises(NotImplementedError, match="quantize: only layers that train are replaced"):
         replace_transformer_layer(type(layers[0]), model, quantize=True)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("invertible", [False, True])
+def test_a_layer_trains_under_autocast_as_torch_does(gelu: bool, invertible: bool) -> None:
+    made, x = layer(gelu_checkpoint=gelu, normalize_invertible=invertible), torch.randn(2, LENGTH, HIDDEN)
+    found: list[list[Tensor]] = []
+    for mine in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = made(x, None) if mine else oracle(made, x, None)
+        output.float().square().mean().backward()
+        found.append([output.detach().float(), *(parameter.grad.clone() for parameter in made.parameters()
+                                                 if parameter.grad is not None)])
+        made.zero_grad()
+    for value, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=5e-2, atol=5e-2)
+
+
+@torch.no_grad()
+def test_generation_in_training_mode_is_the_models_own() -> None:
+    plain, mine = (hugging_face("gpt2", dropout=0.0).train() for _ in range(2))
+    inject_transformer_layers(mine)
+    ids = torch.arange(9)[None]
+    wanted, found = plain(input_ids=ids, use_cache=True), mine(input_ids=ids, use_cache=True)
+    assert found.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length() == 9
+    later = torch.tensor([[3]])
+    torch.testing.assert_close(mine(input_ids=later, past_key_values=found.past_key_values).last_hidden_state,
+                               plain(input_ids=later, past_key_values=wanted.past_key_values).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_attention_probabilities_come_from_the_models_own_layers(kind: str) -> None:
+    model = hugging_face(kind).train()
+    model.set_attn_implementation("eager")
+    inject_transformer_layers(model)
+    assert len(model(input_ids=torch.arange(9)[None], output_attentions=True).attentions) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("mask", [
+    torch.ones(2, LENGTH, dtype=torch.long), torch.zeros(3, 1, 1, LENGTH), torch.zeros(2, LENGTH - 1),
+    torch.zeros(2, 1, LENGTH), torch.ones(2, 32, dtype=torch.long)],
+    ids=["whole numbers", "batch", "length", "dims", "whole numbers in whole blocks"])
+def test_a_mask_that_does_not_fit_is_refused_with_its_shape(mask: Tensor) -> None:
+    with pytest.raises(UsageError) as found:
+        layer()(torch.randn(2, 32 if mask.shape[-1] == 32 else LENGTH, HIDDEN), mask)
+    assert str(tuple(mask.shape)) in str(found.value)
+
+
+def test_a_word_for_kernels_that_is_none_of_the_three_is_refused() -> None:
+    from shoal.nn import TiledHead, set_linear_kernels
+
+    choice: Any = "onednnn"
+    config = TransformerConfig(hidden_size=HIDDEN, heads=HEADS, num_hidden_layers=1)
+    calls = [lambda: TransformerLayer(config, kernels=choice)(torch.randn(1, LENGTH, HIDDEN)),
+             lambda: TiledHead(HIDDEN, 8, kernels=choice)(torch.randn(1, HIDDEN), torch.zeros(1, dtype=torch.long)),
+             lambda: set_linear_kernels(nn.Sequential(nn.Linear(2, 2)), choice)]
+    for call in calls:
+        with pytest.raises((ConfigError, UsageError), match="onednnn"):
+            call()

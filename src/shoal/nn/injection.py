@@ -8,8 +8,9 @@ goes to the layer's own forward:
 
 | call | |
 |---|---|
-| a cache with positions, or any cache in evaluation | generation; in training an empty cache stays empty |
+| a cache with positions, or any cache without gradients | generation; in training an empty cache stays empty |
 | cross attention, returned attention probabilities | |
+| a dropout of 1 | |
 | attention of another implementation than eager and SDPA | block-sparse or split sequences stay so |
 | layers whose linear modules were replaced | tensor-parallel ones, or adapters |
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.errors import NotServed, UsageError
@@ -145,9 +147,11 @@ def _forward(kind: _Kind, own: Callable[..., Any], options: _Options) -> Callabl
 def _not_served(layer: Any, kind: _Kind, given: Mapping[str, Any]) -> str | None:
     """Return why the fused layer does not serve a call, "" where no warning is due; None where it does."""
     cache = given.get("past_key_values")
-    if cache is not None and not (layer.training and cache.get_seq_length() == 0):
+    if cache is not None and not (layer.training and torch.is_grad_enabled() and cache.get_seq_length() == 0):
         return ""
-    if given.get("encoder_hidden_states") is not None or given.get("output_attentions"):
+    if given.get("encoder_hidden_states") is not None or given.get("output_attentions") or _records_attention():
+        return ""
+    if layer.training and any(layer.get_submodule(path).p >= 1 for path in kind.dropouts):
         return ""
     implementation = kind.config(layer)._attn_implementation
     if implementation not in (None, "eager", "sdpa"):
@@ -155,6 +159,16 @@ def _not_served(layer: Any, kind: _Kind, given: Mapping[str, Any]) -> str | None
     if any(type(layer.get_submodule(path)).__name__ != kind.linear_class for path in kind.linears):
         return "its linear modules were replaced"
     return None
+
+
+def _records_attention() -> bool:
+    """Whether transformers records the probabilities of attention modules in this call of the model, by hooks on them."""
+    try:
+        from transformers.utils.output_capturing import _active_collector  # pyright: ignore[reportPrivateUsage]
+    except ImportError:  # where the layers are told by an argument
+        return False
+    collected = _active_collector.get()
+    return collected is not None and "attentions" in collected
 
 
 def _weights(layer: nn.Module, kind: _Kind) -> LayerWeights:

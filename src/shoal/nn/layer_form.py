@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.attention import Blocks, attend
+from shoal.errors import UsageError
 from shoal.nn.linear import linear
 from shoal.nn.passes import Gelu, dropout_add, gelu_linear, layer_norm
 from shoal.products import Products
@@ -75,8 +76,10 @@ def transformer_layer(x: Tensor, mask: Tensor | None, weights: LayerWeights, for
     """Return the layer's output (batch, length, hidden) of `x`.
 
     `mask` is added to the scores, or hides where it is False if it is bool: (batch, length) of keys, or (batch or 1, heads
-    or 1, length or 1, length). Random numbers follow from torch's generator of the host and `seed`.
+    or 1, length or 1, length). Random numbers follow from torch's generator of the host and `seed`. Raises UsageError for
+    a mask of another shape, or of whole numbers.
     """
+    _check_mask(mask, x, form)
     seeds = [number ^ seed for number in torch.randint(2**62, (3,)).tolist()] if (
         form.attention_dropout or form.hidden_dropout) else [0, 0, 0]
     first = weights.attention_norm
@@ -90,6 +93,19 @@ def transformer_layer(x: Tensor, mask: Tensor | None, weights: LayerWeights, for
         inner = a = _norm(a, first, form)
     y = dropout_add(_mlp(inner, weights, form, products), a, dropout=form.hidden_dropout, seed=seeds[2])
     return y if form.pre_norm else _norm(y, weights.output_norm, form)
+
+
+def _check_mask(mask: Tensor | None, x: Tensor, form: LayerForm) -> None:
+    if mask is None:
+        return
+    batch, length = x.shape[:2]
+    allowed = ((batch,), (length,)) if mask.dim() == 2 else ((1, batch), (1, form.heads), (1, length), (length,))
+    if mask.dim() not in (2, 4) or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
+        raise UsageError(f"attention mask: got {tuple(mask.shape)} beside hidden states {tuple(x.shape)}; give ({batch}, "
+                         f"{length}) for keys, or ({batch} or 1, {form.heads} or 1, {length} or 1, {length})")
+    if not (mask.is_floating_point() or mask.dtype == torch.bool):
+        raise UsageError(f"attention mask: got {tuple(mask.shape)} of {mask.dtype}; give one of bool, False where hidden "
+                         f"(mask.bool()), or one of floats that is added to the scores (0, and -inf where hidden)")
 
 
 def _norm(h: Tensor, norm: Affine, form: LayerForm) -> Tensor:

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from shoal.autograd import in_function_transform
 from shoal.log import warn_once
-from shoal.nn.probe import Choice, choose
+from shoal.nn.probe import Choice, check_choice, choose
 from shoal.pipeline.split_backward import current_queue
-from shoal.products import Products, check_onednn
+from shoal.products import Products
 from shoal.tensor_parallel.layers import SlicedLinear, torch_products
 
 __all__ = ["linear", "linear_kernels_in", "set_linear_kernels"]
@@ -44,11 +44,10 @@ def set_linear_kernels(model: nn.Module, choice: Choice) -> int:
     """Let `choice` compute the products of every `nn.Linear` and tensor-parallel layer in `model`; "torch" takes it back.
 
     Returns how many changed. Subclasses of `nn.Linear`, modules that have a forward of their own already, and
-    tensor-parallel layers with `entered` stay as they are. Raises ConfigError for "onednn" where this torch does not have
-    it.
+    tensor-parallel layers with `entered` stay as they are. Raises ConfigError for another choice, and for "onednn" where
+    this torch does not have it.
     """
-    if choice == "onednn":
-        check_onednn("kernels.linear")
+    check_choice(choice)
     changed = 0
     for module in _linears(model):
         if choice == "torch":

@@ -24,7 +24,7 @@ from shoal.attention.dropout import drop_rows, threshold
 from shoal.errors import UsageError
 from shoal.native import layers as native
 from shoal.nn.gpu_passes import triton_passes
-from shoal.products import Products
+from shoal.products import Products, in_autocast_dtype
 
 __all__ = ["SMALLEST_GAIN", "Gelu", "check_invertible", "drop", "dropout_add", "gelu_linear", "layer_norm"]
 
@@ -77,7 +77,8 @@ def check_invertible(name: str, gain: Tensor) -> None:
 
 
 def gelu_linear(u: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: Gelu, products: Products) -> Tensor:
-    """Return gelu(u) W^T + b, and save `u` alone."""
+    """Return gelu(u) W^T + b, and save `u` alone; under autocast all are in its dtype."""
+    u, weight, bias = in_autocast_dtype(u, weight, bias)
     return cast(Tensor, _GeluLinear.apply(u, weight, bias, approximate, products))
 
 

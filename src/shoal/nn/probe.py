@@ -17,17 +17,18 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from shoal.device import HOST
+from shoal.errors import ConfigError
 from shoal.log import logger
 from shoal.native.build import cache_folder
 from shoal.products import ONEDNN, TORCH, Kernel, Products, check_onednn, onednn_missing
 
-__all__ = ["Choice", "Rates", "choose", "describe", "probed", "recorded"]
+__all__ = ["Choice", "Rates", "check_choice", "choose", "describe", "probed", "recorded"]
 
 Choice = Literal["auto", "torch", "onednn"]
 
@@ -42,14 +43,22 @@ Rates = dict[str, dict[str, float]]
 def choose(choice: Choice, device: torch.device = HOST) -> Products:
     """Return the kernels that compute the products of fp32 tensors on `device`: off the host, torch's.
 
-    Raises ConfigError for "onednn" where this torch does not have it.
+    Raises ConfigError for another choice, and for "onednn" where this torch does not have it.
     """
+    check_choice(choice)
     if choice == "torch" or device.type != "cpu":
         return TORCH
     if choice == "onednn":
-        check_onednn("kernels.linear")
         return ONEDNN
     return probed(torch.get_num_threads())
+
+
+def check_choice(choice: Choice) -> None:
+    """Raise ConfigError for a choice that is none, or that this torch does not have."""
+    if choice not in get_args(Choice):
+        raise ConfigError(f"kernels.linear: got {choice!r}; choose {', '.join(map(repr, get_args(Choice)))}")
+    if choice == "onednn":
+        check_onednn("kernels.linear")
 
 
 def describe(products: Products) -> str:

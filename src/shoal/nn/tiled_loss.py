@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from shoal.autograd import keeps_graph
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import stretch
-from shoal.products import TORCH, Products
+from shoal.products import TORCH, Products, in_autocast_dtype
 from shoal.tensor_parallel import Axis, enter
 from shoal.transport.collectives import eager
 from shoal.transport.reduction import wide_dtype
@@ -67,9 +67,9 @@ class TiledLoss:
             raise UsageError(f"tiled loss: reduction: got {self.reduction!r}; choose {', '.join(_REDUCTIONS)}")
         if not 0 <= self.label_smoothing <= 1:
             raise UsageError(f"tiled loss: label_smoothing: got {self.label_smoothing}; it lies between 0 and 1")
-        if self.z_loss < 0:
+        if not self.z_loss >= 0:
             raise UsageError(f"tiled loss: z_loss: got {self.z_loss}; it is 0 or more")
-        if self.rows is not None and self.rows < 1:
+        if self.rows is not None and not (isinstance(self.rows, int) and self.rows >= 1):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"tiled loss: rows: got {self.rows}; give 1 or more tokens, or None")
         if self.recompute is False and self.reduction == "none":
             raise UsageError("tiled loss: recompute: got False beside reduction 'none', whose gradients are not known in "
@@ -103,13 +103,13 @@ def tiled_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: T
     must be gathered, as in the forward of its module. Raises UsageError for shapes, dtypes or targets that do not fit.
     """
     loss = loss or TiledLoss()
-    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
+    hidden, weight, bias = in_autocast_dtype(hidden, weight, bias)
     if words is not None:
         hidden = enter(hidden, words.axis, words.sequence_dim)
     _check(hidden, weight, targets, bias, loss, words)
     if loss.recompute is None and (loss.reduction == "none" or hidden.dtype == torch.float16):
         loss = replace(loss, recompute=True)
-    targets = targets.reshape(-1)
+    targets = targets.reshape(-1).long()
     counted = targets != loss.ignore_index
     problem = _LossCall(loss, targets, counted, words, products, weight.shape, torch.is_grad_enabled())
     losses = cast(Tensor, _TiledLoss.apply(hidden, weight, bias, problem))
@@ -119,7 +119,7 @@ def tiled_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: T
         case "sum":
             return losses.sum()
         case "mean":
-            return losses.sum() / problem.count if loss.recompute else losses
+            return _mean(losses, counted) if loss.recompute else losses
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, loss: TiledLoss) -> Tensor:
@@ -135,7 +135,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss: TiledLoss) -> Tensor:
         case "sum":
             return losses.sum()
         case "mean":
-            return losses.sum() / (targets != loss.ignore_index).sum()
+            return _mean(losses, targets != loss.ignore_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,6 @@ class _LossCall:
     shape: torch.Size
     """The shape of this rank's weight."""
     differentiated: bool
-
-    @property
-    def count(self) -> Tensor:
-        return self.counted.sum()
 
     @property
     def vocabulary(self) -> int:
@@ -215,7 +211,7 @@ class _TiledLoss(torch.autograd.Function):
         gradients = _Gradients(rows, weight, bias, wanted, problem.products)
         scale = torch.ones(1, dtype=wide, device=hidden.device)
         if problem.loss.reduction == "mean":
-            scale /= problem.count
+            scale /= problem.counted.sum().clamp(min=1)
         for tile in problem.tiles():
             logits = problem.products.linear(rows[tile], weight, bias).to(wide)
             losses[tile], sums[tile] = problem.losses(logits, tile)
@@ -225,7 +221,7 @@ class _TiledLoss(torch.autograd.Function):
             ctx.save_for_backward(rows, weight, bias, sums)
             return losses
         ctx.save_for_backward(*gradients.finish())
-        return losses.sum() * scale.squeeze(0)
+        return _mean(losses, problem.counted) if problem.loss.reduction == "mean" else losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -291,13 +287,10 @@ def _logsumexp(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
-def _in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands in the dtype of autocast, where that is on."""
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+def _mean(losses: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of the losses of counted tokens: without any NaN, whose gradient is 0, as torch has it."""
+    count = counted.sum()
+    return torch.where(count > 0, losses.sum() / count.clamp(min=1), torch.nan)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, loss: TiledLoss,
@@ -312,6 +305,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
                          f"floating dtype, or call it under autocast")
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise UsageError(f"tiled loss: got targets of {targets.dtype}; give ids of words, of an integer dtype")
+    targets = targets.long()
     count = weight.shape[0] if words is None else words.words
     wrong = (targets != loss.ignore_index) & ((targets < 0) | (targets >= count))
     if targets.device.type == "cpu" and bool(wrong.any()):
