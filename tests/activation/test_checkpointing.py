@@ -155,3 +155,57 @@ def test_each_backward_of_a_kept_graph_recomputes_again(choice: str) -> None:
     first, second = run_ranks(2, kept_graph, choice)
     assert len(first) == 9 and all(map(torch.equal, first, second))
     assert all(map(torch.equal, first[:3], first[3:6])) and all(map(torch.equal, first[:3], first[6:]))
+
+
+def written(kind: str) -> str:
+    """Write to an argument between a recomputed function and its backward, and return the message."""
+    factor: Any = nn.Parameter(torch.ones(8)) if kind == "parameter" else torch.ones(8, dtype=torch.bool)
+    if kind == "marked":
+        factor = torch.ones(8)
+        factor.no_checkpointing = True
+    value = torch.rand(8, requires_grad=True) * 1.0
+
+    def scale(x: Tensor, given: Any) -> Tensor:
+        given = given["factors"][0] if isinstance(given, dict) else given
+        return (x * given).exp()
+
+    if kind == "keyword":
+        result = checkpointing.checkpoint(scale, value, given=factor)
+    else:
+        result = checkpointing.checkpoint(scale, value, {"factors": [factor]} if kind == "nested" else factor)
+    with torch.no_grad():
+        (value if kind == "activation" else factor).zero_()
+    with pytest.raises(RuntimeError) as caught:
+        result.sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "path"), [
+    ("mask", "argument[1]"), ("parameter", "argument[1]"), ("marked", "argument[1]"), ("keyword", "argument.given"),
+    ("nested", "argument[1].factors[0]")])
+def test_an_argument_written_to_after_the_call_is_refused(kind: str, path: str) -> None:
+    assert f"{path} of scale, of shape (8,), was written to in place" in written(kind)
+
+
+def test_a_saved_argument_that_is_written_to_is_refused_by_autograd() -> None:
+    assert "modified by an inplace operation" in written("activation")
+
+
+def written_slices() -> str:
+    checkpointing.configure(**options("slice"))
+    message = written("activation")
+    checkpointing.configure()
+    return message
+
+
+def test_an_argument_that_rests_is_refused_like_any_once_it_is_written_to() -> None:
+    assert all("argument[0] of scale, of shape (8,), was written to" in found for found in run_ranks(2, written_slices))
+
+
+def test_tensors_of_inference_mode_are_recomputed_without_versions() -> None:
+    with torch.inference_mode():
+        mask = torch.ones(8, dtype=torch.bool)
+        assert torch.equal(checkpointing.checkpoint(torch.mul, mask, mask), mask)
+    value = torch.rand(8, requires_grad=True)
+    checkpointing.checkpoint(torch.add, value, mask).sum().backward()
+    assert value.grad is not None

@@ -16,7 +16,7 @@ draws the random numbers of the forward, those of the tracker's named states too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shoal.activation.random_states import MODEL_PARALLEL, AllStates, RandomStates, ReenteredContext, seed_device
-from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices
+from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices, version_witness
 from shoal.config.load import Source, read
+from shoal.config.problem import join
 from shoal.device import HOST, can_pin, current_device, synchronize
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 from shoal.log import warn_once
 from shoal.tier import Memory
 from shoal.tier.contiguous import ContiguousMemory
@@ -125,17 +126,58 @@ class _SlicesOfCalls(Slices):
         return super().gather(own)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Argument:
+    """A tensor among the arguments of a call. Its version tells whether a script has written to it since."""
+
+    path: str
+    shape: tuple[int, ...]
+    version: int
+    witness: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, path: str) -> _Argument:
+        may_move = type(tensor) is Tensor and tensor.layout is torch.strided  # others stay with the call or with autograd
+        return cls(path=path, shape=tuple(tensor.shape), version=tensor._version,
+                   witness=version_witness(tensor) if may_move else tensor)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the tensor was written to in place after the call."""
+        return self.witness._version != self.version
+
+
+def _arguments(value: Any, path: str) -> Iterator[_Argument]:
+    """Yield the tensors within `value`: itself, or those in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if not value.is_inference():  # it has no version, and can only be written to in inference mode
+            yield _Argument.of(value, path)
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _arguments(item, join(path, key))
+
+
 class _Call:
-    """One call of a function: its tensors that may rest are arguments of `run`, and all others stay with it."""
+    """One call of a function: its tensors that may rest are arguments of `run`, and all others stay with it.
+
+    Autograd compares versions of saved tensors only where no hook packs them, so the call compares those of all.
+    """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.name = getattr(function, "__name__", type(function).__name__)
+        self._arguments = [*_arguments(args, "argument"), *_arguments(kwargs, "argument")]
         self._function, self._kwargs = function, kwargs
         self._places = [place for place, value in enumerate(args) if may_rest(value)]
         self._others = [None if place in self._places else value for place, value in enumerate(args)]
 
     def run(self, *tensors: Tensor) -> Any:
-        """Call the function."""
+        """Call the function. Raises `UsageError` in a recompute whose arguments were written to after the call."""
+        for each in self._arguments:
+            if each.is_written:
+                raise UsageError(f"checkpoint: {each.path} of {self.name}, of shape {each.shape}, was written to in place "
+                                 f"after the call, so that backward cannot compute the activations of the call again. Give "
+                                 f"{self.name} a copy (`tensor.clone()`), or write after backward")
         args = list(self._others)
         for place, tensor in zip(self._places, tensors, strict=True):
             args[place] = tensor
@@ -227,7 +269,9 @@ def _ask(mpu: Any, what: str) -> Any:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`, without keeping its activations: backward calls it again.
 
-    The second call draws the random numbers of the first.
+    The second call draws the random numbers of the first. Backward raises `UsageError` for a tensor among the arguments, or
+    in tuples, lists and dicts of them, that was written to in place after the call. (For an argument that may rest and does
+    not, autograd raises its own `RuntimeError`.)
     """
     boundary = current_device() if _process.options.synchronize_checkpoint_boundary else HOST
     synchronize(boundary)
