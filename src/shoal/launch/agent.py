@@ -54,13 +54,13 @@ MONITOR_INTERVAL = 0.05
 ORPHAN_GRACE = 5.0
 """Seconds that orphaned child processes of ranks have to exit after SIGTERM, before SIGKILL."""
 CAUSE = 1.0
-"""Seconds to wait for the error of another rank, where the only ones so far tell of a lost peer."""
+"""Seconds to wait for the root cause while all errors so far are lost connections."""
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
 """A node is lost when its agent has sent no heartbeat for so many seconds, times so many. Agents compare the time of
 a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
 LAST_CALL = 4
-"""Seconds that the nodes wait for more of them, once there are enough; one that comes later has all start again."""
+"""Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
 
 
 def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,

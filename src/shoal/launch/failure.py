@@ -114,7 +114,7 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
              f"{cause.ending}"]
     if cause.text:
         lines.append(cause.text.rstrip())
-    elif cause.status == -signal.SIGKILL:
+    elif cause.status == -signal.SIGKILL and not cause.summary:  # one that the agent killed has its reason
         lines.append("SIGKILL often means that the machine ran out of memory; see the kernel log.")
     lines.extend(_secondary_line(failure) for failure in failures if failure is not cause and not failure.stopped)
     if note:

@@ -23,11 +23,11 @@ PERIOD = 1.0
 SILENCE = 6.0
 """Seconds without one after which a node is lost."""
 PAUSE = 2.5
-"""Periods between two exchanges after which the store, or this process, has paused: the others may not have got through."""
+"""Where two exchanges are more periods apart, the store or this process has paused, and missing heartbeats do not count."""
 ENDED = 1 << 40
 """Added to the counter of a node that ends in order."""
 END = 2.0
-"""Seconds to tell the store so."""
+"""Seconds to wait until the store has taken that."""
 
 
 class Heartbeats:
