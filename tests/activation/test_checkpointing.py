@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -209,3 +210,31 @@ def test_tensors_of_inference_mode_are_recomputed_without_versions() -> None:
     value = torch.rand(8, requires_grad=True)
     checkpointing.checkpoint(torch.add, value, mask).sum().backward()
     assert value.grad is not None
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"config": {"activation_checkpointing": {"partition_activation": True}}},
+     "activation_checkpointing.partition_activation: unknown key; did you mean 'partition_activations'?"),
+    ({"config": {"activation_checkpointing": {"partition_activations": "maybe"}}},
+     'activation_checkpointing.partition_activations: got "maybe"; choose true or false'),
+    ({"config": {"activation_checkpointing": {"number_checkpoints": "seven"}}},
+     'activation_checkpointing.number_checkpoints: got "seven"; give a whole number'),
+    ({"config": {"activation_checkpointing": 3}}, "activation_checkpointing: got 3; give a JSON object"),
+    ({"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 0},
+     "num_checkpoints: got 0; give a number greater than 0"),
+    ({"num_checkpoints": "seven"}, 'num_checkpoints: got "seven"; give a whole number'),
+    ({"checkpoint_in_cpu": "no"}, 'checkpoint_in_cpu: got "no"; choose true or false'),
+    ({"mpu": 3}, "mpu: got 3; give a shoal.Mesh, or an object with get_tensor_model_parallel_group()")])
+def test_options_that_configure_cannot_take_are_refused(given: dict[str, Any], message: str) -> None:
+    before = checkpointing.options()
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        checkpointing.configure(**given)
+    assert checkpointing.options() is before
+
+
+def test_keys_that_the_engine_reads_are_accepted_in_the_section() -> None:
+    checkpointing.configure(None, {"activation_checkpointing": {"recompute": "full", "number_checkpoints": 2.0}})
+    assert checkpointing.options().number_checkpoints == 2
+    checkpointing.configure(None, {"activation_checkpointing": None})
+    assert checkpointing.options().number_checkpoints is None
+    checkpointing.configure()

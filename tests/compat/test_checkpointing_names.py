@@ -102,3 +102,14 @@ def test_the_tracker_refuses_a_second_state_of_a_name_or_a_seed() -> None:
             tracker.add(name, seed)
     with pytest.raises(Exception, match="tracker"), tracker.fork("c"):
         pass
+
+
+def test_an_unknown_key_of_the_block_warns_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="shoal"):
+        checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {
+            "partition_activation_": True, "recompute": "full", "cpu_checkpointing": False}})
+    assert checkpointing.is_configured() and checkpointing.PARTITION_ACTIVATIONS is False
+    unknown = [each.message for each in caplog.records if "unknown key" in each.message]
+    assert unknown == ["activation_checkpointing.partition_activation_: unknown key, which has no effect; did you mean "
+                       "'partition_activations'?"]
+    checkpointing.configure(None)

@@ -28,8 +28,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shoal.activation.random_states import MODEL_PARALLEL, AllStates, RandomStates, ReenteredContext, seed_device
 from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices, version_witness
+from shoal.activation.settings import FunctionSettings
 from shoal.config.load import Source, read
-from shoal.config.problem import join
+from shoal.config.problem import join, raise_all, shown
+from shoal.config.resolve import resolve
 from shoal.device import HOST, can_pin, current_device, synchronize
 from shoal.errors import ConfigError, UsageError
 from shoal.log import warn_once
@@ -62,6 +64,9 @@ class CheckpointingOptions:
 
 
 _KEYS = frozenset(CheckpointingOptions.__dataclass_fields__) - {"configured", "mpu"}
+_KEYWORDS = {"contiguous_memory_optimization": "contiguous_checkpointing", "number_checkpoints": "num_checkpoints",
+             "cpu_checkpointing": "checkpoint_in_cpu", "synchronize_checkpoint_boundary": "synchronize"}
+"""The keywords of `configure` by their keys in the section, where the two differ."""
 
 
 class _Process:
@@ -192,19 +197,29 @@ def configure(mpu: Any = None, config: Source | None = None, *, partition_activa
               checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None) -> None:
     """Take the options of the section `activation_checkpointing` of `config`, then those of the keywords that are not None.
 
-    `mpu` is a `shoal.Mesh` or a Megatron-style object, whose tensor ranks partition. Raises ConfigError for a contiguous
-    buffer without `num_checkpoints`, or of inputs that stay where they are.
+    `mpu` is a `shoal.Mesh` or a Megatron-style object, whose tensor ranks partition. Raises ConfigError for unknown keys and
+    values that are not allowed, for a contiguous buffer without `num_checkpoints`, or of inputs that stay where they are.
     """
-    section = {} if config is None else read(config).get("activation_checkpointing", {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"activation_checkpointing: got a {type(section).__name__}; give a section of keys")
-    taken: dict[str, Any] = {key: value for key, value in section.items() if key in _KEYS}
+    if mpu is not None and _query(mpu, "group") is None and _query(mpu, "rank") is None:
+        raise ConfigError(f"mpu: got {shown(mpu)}; give a shoal.Mesh, or an object with get_tensor_model_parallel_group() "
+                          f"and get_tensor_model_parallel_rank()")
+    section = None if config is None else read(config).get("activation_checkpointing")
+    if not isinstance(section, dict | None):
+        raise ConfigError(f"activation_checkpointing: got {shown(section)}; give a JSON object")
     given: dict[str, Any] = {
         "partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
         "synchronize_checkpoint_boundary": synchronize, "profile": profile}
-    taken |= {key: value for key, value in given.items() if value is not None}
+    taken = _checked(section or {}, {key: f"activation_checkpointing.{key}" for key in section or {}})
+    taken |= _checked({key: value for key, value in given.items() if value is not None}, _KEYWORDS)
     take(CheckpointingOptions(mpu=mpu, configured=True, **taken))
+
+
+def _checked(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options among `values`. Raises ConfigError, with the key's name in `names`, where the section would."""
+    found = resolve(FunctionSettings, values)
+    raise_all([replace(problem, path=names.get(problem.path, problem.path)) for problem in found.findings.problems], None)
+    return found.section.model_dump(include=set(_KEYS), exclude_unset=True)
 
 
 def take(options: CheckpointingOptions) -> None:
@@ -257,10 +272,13 @@ def tensor_group(mpu: Any) -> dist.ProcessGroup | None:
 
 
 def _ask(mpu: Any, what: str) -> Any:
-    for name in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
-        if mpu is not None and callable(query := getattr(mpu, f"get_{name}_{what}", None)):
-            return query()
-    return None
+    query = _query(mpu, what)
+    return None if query is None else query()
+
+
+def _query(mpu: Any, what: str) -> Callable[[], Any] | None:
+    names = ("tensor_model_parallel", "slice_parallel", "model_parallel")
+    return next(filter(callable, (getattr(mpu, f"get_{name}_{what}", None) for name in names)), None)
 
 
 # Recompute

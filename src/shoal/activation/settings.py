@@ -17,7 +17,7 @@ from shoal.config.published import Published, inert
 from shoal.config.section import Conflict, Positive, Section, Switch, Text, any_case, integral
 from shoal.tier.settings import OffloadParam
 
-__all__ = ["ActivationSettings"]
+__all__ = ["ActivationSettings", "FunctionSettings"]
 
 _Recompute = Annotated[Literal["none", "selective", "full"], BeforeValidator(any_case("none", "selective", "full"))]
 _UNITS = {"": 1, **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
@@ -87,3 +87,21 @@ class ActivationSettings(Section):
         if self.cpu_checkpointing and self.rest == "nvme":
             yield Conflict(keys=("cpu_checkpointing", "rest"),
                            message='got true beside "rest": "nvme"; saved tensors rest in one place: remove one')
+
+
+class FunctionSettings(ActivationSettings):
+    """The same section as `checkpointing.configure` reads it: the published keys have an effect on recomputed functions."""
+
+    contiguous_memory_optimization: Switch = False
+    """Keep the inputs of one size in one buffer."""
+
+    number_checkpoints: Positive | None = None
+    """The functions whose inputs rest at once."""
+
+    synchronize_checkpoint_boundary: Switch = False
+    """Wait for the device before and after a function."""
+
+    profile: Switch = False
+    """Accepted with a warning: `with engine.trace() as trace` records the phases of a step."""
+
+    published: ClassVar[Mapping[str, Published]] = MappingProxyType({})

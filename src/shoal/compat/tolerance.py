@@ -24,7 +24,7 @@ from shoal.config.section import Section
 from shoal.engine.schema import Config
 from shoal.log import warn_once
 
-__all__ = ["INERT", "Inert", "tolerate"]
+__all__ = ["INERT", "Inert", "tolerate", "warn_unknown"]
 
 PERSISTENT_BELOW = 100_000
 """The published default of `stage3_param_persistence_threshold`: scripts read such parameters without gathering them."""
@@ -142,7 +142,7 @@ def _known(kind: type[Section], values: Mapping[str, Any], path: str) -> dict[st
         elif name in kind.model_fields or name in kind.published or kind.rewrite({key: value}).values != {key: value}:
             found[key] = value
         else:
-            _warn_unknown(kind, key, where)
+            warn_unknown(kind, key, where)
     return found
 
 
@@ -158,7 +158,8 @@ def _warn_inert(where: str, value: object, inert: Inert) -> None:
         warn_once(f"{where}: got {shown(value)}, which has no effect: {inert.reason}")
 
 
-def _warn_unknown(kind: type[Section], key: str, where: str) -> None:
+def warn_unknown(kind: type[Section], key: str, where: str) -> None:
+    """Warn once that `key` of a section, at the path `where`, has no effect; with the nearest key of `kind`."""
     match = nearest(key, [*kind.model_fields, *kind.published, *kind.aliases])
     homes = [name for name, section in nested(kind).items() if key in {*section.model_fields, *section.published}]
     hint = f"did you mean '{homes[0]}.{key}'?" if homes else f"did you mean '{match}'?" if match else (

@@ -23,7 +23,8 @@ from shoal.activation.checkpointing import reset as reset
 from shoal.activation.checkpointing import set_num_layers as set_num_layers
 from shoal.activation.random_states import MODEL_PARALLEL
 from shoal.activation.random_states import RandomStates as CudaRNGStatesTracker
-from shoal.compat.deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+from shoal.activation.settings import FunctionSettings
+from shoal.compat.deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT, DeepSpeedActivationCheckpointingConfig
 from shoal.compat.deepspeed.runtime.config import read_config
 from shoal.compat.deepspeed.runtime.utils import copy_to_device as copy_to_device
 from shoal.compat.deepspeed.runtime.utils import move_to_device as move_to_device
@@ -33,6 +34,7 @@ from shoal.compat.deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_rank,
     bwc_tensor_model_parallel_world_size,
 )
+from shoal.compat.tolerance import warn_unknown
 from shoal.errors import UsageError
 
 __all__ = ["CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "detach_variable", "extract_tensors",
@@ -71,13 +73,17 @@ def configure(mpu_: Any, deepspeed_config: Any = None, partition_activations: bo
               checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None) -> None:
     """Take the options of the block `activation_checkpointing`, and then those of the keywords that are not None.
 
-    Raises `AssertionError` for contiguous memory without partitioning, or without the number of checkpoints.
+    An unknown key of the block warns. Raises `AssertionError` for contiguous memory without partitioning, or without the
+    number of checkpoints.
     """
     taken: dict[str, Any] = {}
     if deepspeed_config is not None:
         param_dict = getattr(deepspeed_config, "_param_dict", None)
-        block = DeepSpeedActivationCheckpointingConfig(read_config(deepspeed_config) if param_dict is None else param_dict)
-        taken = block.repr()
+        param_dict = read_config(deepspeed_config) if param_dict is None else param_dict
+        taken = DeepSpeedActivationCheckpointingConfig(param_dict).repr()
+        for key in param_dict.get(ACT_CHKPT, {}):
+            if key not in FunctionSettings.model_fields:
+                warn_unknown(FunctionSettings, key, f"{ACT_CHKPT}.{key}")
     given: dict[str, Any] = {
         "partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
