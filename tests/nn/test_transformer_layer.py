@@ -163,12 +163,27 @@ def test_initial_values_are_copied_and_drawn_as_published(tmp_path: Path) -> Non
     ({"hidden_size": -1}, "hidden_size: got -1"), ({"heads": 5}, "heads: got 5; give a divisor of hidden_size"),
     ({"attn_dropout_ratio": 1.0}, "attn_dropout_ratio: got 1.0"), ({"num_hidden_layers": -1}, "num_hidden_layers: got -1"),
     ({"initializer_range": 0.0}, "initializer_range: got 0.0"), ({"intermediate_size": 0}, "intermediate_size: got 0"),
+    ({"layer_norm_eps": -1}, "layer_norm_eps: got -1; give a number of at least 0"),
+    ({"layer_norm_eps": float("nan")}, "layer_norm_eps: got nan"), ({"seed": "a"}, "seed: got 'a'; give a whole number"),
+    ({"hidden_size": "32"}, "hidden_size: got '32'; give a whole number"),
+    ({"attn_dropout_ratio": None}, "attn_dropout_ratio: got None; give a number"),
+    ({"fp16": "no"}, "fp16: got 'no'; give true or false"),
 ])  # fmt: skip
 def test_a_wrong_configuration_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         layer(**change)
     with pytest.raises(ConfigError, match="unknown keys hiden"):
         TransformerConfig.from_dict({"hiden": 1})
+
+
+def test_under_the_published_name_other_keys_warn(caplog: pytest.LogCaptureFixture) -> None:
+    from shoal.compat.deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+
+    with caplog.at_level("WARNING", logger="shoal"):
+        config = DeepSpeedTransformerConfig.from_dict({"hidden_size": HIDDEN, "heads": HEADS, "num_hidden_layers": 1,
+                                                       "hiden": 1})
+    assert "DeepSpeedTransformerConfig: unknown keys hiden" in caplog.text and vars(config)["hiden"] == 1
+    assert DeepSpeedTransformerLayer(config).config.hidden_size == HIDDEN
 
 
 def test_an_invertible_norm_with_a_gain_near_zero_is_refused_by_name() -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,6 +30,12 @@ from shoal.nn.probe import Choice, choose
 __all__ = ["TransformerConfig", "TransformerLayer"]
 
 _INITIAL = 8
+
+_RULES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "int": (lambda value: not isinstance(value, bool) and isinstance(value, Integral), "give a whole number"),
+    "float": (lambda value: not isinstance(value, bool) and isinstance(value, Real), "give a number"),
+    "bool": (lambda value: isinstance(value, Integral) and value in (0, 1), "give true or false")}
+"""Of each type of a field: whether a value is allowed, and the rule in words."""
 
 
 @dataclass
@@ -87,8 +94,12 @@ class TransformerConfig:
     def check(self) -> None:
         """Raise ConfigError for values that no layer can have."""
         def refuse(key: str, rule: str) -> None:
-            raise ConfigError(f"TransformerConfig.{key}: got {getattr(self, key)}; {rule}")
+            raise ConfigError(f"TransformerConfig.{key}: got {getattr(self, key)!r}; {rule}")
 
+        for field in fields(self):
+            allowed, rule = _RULES[str(field.type)]
+            if not allowed(getattr(self, field.name)):
+                refuse(field.name, rule)
         if self.hidden_size < 1:
             refuse("hidden_size", "give the width of hidden states")
         if self.heads < 1 or self.hidden_size % self.heads:
@@ -98,7 +109,9 @@ class TransformerConfig:
         for key in ("attn_dropout_ratio", "hidden_dropout_ratio"):
             if getattr(self, key) != -1 and not 0 <= getattr(self, key) < 1:
                 refuse(key, "give a probability from 0 to below 1, or -1 for none")
-        if self.initializer_range != -1 and self.initializer_range <= 0:
+        if not 0 <= self.layer_norm_eps < math.inf:
+            refuse("layer_norm_eps", "give a number of at least 0")
+        if self.initializer_range != -1 and not 0 < self.initializer_range < math.inf:
             refuse("initializer_range", "give a standard deviation above 0, or -1 for 0.02")
         if self.adjust_init_range and self.num_hidden_layers < 1:
             refuse("num_hidden_layers", "give the number of layers of the model, or set adjust_init_range to false")
