@@ -119,7 +119,8 @@ def test_more_functions_than_the_number_are_kept_with_a_warning(caplog: pytest.L
 
     store = ContiguousMemory(Memory(device=torch.device("cpu")), 2)
 
-    spans = [store.place(4, torch.uint8, "inputs").tensor for _ in range(3)]
+    with caplog.at_level("WARNING", logger="shoal"):
+        spans = [store.place(4, torch.uint8, "inputs").tensor for _ in range(3)]
     memory = [each.untyped_storage().data_ptr() for each in spans]
     assert memory[0] == memory[1] != memory[2] and spans[0].data_ptr() != spans[1].data_ptr()
     assert "more than 2 tensors of 4 elements" in caplog.text
