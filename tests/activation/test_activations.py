@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 from collections.abc import Iterator
@@ -382,3 +383,121 @@ def _different_inputs() -> None:
     engine = _engine(model, {"recompute": "full", "partition_activations": True}, mesh={"tensor": 2})
     torch.manual_seed(0)
     engine(torch.randn(ROWS, WIDTH))
+
+
+class _Draws(nn.Module):
+    """A block that draws from the named random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with shoal.checkpointing.get_cuda_rng_tracker().fork():
+            return x + torch.nn.functional.dropout(self.up(x), 0.3).tanh()
+
+
+class _Normalizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nn.functional.gelu(self.norm(self.up(x)))
+
+
+class _WritesInPlace(nn.Module):
+    """A block with `nn.ReLU(inplace=True)` behind a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.relu, self.down = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.relu(self.up(x)))
+
+
+_KINDS = {"draws": _Draws, "normalizes": _Normalizes, "writes": _WritesInPlace}
+
+
+def _states(kind: str, section: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_KINDS[kind]() for _ in range(BLOCKS)])
+    engine = _engine(model, section)
+    shoal.checkpointing.model_parallel_cuda_manual_seed(7)
+    for _ in range(STEPS):
+        engine.backward(engine(torch.randn(ROWS, WIDTH)).square().mean())
+        engine.step()
+    engine.destroy()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("section", [{"recompute": "full"}, {"recompute": "selective"}, {"budget": "1GB"}], ids=str)
+@pytest.mark.parametrize("kind", [*_KINDS])
+def test_blocks_with_state_of_their_own_recompute_as_kept(kind: str, section: dict[str, Any]) -> None:
+    kept, found = run_ranks(1, _states, kind, {})[0], run_ranks(1, _states, kind, section)[0]
+    assert [name for name, value in kept.items() if not torch.equal(value, found[name])] == []
+
+
+def _decoder(kind: str) -> nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                                                  num_attention_heads=4, num_key_value_heads=2))
+    if kind == "gpt2":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=64))
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4,
+                                                     decoder_start_token_id=0))
+
+
+def _train_decoder(kind: str, section: dict[str, Any]) -> list[Tensor]:
+    """Return the weights after a step without padding and one with it, and the length of the cache of an evaluation."""
+    model = _decoder(kind).train()
+    engine = _engine(model, section)
+    ids, mask = torch.randint(64, (2, 24)), torch.ones(2, 24, dtype=torch.long)
+    for kept in (24, 18):
+        mask[0, kept:] = 0
+        engine.backward(engine(input_ids=ids, labels=ids, attention_mask=mask).loss)
+        engine.step()
+    model.eval()
+    cache = engine(input_ids=ids, labels=ids, attention_mask=mask).past_key_values
+    engine.destroy()
+    return [*(parameter.detach().clone() for parameter in model.parameters()), torch.tensor(cache.get_seq_length())]
+
+
+@pytest.mark.parametrize("section", [{"recompute": "full"}, {"recompute": "selective"}, {"budget": "1GB"}], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+def test_a_cache_that_training_fills_does_not_disturb_recompute(kind: str, section: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    kept, found = run_ranks(1, _train_decoder, kind, {})[0], run_ranks(1, _train_decoder, kind, section)[0]
+    assert all(map(torch.equal, kept, found))
+
+
+def _twice(recompute: str) -> bool:
+    engine = _engine(_model("blocks"), {"recompute": recompute})
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    loss = engine(x).square().mean()
+    first, = torch.autograd.grad(loss, x, retain_graph=True)
+    second, = torch.autograd.grad(loss, x)
+    return torch.equal(first, second)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_second_backward_of_recomputed_blocks_gives_the_same(recompute: str) -> None:
+    assert run_ranks(1, _twice, recompute) == [True]
+
+
+def test_a_copy_of_a_model_that_recomputes_keeps_its_activations() -> None:
+    assert run_ranks(1, _copied) == [1]
+
+
+def _copied() -> int:
+    model = _model("blocks")
+    engine = _engine(model, {"recompute": "full"})
+    twin, calls = copy.deepcopy(model), list[int]()
+    engine.destroy()
+    twin.get_submodule("0.up").register_forward_hook(lambda module, args, output: calls.append(1))
+    twin(torch.randn(4, WIDTH)).sum().backward()
+    return len(calls)

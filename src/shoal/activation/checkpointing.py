@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shoal.activation.random_states import MODEL_PARALLEL, AllStates, RandomStates, ReenteredContext, seed_device
+from shoal.activation.random_states import (
+    MODEL_PARALLEL,
+    TRACKER,
+    AllStates,
+    RandomStates,
+    ReenteredContext,
+    seed_device,
+)
 from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices, version_witness
 from shoal.activation.settings import FunctionSettings
 from shoal.config.load import Source, read
@@ -74,7 +81,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.options = CheckpointingOptions()
-        self.tracker = RandomStates()
+        self.tracker = TRACKER
         self._resting: SavedActivations | None = None
 
     def set(self, options: CheckpointingOptions) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.device import current_device, manual_seed, on_accelerator, rng_state, set_rng_state
 from shoal.errors import UsageError
 
-__all__ = ["MODEL_PARALLEL", "AllStates", "RandomStates", "ReenteredContext", "seed_device"]
+__all__ = ["MODEL_PARALLEL", "TRACKER", "AllStates", "RandomStates", "ReenteredContext", "seed_device"]
 
 MODEL_PARALLEL = "model-parallel-rng"
 """The name of the random state of slices, which differs between tensor ranks."""
@@ -67,6 +67,10 @@ class RandomStates:
         finally:
             self.states_[name] = _state()
             _set_state(before)
+
+
+TRACKER = RandomStates()
+"""The named states of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
