@@ -237,7 +237,15 @@ class _JobMonitor:
         """The first signal that this process got."""
 
     def begin_attempt(self) -> None:
-        """Have the first host that takes part open the store of the next attempt; it begins when that is open."""
+        """Have the first host that takes part open the store of the next attempt; it begins when that is open.
+
+        Where the ranks of a host have ended, it cannot take part, and the job ends.
+        """
+        nodes = [self.cluster.nodes[number] for number in self.hosts]
+        if over := [node.name for node in nodes if node.code is not None]:
+            print_status(f"shoal run: no other attempt follows, for the ranks of {' and '.join(over)} have ended")
+            self.end(signal.SIGTERM)
+            return
         self._serving = self.hosts[0]
         self.cluster.send(Serve(), [self.cluster.nodes[self._serving]])
 
@@ -296,7 +304,7 @@ class _JobMonitor:
         nodes = self.cluster.nodes
         left = [number for number in self.hosts if number not in lost]
         goes_on = len(left) >= self.cluster.job.least and self.deadline == float("inf")
-        if not goes_on or any(nodes[number].has_ended for number in left):
+        if not goes_on:
             self.end(signal.SIGTERM)
             return
         for number in lost:
