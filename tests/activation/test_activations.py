@@ -501,3 +501,35 @@ def _copied() -> int:
     twin.get_submodule("0.up").register_forward_hook(lambda module, args, output: calls.append(1))
     twin(torch.randn(4, WIDTH)).sum().backward()
     return len(calls)
+
+
+def _stack_of_our_layers(stage: int) -> int:
+    config = shoal.nn.TransformerConfig(hidden_size=WIDTH, heads=4, num_hidden_layers=BLOCKS)
+    model = nn.Sequential(*[shoal.nn.TransformerLayer(config) for _ in range(BLOCKS)], nn.Linear(WIDTH, 8), nn.Linear(8, 8))
+    engine = _engine(model, {"recompute": "full"}, stage)
+    engine.backward(engine(torch.randn(2, 5, WIDTH)).sum())
+    return len(engine.recomputed)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_transformer_layers_in_a_list_are_blocks_to_recompute(stage: int) -> None:
+    assert run_ranks(1, _stack_of_our_layers, stage) == [BLOCKS]
+
+
+def _lengths(folder: str, lengths: list[int]) -> list[int]:
+    """Return the bytes on disk after a step of each length."""
+    engine = _engine(_model("blocks"), {"rest": "nvme", "nvme_path": folder})
+    found: list[int] = []
+    for rows in lengths:
+        engine.backward(engine(torch.randn(rows, WIDTH)).square().mean())
+        engine.step()
+        found.append(engine.activations._spans._store.swap.disk_bytes)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_inputs_of_other_lengths_do_not_fill_the_store(step: int, tmp_path: Path) -> None:
+    found = run_ranks(1, _lengths, str(tmp_path), list(range(ROWS, ROWS + 200, 10))[::step])[0]
+    of_longest = found[0] if step < 0 else run_ranks(1, _lengths, str(tmp_path), [ROWS + 190])[0][0]
+    assert max(found) <= 1.2 * of_longest

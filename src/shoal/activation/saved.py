@@ -62,7 +62,10 @@ class _ModuleGroup:
 
 
 class _Spans:
-    """Spans of a store as the compute device uses them, kept for the next storage of their size."""
+    """Spans of a store as the compute device uses them, kept for the next storage of about their size.
+
+    Lengths of inputs change from step to step. A span that is too small for what comes now makes room for the new one.
+    """
 
     def __init__(self, store: Store, device: torch.device):
         self._store = store
@@ -71,11 +74,21 @@ class _Spans:
         self._closed = False
 
     def take(self, size: int) -> PlacedSpan:
-        """Return a span of `size` bytes that no one uses."""
-        free = self._free.get(size)
-        if free:
-            return free.pop()
+        """Return a span that no one uses, of at least `size` bytes and at most half as many again."""
+        fits = [each for each in self._free if size <= each <= 1.5 * size]
+        if fits:
+            return self._pop(min(fits))
+        small = [each for each in self._free if each < size <= 2 * each]
+        if small:
+            self._close(self._pop(max(small)))
         return mirrored(self._device, self._store, size, torch.uint8, f"saved activations of {size:,} bytes")[0]
+
+    def _pop(self, size: int) -> PlacedSpan:
+        free = self._free[size]
+        span = free.pop()
+        if not free:
+            del self._free[size]
+        return span
 
     def give(self, span: PlacedSpan) -> None:
         """Keep a span for the next use."""
@@ -172,6 +185,8 @@ class _RestingStorage:
         self.original = StorageWeakRef(source.untyped_storage())
         """Keeps the identity of the storage from being used again while this copy can be found by it."""
         self._bytes = source.numel()
+        self.bytes = own.numel()
+        """Bytes that rest."""
         self._slices = slices
         self._gathering: SliceGather | None = None
         self._spans = spans
@@ -180,21 +195,20 @@ class _RestingStorage:
         self._arriving: Transfer | None = None
         self._restored: Tensor | None = None
         self._span.fetch(fresh=True).wait()
-        self._span.tensor.copy_(own)
+        self._resting.copy_(own)
         self._span.commit()
         group.add(self)
 
     @property
-    def bytes(self) -> int:
-        """Bytes that rest."""
-        return self._span.tensor.numel()
+    def _resting(self) -> Tensor:
+        return self._span.tensor[:self.bytes]
 
     def fetch(self) -> None:
         """Start bringing the copy back."""
         if self._arriving is None and self._restored is None:
             self._arriving = self._span.fetch()
             if self._slices is not None and self._arriving is DONE and not self._slices.is_gathering:
-                self._gathering = self._slices.gather(self._span.tensor)
+                self._gathering = self._slices.gather(self._resting)
 
     def restored(self) -> Tensor:
         """Return the bytes of the storage on the compute device.
@@ -208,9 +222,9 @@ class _RestingStorage:
             arriving, self._arriving = self._arriving or DONE, None
             arriving.wait()
             if self._slices is None:
-                self._restored = self._span.tensor.clone()
+                self._restored = self._resting.clone()
             else:
-                gathering, self._gathering = self._gathering or self._slices.gather(self._span.tensor), None
+                gathering, self._gathering = self._gathering or self._slices.gather(self._resting), None
                 self._restored = gathering.wait()[:self._bytes]
                 self._group.fetch_ahead()  # one all-gather is in flight at a time
             self._span.commit(changed=False)

@@ -32,8 +32,9 @@ def recompute_as_configured(settings: Config, engine: BaseEngine) -> None:
     engine.recompute(_blocks_with_layers(engine), recompute)
     if not any(engine.parameter_groups.world.gather_objects(len(engine.recomputed))):
         raise ConfigError(f"activation_checkpointing.{key}: got {got}; the {type(engine.module).__name__} "
-                          f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers in "
-                          f"them). Call torch.utils.checkpoint.checkpoint in its forward, or remove the key")
+                          f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers or "
+                          f"several matrices in them). Call torch.utils.checkpoint.checkpoint in its forward, or remove "
+                          f"the key")
 
 
 def _blocks_with_layers(engine: BaseEngine) -> list[nn.Module]:
@@ -49,7 +50,12 @@ def _blocks_with_layers(engine: BaseEngine) -> list[nn.Module]:
         counts = Counter(name for coordinate, names in listed if coordinate == 0 for name in names)
         found |= {layer: None for layer in layers
                   if counts[_class(layer)] > 1 and not any(module in found for module in layer.modules())}
-    return [module for module in found if any(True for _ in module.children())]
+    return [module for module in found if _has_layers(module)]
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Whether a module computes more than one layer does: it has children, or the matrices of several layers."""
+    return any(True for _ in module.children()) or sum(parameter.ndim > 1 for parameter in module.parameters()) > 1
 
 
 def _class(module: nn.Module) -> str:
