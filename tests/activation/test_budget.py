@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -237,3 +237,44 @@ def test_sizes_are_bytes_or_texts_with_a_unit(text: object, size: int) -> None:
     from shoal.activation import ActivationSettings
 
     assert ActivationSettings.model_validate({"budget": text}).budget == size
+
+
+class _Doubles(nn.Module):
+    """A block whose output has twice as many rows as its input, so that later blocks of its kind save more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(2, 1)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def _growing() -> tuple[int, int]:
+    """Return the budget, and the bytes of saved tensors that are alive after the forward of the second step."""
+    budget = 20_000_000
+    torch.manual_seed(0)
+    engine: Any = shoal.initialize(model=nn.Sequential(*[_Doubles() for _ in range(4)]), config={
+        "train_micro_batch_size_per_gpu": 1, "log_level": "error", "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "activation_checkpointing": {"budget": budget}})[0]
+    engine.backward(engine(torch.randn(400, 64)).square().mean())
+    engine.step()
+    found: dict[int, tuple[StorageWeakRef, int]] = {}
+    plain = engine.activations.budget.see
+
+    def see(tensor: Tensor, module: object) -> None:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        plain(tensor, module)
+
+    engine.activations.budget.see = see
+    output = engine(torch.randn(400, 64))
+    alive = sum(size for reference, size in found.values() if not reference.expired())
+    del output
+    return budget, alive
+
+
+def test_a_budget_holds_where_later_blocks_of_a_kind_save_more() -> None:
+    budget, alive = run_ranks(1, _growing)[0]
+    assert alive <= budget

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shoal.activation.recompute import RecomputeMode, kept_bytes, recompute_blocks
+from shoal.activation.recompute import RecomputeMode, input_bytes, kept_bytes, recompute_blocks
 from shoal.errors import ConfigError
 from shoal.log import logger
 
@@ -174,6 +174,18 @@ class Budget:
         return "a pass" if most == 1 else f"{most} passes in flight"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """The bytes that one block saved, and those of its input."""
+
+    bytes: int
+    inputs: int
+
+    def scaled(self, inputs: int) -> int:
+        """Return the bytes for an input of another size: blocks of one kind may get more rows than the block before."""
+        return self.bytes if inputs == self.inputs or not self.inputs else -(-self.bytes * inputs // self.inputs)
+
+
 class _MeasuredRoot:
     """The blocks of one root, with the bytes that a pass through it saves."""
 
@@ -221,20 +233,16 @@ class _MeasuredRoot:
         return False
 
     def _measure(self, seen: Counter[object]) -> PassBytes:
-        kept: dict[object, int] = {}
-        selective: dict[object, int] = {}
-        for index, kind in enumerate(self._kinds):
-            match self._probe(index):
-                case RecomputeMode.NONE:
-                    kept[kind] = seen[index]
-                case RecomputeMode.SELECTIVE:
-                    selective[kind] = seen[index] + kept_bytes(self._blocks[index])
-                case RecomputeMode.FULL:
-                    pass
-        inputs = {kind: min((seen[index] for index, other in enumerate(self._kinds)
-                             if other == kind and self._probe(index) is not RecomputeMode.NONE), default=kept[kind])
-                  for kind in kept}
-        numbers = [value for kind in self._kinds for value in (inputs[kind], selective.get(kind, kept[kind]), kept[kind])]
+        found: dict[object, list[_Sample]] = {}
+        for index, (module, kind) in enumerate(zip(self._blocks, self._kinds, strict=True)):
+            mode, inputs = self._probe(index), input_bytes(module)
+            if mode is RecomputeMode.SELECTIVE:
+                found.setdefault((kind, mode), []).append(_Sample(bytes=seen[index] + kept_bytes(module), inputs=inputs))
+                mode = RecomputeMode.FULL  # where the hooks see it, it saves its inputs
+            found.setdefault((kind, mode), []).append(_Sample(bytes=seen[index], inputs=inputs))
+        numbers = [min(each.scaled(input_bytes(module)) for each in found.get((kind, mode), found[kind, RecomputeMode.NONE]))
+                   for module, kind in zip(self._blocks, self._kinds, strict=True)
+                   for mode in (RecomputeMode.FULL, RecomputeMode.SELECTIVE, RecomputeMode.NONE)]
         *numbers, outside = self._most_of([*numbers, seen[-1]])
         return PassBytes(outside=outside, blocks=tuple(
             BlockBytes(inputs=numbers[at], selective=numbers[at + 1], kept=numbers[at + 2])

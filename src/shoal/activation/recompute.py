@@ -33,7 +33,7 @@ from shoal.activation.random_states import TRACKER, AllStates, ReenteredContext
 from shoal.log import warn_once
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "kept_bytes", "recompute_blocks"]
+__all__ = ["RecomputeMode", "input_bytes", "kept_bytes", "recompute_blocks"]
 
 
 class RecomputeMode(Enum):
@@ -67,6 +67,8 @@ class _Block:
         """The activations that the block computes again, from its next forward on."""
         self.kept = 0
         """Bytes of outputs that the last forward kept with selective recompute."""
+        self.input_bytes = 0
+        """Bytes of the first tensor among the arguments of the last forward."""
         self._names = tuple(signature(module.forward).parameters)
         self._recomputes = False
         self._forward: Generator[None] | None = None
@@ -81,6 +83,7 @@ class _Block:
                 kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._recomputes:
             return self._with_own_cache(args, kwargs)  # those given may serve another recompute
+        self.input_bytes = next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0)
         if self.recompute is RecomputeMode.NONE or not torch.is_grad_enabled():
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
@@ -231,3 +234,8 @@ def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> 
 def kept_bytes(module: nn.Module) -> int:
     """Return the bytes of outputs that the last forward of a block with selective recompute kept."""
     return _blocks[module].kept if module in _blocks else 0
+
+
+def input_bytes(module: nn.Module) -> int:
+    """Return the bytes of the first tensor among the arguments of a block's last forward."""
+    return _blocks[module].input_bytes if module in _blocks else 0
