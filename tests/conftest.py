@@ -4,6 +4,7 @@ Ranks and the reference process sum in the same order only with the same number 
 slow each other down.
 """
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("host")
         if DEVICE != "cpu" and mark is not None:
             item.add_marker(pytest.mark.skip(reason=f"the CPU's alone: {mark.args[0]}"))
+
+
+@pytest.fixture(autouse=True)
+def own_log_level() -> Iterator[None]:
+    """Give the logger its level back: an engine that a test builds in pytest's own process sets that of its key."""
+    logger = logging.getLogger("shoal")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)
