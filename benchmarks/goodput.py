@@ -117,7 +117,7 @@ def peer_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], int
     rank, done, saving = dist.get_rank(), 0, None
     model = DistributedDataParallel(task.build(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    if complete := sorted(options.folder.glob("step*/.metadata")):
+    if complete := sorted(options.folder.glob("step[0-9]*/.metadata")):
         folder = complete[-1].parent
         weights, state = get_state_dict(model, optimizer)
         load({"model": weights, "optimizer": state}, checkpoint_id=folder)
@@ -134,7 +134,7 @@ def peer_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], int
         if options.steps > PLAIN_STEPS and done % options.peer_every == 0:
             if saving is not None:
                 saving.result()
-                old = sorted(options.folder.glob("step*"))[:-2] if rank == 0 else ()
+                old = sorted(options.folder.glob("step[0-9]*"))[:-2] if rank == 0 else ()
                 for folder in old:
                     shutil.rmtree(folder, ignore_errors=True)
             weights, state = get_state_dict(model, optimizer)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.activation import SavedActivations
+from shoal.activation.recompute import is_kept
 from shoal.activation.saved import version_witness
 from shoal.errors import ConfigError, TierError, UsageError
 from shoal.tensor_parallel import Column, Plan, Row, parallelize
@@ -274,6 +275,14 @@ def test_a_damaged_file_is_an_error_of_backward(tmp_path: Path) -> None:
         file.write(b"damage")
     with pytest.raises(TierError, match="checksum"):
         view.restore()
+
+
+def test_selective_recompute_runs_attention_with_dropout_again() -> None:
+    func, (q, k, v) = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ones(3, 1, 1, 2, 2)
+    assert is_kept(func, (q, k, v), {})
+    assert is_kept(func, (q, k, v, 0.0), {"is_causal": True})
+    assert not is_kept(func, (q, k, v, 0.1), {})
+    assert not is_kept(func, (q, k, v), {"dropout_p": 0.1})
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from shoal.activation.random_states import TRACKER, AllStates, ReenteredContext
 from shoal.log import warn_once
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "input_bytes", "kept_bytes", "recompute_blocks"]
+__all__ = ["RecomputeMode", "input_bytes", "is_kept", "kept_bytes", "recompute_blocks"]
 
 
 class RecomputeMode(Enum):
@@ -183,8 +183,19 @@ class _Outputs:
         return any(each._version != version for each, version in self._kept[call][1])
 
 
-class _Keep(TorchDispatchMode):
-    """Keeps the outputs of products."""
+def is_kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether selective recompute keeps what a call returns.
+
+    Attention that drops probabilities runs again: without it the random numbers of what follows would be others.
+    """
+    if func not in _KEPT:
+        return False
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return not named.get("dropout_p")
+
+
+class _SelectiveMode(TorchDispatchMode):
+    """Counts the calls whose outputs are kept: those of a forward and of its recompute have the same numbers."""
 
     def __init__(self, outputs: _Outputs):
         super().__init__()
@@ -195,27 +206,22 @@ class _Keep(TorchDispatchMode):
         """See a compiled function as one operator, as torch's selective checkpoint does."""
         return True
 
+
+class _Keep(_SelectiveMode):
+    """Keeps the outputs of products."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func in _KEPT:
+        if is_kept(func, args, kwargs or {}):
             self._outputs.keep(next(self._calls), output)
         return output
 
 
-class _Take(TorchDispatchMode):
+class _Take(_SelectiveMode):
     """Takes the outputs of products that the forward kept, and computes the others."""
 
-    def __init__(self, outputs: _Outputs):
-        super().__init__()
-        self._outputs, self._calls = outputs, count()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """See a compiled function as one operator, as torch's selective checkpoint does."""
-        return True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        output = self._outputs.take(next(self._calls)) if func in _KEPT else None
+        output = self._outputs.take(next(self._calls)) if is_kept(func, args, kwargs or {}) else None
         return func(*args, **(kwargs or {})) if output is None else output
 
 

@@ -17,6 +17,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Container
@@ -24,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
+
+from shoal.errors import LaunchError
 
 __all__ = ["MARK", "Guardian", "is_abandoned", "marked", "memory_folder", "remove_abandoned", "sweep"]
 
@@ -78,13 +81,20 @@ def remove_abandoned() -> None:
 
 
 def _locked_folder(mark: str) -> int:
-    """Make the folder in memory of a launch, and return the descriptor that holds its lock."""
+    """Make the folder in memory of a launch, and return the descriptor that holds its lock.
+
+    Raises `LaunchError` where the folder cannot be made.
+    """
     folder = Path(memory_folder(mark))
-    folder.mkdir(mode=0o700, exist_ok=True)
     draft = folder / f"{LOCK}.part"
-    descriptor = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    draft.rename(folder / LOCK)  # whoever finds it finds it locked
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        draft.rename(folder / LOCK)  # whoever finds it finds it locked
+    except OSError as error:
+        raise LaunchError(f"{socket.gethostname()}: {folder}, the folder in memory of this launch, cannot be made: "
+                          f"{error.strerror}; make room in {folder.parent}") from error
     return descriptor
 
 
