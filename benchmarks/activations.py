@@ -82,7 +82,7 @@ def child(way: str, options: argparse.Namespace) -> None:
     grown = _resident("VmHWM") - before
     training.engine.step()
     budget = None if training.engine.activations is None else training.engine.activations.budget
-    modes = [] if budget is None else [each.value for choice in budget.choices for each in choice]
+    modes = [] if budget is None else [each.recompute.value for choice in budget.choices for each in choice]
     expected = 0 if budget is None else budget.expected
     sys.stdout.write(json.dumps({"grown": grown, "expected": expected, "modes": modes}) + "\n")
 

@@ -1,11 +1,12 @@
 """Layers of `shoal.nn` beside Hugging Face's and torch's: time, saved bytes and the memory of the loss.
 
-    python benchmarks/transformer_layer.py [--rounds 5] [--parts layer loss step] [--compile] [--processor-time]
+    python benchmarks/transformer_layer.py [--rounds 5] [--parts layer passes loss step] [--compile] [--processor-time]
 
 Forward and backward in fp32, one thread. Ways of one comparison take turns, after a turn that is not counted; a row is the
 median of the rounds, and a ratio the median of the ratios of the rounds. With `--processor-time` the clock counts the
 process's own time, for machines that others use too. `layer`: hidden 768, 12 heads, batch 4 x 512 tokens, beside BertLayer
-with SDPA. `loss`: GPT-2's head of 50,257 words. `step`: the 30m GPT of examples/gpt,
+with SDPA. `passes`: each fused pass of shoal.nn over as many hidden states (4 x as wide for GELU and SwiGLU; a quarter of
+the tokens for the cross entropy). `loss`: GPT-2's head of 50,257 words. `step`: the 30m GPT of examples/gpt,
 4 x 256 tokens, with and without `"kernels": {"linear": "auto"}`.
 """
 
@@ -31,8 +32,14 @@ from shoal.nn import (
     TiledLoss,
     TransformerConfig,
     TransformerLayer,
+    bias_gelu,
+    cross_entropy,
+    dropout_add_norm,
     inject_transformer_layers,
+    rms_norm,
+    rotary,
     set_linear_kernels,
+    swiglu,
     tiled_cross_entropy,
 )
 from shoal.nn.probe import choose, describe
@@ -41,6 +48,8 @@ from shoal.products import TORCH
 HIDDEN, HEADS, BATCH, LENGTH = 768, 12, 4, 512
 WORDS, TOKENS = 50_257, BATCH * LENGTH
 MEBI = 1 << 20
+
+_PARTS = ("layer", "passes", "loss", "step")
 
 Turn = Callable[[], object]
 
@@ -133,6 +142,45 @@ def loss_ways() -> dict[str, Turn]:
 
     return {"whole logits": plain, "tiles, torch's products": tiled(False), "tiles": tiled(True),
             "tiles, recomputed": tiled(True, True)}
+
+
+def fused_ways() -> dict[str, dict[str, Turn]]:
+    """Return, of each fused pass, its forward and backward by torch's operations and by `shoal.nn`."""
+    torch.manual_seed(0)
+    x, y, gain, shift = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN), torch.ones(HIDDEN), torch.zeros(HIDDEN)
+    wide, wider, bias = torch.randn(TOKENS, 4 * HIDDEN), torch.randn(TOKENS, 4 * HIDDEN), torch.zeros(4 * HIDDEN)
+    angles = torch.randn(LENGTH, HIDDEN // HEADS // 2)
+    heads, cosines, sines = torch.randn(BATCH, HEADS, LENGTH, HIDDEN // HEADS), angles.cos(), angles.sin()
+    double = [torch.cat([each, each], -1) for each in (cosines, sines)]
+    logits, targets = torch.randn(TOKENS // 4, WORDS), torch.randint(WORDS, (TOKENS // 4,))
+
+    def norm(x: Tensor, y: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+        return F.layer_norm(F.dropout(x + shift, 0.1) + y, (HIDDEN,), gain, shift)
+
+    def rotated(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * double[0] + torch.cat([-high, low], -1) * double[1]
+
+    def turn(operation: Callable[..., Tensor], *operands: Tensor) -> Turn:
+        leaves = [each.clone().requires_grad_() for each in operands]
+        gradient = torch.randn_like(operation(*leaves))
+
+        def run() -> None:
+            torch.autograd.grad(operation(*leaves), leaves, gradient)
+
+        return run
+
+    def both(torchs: Callable[..., Tensor], mine: Callable[..., Tensor], *operands: Tensor) -> dict[str, Turn]:
+        return {"torch": turn(torchs, *operands), "shoal.nn": turn(mine, *operands)}
+
+    return {
+        "bias_gelu": both(lambda x, b: F.gelu(x + b), bias_gelu, wide, bias),
+        "dropout_add_norm": both(norm, lambda x, y, g, s: dropout_add_norm(x, y, g, s, bias=s, dropout=0.1),
+                                 x, y, gain, shift),
+        "rms_norm": both(lambda x, g: F.rms_norm(x, (HIDDEN,), g, 1e-6), rms_norm, x, gain),
+        "swiglu": both(lambda g, u: F.silu(g) * u, swiglu, wide, wider),
+        "rotary": both(rotated, lambda x: rotary(x, cosines, sines), heads),
+        "cross_entropy": both(lambda z: F.cross_entropy(z, targets), lambda z: cross_entropy(z, targets), logits)}
 
 
 def peak(turn: Turn) -> float:
@@ -230,6 +278,9 @@ def main() -> None:
                             rows=tuple((name, f"{found:.0f}") for name, found in peaks.items())))
         targets.append(Target(what="memory of the loss in tiles, of whole logits",
                               measured=peaks["tiles"] / peaks["whole logits"], high=1 / 3))
+    if "passes" in options.parts:
+        for name, ways in fused_ways().items():
+            add(Comparison(title=name, ways=ways, least={"shoal.nn": 1.0}))
     if "step" in options.parts:
         add(Comparison(title="a step of a GPT", ways=step_ways(), least={"kernels.linear auto": 1.4}))
     note = (f"fp32, one thread; {options.rounds} rounds; {'processor time' if options.processor_time else 'wall time'}. "
@@ -241,7 +292,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (5)")
-    parser.add_argument("--parts", nargs="+", default=("layer", "loss", "step"), choices=("layer", "loss", "step"))
+    parser.add_argument("--parts", nargs="+", default=_PARTS, choices=_PARTS)
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile of the BertLayer")
     parser.add_argument("--processor-time", action="store_true", help="count the process's own time, not the clock's")
     parser.add_argument("--peak", help=argparse.SUPPRESS)

@@ -46,19 +46,22 @@ class Block(nn.Module):
 class UserRecompute(nn.Module):
     """A block that a script recomputes itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self._reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=bool(number % 2))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self._reentrant)
         return x
 
 
 def _model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return UserRecompute() if kind == "user" else nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 8))
+    if kind == "blocks":
+        return nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 8))
+    return UserRecompute(reentrant=kind == "reentrant")
 
 
 def _engine(model: nn.Module, section: dict[str, Any], stage: int = 0, accumulation: int = 1, **more: Any) -> Any:
@@ -108,16 +111,19 @@ def test_full_recompute_rests_the_inputs_of_blocks_alone(tmp_path: Path) -> None
     assert rested == STEPS * (BLOCKS + 1) * BYTES  # of the blocks, and of the layer behind them
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_inputs_of_a_scripts_own_recompute_rest(stage: int, tmp_path: Path) -> None:
-    assert _same(1, "user", {"rest": "nvme", "nvme_path": str(tmp_path)}, stage, 1) >= STEPS * (BLOCKS // 2 + 1) * BYTES
+@pytest.mark.parametrize("kind", ["reentrant", "functional"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_inputs_of_a_scripts_own_recompute_rest(stage: int, kind: str, tmp_path: Path) -> None:
+    accumulation = 1 + (stage + len(kind)) % 2
+    rested = _same(2, kind, {"rest": "nvme", "nvme_path": str(tmp_path)}, stage, accumulation)
+    assert rested >= STEPS * accumulation * BLOCKS * BYTES
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_host_rest_is_bitwise_on_a_device_that_is_behind(recompute: str, stage: int) -> None:
+@pytest.mark.parametrize("section", [{}, {"recompute": "full"}, {"budget": "2MB"}], ids=str)
+def test_host_rest_is_bitwise_on_a_device_that_is_behind(section: dict[str, Any], stage: int) -> None:
     with ranks_on(prepare):
-        assert _same(1, "blocks", {"recompute": recompute, "cpu_checkpointing": True}, stage, 1) > 0
+        assert _same(1, "blocks", {**section, "cpu_checkpointing": True}, stage, 1) > 0
 
 
 def test_each_storage_rests_once_however_many_nodes_save_it(tmp_path: Path) -> None:

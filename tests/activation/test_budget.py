@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal.activation import RecomputeMode
-from shoal.activation.budget import BlockBytes, Budget, Moment, PassBytes, choose, peak
+from shoal.activation.budget import (
+    RESTING,
+    STAYING,
+    ActivationPlan,
+    BlockBytes,
+    Budget,
+    Moment,
+    PassBytes,
+    choose,
+    describe,
+    peak,
+)
 from shoal.errors import ConfigError
 from shoal.pipeline.layer import LayerSpec
 from shoal.pipeline.module import PipelineModule
@@ -30,26 +41,30 @@ def _blocks(draw: st.DrawFn) -> list[BlockBytes]:
     found: list[BlockBytes] = []
     for _ in range(draw(st.integers(1, 8))):
         inputs, selective, kept = sorted(draw(st.lists(st.integers(1, 1000), min_size=3, max_size=3)))
-        found.append(BlockBytes(inputs=inputs, selective=selective, kept=kept))
+        found.append(BlockBytes(inputs=inputs, selective=selective, kept=kept, staying=draw(st.integers(0, kept)),
+                                staying_inputs=draw(st.integers(0, inputs))))
     return found
 
 
-FULL, NONE = RecomputeMode.FULL, RecomputeMode.NONE
+FULL, NONE = STAYING[0], STAYING[-1]
 IN_FLIGHT = (frozenset({Moment(0, (2,), (0,)), Moment(None, (1,), (1,))}), frozenset({Moment(0, (0,), (0,))}))
 
 
-@given(_blocks(), st.integers(0, 1000), st.integers(1, 20_000), st.sampled_from(IN_FLIGHT))
+@given(_blocks(), st.integers(0, 1000), st.integers(1, 20_000), st.sampled_from(IN_FLIGHT),
+       st.sampled_from((STAYING, RESTING)))
 def test_the_peak_of_a_choice_is_within_the_budget(blocks: list[BlockBytes], outside: int, budget: int,
-                                                   moments: frozenset[Moment]) -> None:
-    passes = [PassBytes(blocks=tuple(blocks), outside=outside)]
-    choices = choose(passes, budget, moments)
+                                                   moments: frozenset[Moment], plans: tuple[ActivationPlan, ...]) -> None:
+    passes = [PassBytes(blocks=tuple(blocks), outside=outside, largest=1000)]
+    choices = choose(passes, budget, moments, plans)
     if choices is None:
-        assert peak(passes, [[FULL] * len(blocks)], moments) > budget
+        assert peak(passes, [[plans[0]] * len(blocks)], moments) > budget
         return
     choice, = choices
     assert peak(passes, choices, moments) <= budget
-    for index, recompute in enumerate(choice):  # and none can recompute less
-        if recompute is not NONE:
+    if plans is RESTING:
+        return  # a block that keeps its tensors frees the room of a fetch ahead: its neighbour may take another plan
+    for index, plan in enumerate(choice):  # and none can recompute less
+        if plan != NONE:
             assert peak(passes, [[*choice[:index], NONE, *choice[index + 1:]]], moments) > budget
 
 
@@ -86,7 +101,7 @@ def _trained(section: dict[str, Any], rows: tuple[int, ...] = (ROWS, ROWS, ROWS)
 
 
 def _modes(budget: Budget) -> list[str]:
-    return [each.value for choice in budget.choices for each in choice]
+    return [each.recompute.value for choice in budget.choices for each in choice]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -136,8 +151,8 @@ class _LiveBytes:
     def watch(self, budget: Budget) -> None:
         see = budget.see
 
-        def seen(tensor: torch.Tensor, module: object) -> None:
-            see(tensor, module)
+        def seen(tensor: torch.Tensor, module: object, *, moves: bool = False) -> None:
+            see(tensor, module, moves=moves)
             reference = StorageWeakRef(tensor.untyped_storage())
             self._seen = {key: each for key, each in self._seen.items() if not each[0].expired()}
             self._seen[reference.cdata] = reference, tensor.untyped_storage().nbytes()
@@ -211,6 +226,59 @@ def test_a_pass_within_a_checkpoint_of_the_script_measures_nothing() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+def test_the_peak_counts_what_is_fetched_ahead_of_a_block_that_rests() -> None:
+    block, (recomputes, rests, keeps) = BlockBytes(inputs=2, selective=3, kept=10, staying_inputs=1, staying=2), RESTING
+    passes = [PassBytes(blocks=(block,) * 3, outside=5, largest=4)]
+    assert peak(passes, [[recomputes] * 3]) == 5 + 2 + (10 + 1) + 4
+    assert peak(passes, [[rests] * 3]) == 5 + 2 * 2 + (10 + 8) + 4
+    assert peak(passes, [[rests, rests, keeps]]) == 5 + 2 + (10 + 8) + 4
+    assert peak(passes, [[rests, keeps, keeps]]) == 5 + 2 + 10 + 10
+
+
+def test_a_choice_is_described_block_by_block() -> None:
+    block = BlockBytes(inputs=1, selective=3, kept=1000)
+    measured = PassBytes(blocks=(block,) * 4, outside=0)
+    assert describe(measured, [STAYING[0], STAYING[0], STAYING[1], NONE]) == (
+        "blocks 0 to 1 recompute fully (1 bytes each), block 2 recomputes selectively (3 bytes), "
+        "block 3 keeps (1,000 bytes)")
+    assert describe(measured, [*RESTING[:2], RESTING[1], NONE]) == (
+        "block 0 recomputes fully, from inputs that rest (0 bytes), blocks 1 to 2 rest (0 bytes each), "
+        "block 3 keeps (1,000 bytes)")
+
+
+def _resting(budget: str, folder: str) -> tuple[list[float], list[str], int, int]:
+    """Return the losses, the plans, and the peak as expected and as measured of training whose blocks may rest on disk."""
+    held = _LiveBytes()
+    torch.manual_seed(0)
+    engine = shoal.initialize(model=nn.Sequential(*[Block() for _ in range(2 * BLOCKS)], nn.Linear(WIDTH, 8)), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
+        "activation_checkpointing": {"budget": budget, "rest": "nvme", "nvme_path": folder}})[0]
+    assert engine.activations is not None and engine.activations.budget is not None
+    losses: list[float] = []
+    for step in range(4):
+        if step == 2:
+            held.watch(engine.activations.budget)
+        loss = engine(torch.randn(ROWS, WIDTH)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    found = engine.activations.budget
+    engine.destroy()
+    return losses, [str(each) for choice in found.choices for each in choice], found.expected, held.most
+
+
+def test_blocks_without_room_in_the_budget_rest_instead_of_recomputing(tmp_path: Path) -> None:
+    (plain, *_), = run_ranks(1, _trained, {}, rows=(ROWS,) * 4)
+    kept: list[int] = []
+    for size in (3, 5, 1000):  # in MB
+        (losses, plans, expected, measured), = run_ranks(1, _resting, f"{size}MB", str(tmp_path))
+        assert losses == plain
+        assert measured <= expected <= size * 1_000_000
+        assert set(plans) <= {"rest", "keep"} and plans == sorted(plans, reverse=True), "the last blocks keep"
+        kept.append(plans.count("keep"))
+    assert kept == sorted(set(kept)) and kept[-1] == 2 * BLOCKS
+
+
 def test_a_larger_batch_recomputes_more() -> None:
     (_, same, _), = run_ranks(1, _trained, {"budget": "4MB"})
     (_, grown, expected), = run_ranks(1, _trained, {"budget": "4MB"}, rows=(ROWS, ROWS, 2 * ROWS, ROWS))
@@ -225,7 +293,7 @@ def test_too_small_a_budget_names_the_least() -> None:
 @pytest.mark.parametrize(("section", "message"), [
     ({"budget": "12 lots"}, "budget"),
     ({"budget": 0}, "budget"),
-    ({"budget": "1GB", "recompute": "full"}, "the budget chooses what is recomputed"),
+    ({"budget": "1GB", "recompute": "full"}, "the budget chooses what is recomputed: remove one"),
 ])
 def test_bad_budgets_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -263,10 +331,10 @@ def _growing() -> tuple[int, int]:
     found: dict[int, tuple[StorageWeakRef, int]] = {}
     plain = engine.activations.budget.see
 
-    def see(tensor: Tensor, module: object) -> None:
+    def see(tensor: Tensor, module: object, *, moves: bool = False) -> None:
         storage = tensor.untyped_storage()
         found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        plain(tensor, module)
+        plain(tensor, module, moves=moves)
 
     engine.activations.budget.see = see
     output = engine(torch.randn(400, 64))

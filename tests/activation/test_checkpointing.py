@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import shoal
 from shoal import checkpointing
 from shoal.device import current_device
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 from shoal.testing import RankFailed, ranks_on, run_ranks
 from tests.late.ranks import prepare
 
@@ -239,3 +239,9 @@ def test_keys_that_the_engine_reads_are_accepted_in_the_section() -> None:
     checkpointing.configure(None, {"activation_checkpointing": None})
     assert checkpointing.options().number_checkpoints is None
     checkpointing.configure()
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, True])
+def test_a_number_of_layers_below_one_is_refused(count: Any) -> None:
+    with pytest.raises(UsageError, match=r"set_num_layers: got .*; give the number of recomputed functions"):
+        checkpointing.set_num_layers(count)

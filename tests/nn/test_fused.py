@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding are what torch's operations make, natively and without native code."""
+"""The fused passes are what torch's operations make, natively and without native code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.errors import UsageError
-from shoal.nn import fused, rms_norm, rotary, swiglu
+from shoal.nn import (
+    bias_gelu,
+    cross_entropy,
+    dropout_add_norm,
+    dropout_add_norm_with_sum,
+    fused,
+    passes,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 
 LENGTH, DIM = 7, 38
 
@@ -68,6 +79,89 @@ def test_values_and_gradients_are_those_of_torch(name: str, by: str, monkeypatch
         torch.testing.assert_close(got, want, rtol=relative, atol=absolute)
 
 
+def norm_operands() -> list[Tensor]:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 3, LENGTH, DIM).unbind()
+    return [x, residual, torch.rand(DIM) + 0.5, torch.randn(DIM), torch.randn(DIM)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("invertible", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norm_of_a_dropped_sum_is_that_of_its_parts(dropout: float, invertible: bool, biased: bool,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[list[Tensor]] = []
+    for served in (True, False):
+        if not served:
+            monkeypatch.setattr(passes.native, "available", lambda: False)
+        x, residual, gain, shift, bias = (each.clone().requires_grad_() for each in norm_operands())
+        h, y = dropout_add_norm_with_sum(x, residual, gain, shift, bias=bias if biased else None, dropout=dropout, seed=5,
+                                         invertible=invertible)
+        alone = dropout_add_norm(x, residual, gain, shift, bias=bias if biased else None, dropout=dropout, seed=5,
+                                 invertible=invertible)
+        assert torch.equal(alone, y)
+        leaves = [x, residual, gain, shift, *([bias] if biased else [])]
+        weights = torch.arange(y.numel()).view(y.shape).cos()
+        outcomes.append([h, y, *torch.autograd.grad((y * weights).sum() + (h * weights.sin()).sum(), leaves),
+                         *torch.autograd.grad((alone * weights).sum(), leaves)])
+    for got, want in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_of_16_bits_or_a_broadcast_residual_goes_to_torch() -> None:
+    x, residual, gain, shift, bias = norm_operands()
+    given = [each.bfloat16() for each in (x, residual, gain, shift, bias)]
+    found = dropout_add_norm(*given[:4], bias=given[4])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, F.layer_norm(given[0] + given[4] + given[1], (DIM,), given[2], given[3]))
+    torch.testing.assert_close(dropout_add_norm(x, residual[0, 0], gain, shift),
+                               F.layer_norm(x + residual[0, 0], (DIM,), gain, shift))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_a_biased_input_is_that_of_torch(approximate: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(64, DIM) * 3, torch.linspace(-20, 20, DIM)[None]])
+    leaves = [x.requires_grad_(), torch.linspace(-1, 1, DIM).requires_grad_()]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    mine, want = bias_gelu(leaves[0], leaves[1], approximate=approximate), F.gelu(exact[0] + exact[1],
+                                                                                  approximate=approximate)
+    torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-6)
+    weights = torch.arange(x.numel()).view(x.shape).cos()
+    for got, expected in zip(torch.autograd.grad((mine * weights).sum(), leaves),
+                             torch.autograd.grad((want * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+    assert bias_gelu(torch.full((1, 2), torch.nan), torch.zeros(2), approximate=approximate).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.01)])
+def test_cross_entropy_is_that_of_torch(dtype: torch.dtype, reduction: Any, smoothing: float, z_loss: float) -> None:
+    torch.manual_seed(0)
+    logits, targets = (torch.randn(3, LENGTH, DIM) * 30).to(dtype), torch.randint(DIM, (3, LENGTH))
+    targets[1, :3] = -7
+    a, b = (logits.clone().requires_grad_() for _ in range(2))
+    mine = cross_entropy(a, targets, ignore_index=-7, label_smoothing=smoothing, z_loss=z_loss, reduction=reduction)
+    flat = b.flatten(0, 1).double()
+    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=-7, label_smoothing=smoothing, reduction="none")
+    counted = targets.flatten() != -7
+    losses = losses + z_loss * flat.logsumexp(-1).square() * counted
+    want = {"mean": losses.sum() / counted.sum(), "sum": losses.sum(), "none": losses.view(targets.shape)}[reduction]
+    torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-5)
+    found, wanted = (torch.autograd.grad(loss.cos().sum(), leaf)[0] for loss, leaf in ((mine.double(), a), (want, b)))
+    assert found.dtype == dtype
+    close = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+
+
+def test_cross_entropy_keeps_the_logits_and_serves_a_second_backward() -> None:
+    logits = torch.randn(4, DIM, requires_grad=True)
+    kept, loss = logits.detach().clone(), cross_entropy(logits, torch.arange(4))
+    first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, logits)[0], first) and torch.equal(logits.detach(), kept)
+
+
 def test_strided_operands_are_served() -> None:
     x, gain = torch.randn(5, 2, DIM).transpose(0, 1), torch.randn(2 * DIM)[::2]
     torch.testing.assert_close(rms_norm(x, gain), normed(x, gain))
@@ -76,6 +170,10 @@ def test_strided_operands_are_served() -> None:
 @pytest.mark.parametrize(("call", "words"), [
     (lambda: rms_norm(torch.randn(2, 4), torch.randn(3)), r"the gain is \(4,\)"),
     (lambda: swiglu(torch.randn(2), torch.randn(3)), "both have one shape"),
+    (lambda: cross_entropy(torch.randn(2, 4), torch.zeros(3, dtype=torch.long)), r"\(\.\.\., words\) and"),
+    (lambda: cross_entropy(torch.randn(2, 4), torch.tensor([0, 4])), "got target 4; targets are 0 to 3"),
+    (lambda: cross_entropy(torch.randn(2, 4), torch.zeros(2)), "give ids of words"),
+    (lambda: cross_entropy(torch.randn(2, 4), torch.tensor([0, 1]), reduction=cast(Any, "max")), "choose mean, sum, none"),
     (lambda: rotary(torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)), r"\(length, dim / 2\)"),
 ])  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(call: Callable[[], object], words: str) -> None:
@@ -91,9 +189,18 @@ def native_passes() -> list[Tensor]:
     torch.manual_seed(0)
     x, gain, angles = torch.randn(LENGTH * 3, DIM), torch.randn(DIM), torch.randn(LENGTH, DIM // 2)
     y, rates = fused.native.rms_norm(x, gain, 1e-6)
-    return [y, *fused.native.rms_norm_backward(y, x, gain, rates),
+    half, logits = fused.native.DropMask(7, 2**31, 2.0), x.clone()
+    h, z, means, roots = fused.native.dropout_add_norm(x, gain, y, gain, gain, eps=1e-5, dropout=half, keep_sum=True)
+    assert h is not None
+    targets = torch.arange(len(x)) % DIM
+    return [y, *fused.native.rms_norm_backward(y, x, gain, rates), h, z, means, roots,
+            *fused.native.dropout_add_norm_backward(y, x, h, means, roots, gain, gain, half),
+            *(fused.native.bias_gelu(x, gain, tanh=tanh) for tanh in (False, True)),
+            *(each for tanh in (False, True) for each in fused.native.bias_gelu_backward(y, x, gain, tanh=tanh)),
+            fused.native.swiglu(x, y), *fused.native.swiglu_backward(z, x, y),
+            *fused.native.cross_entropy(logits, targets, gain.repeat(3)[:len(x)], smoothing=0.1, z_loss=0.1), logits,
             fused.native.rotary(x, angles.cos(), angles.sin(), back=True),
-            fused.native.dropout_add(x, y, seed=3, threshold=2**30, kept=1.25)]
+            fused.native.dropout_add(x, y, fused.native.DropMask(3, 2**30, 1.25))]
 
 
 def test_each_instruction_set_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,13 @@ def test_outputs_and_gradients_are_those_of_torch(pre: bool, invertible: bool, g
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pre", [True, False])
+def test_a_layer_in_fp64_passes_the_check_of_gradients(pre: bool) -> None:
+    made = layer(pre_layer_norm=pre, normalize_invertible=True, gelu_checkpoint=True).double()
+    x = torch.randn(1, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(made, (x,), fast_mode=True)
+
+
 def test_a_bool_mask_of_keys_hides_as_an_added_one() -> None:
     made, x = layer(), torch.randn(2, LENGTH, HIDDEN)
     seen = torch.ones(2, LENGTH, dtype=torch.bool)

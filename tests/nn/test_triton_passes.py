@@ -24,6 +24,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 SAME = """
 import torch
 from torch.nn import functional as F
+from shoal.attention.dropout import drop_rows, threshold
+from shoal.native.layers import DropMask
 from shoal.nn import triton_passes as passes
 from shoal.nn.gpu_passes import compared
 assert max(compared(torch.device("cpu")).values()) < 1e-5
@@ -45,6 +47,43 @@ for dtype, close in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3)):
     torch.testing.assert_close(passes.swiglu(x, y).float(), wanted.detach(), rtol=close, atol=close)
     for got, expected in zip(passes.swiglu_backward(g, x, y), torch.autograd.grad(wanted, leaves, g.float())):
         torch.testing.assert_close(got.float(), expected, rtol=close, atol=close)
+    bias, half, plain = torch.randn(40).to(dtype), DropMask(7, threshold(0.5), 2.0), DropMask(0, 0, 1.0)
+    for dropout, inverts in ((half, True), (plain, False)):
+        leaves = [each.float().requires_grad_() for each in (x, bias, y, gain, bias)]
+        share = drop_rows(torch.ones(300, 40), None, 0.5, 7) if dropout is half else 1
+        h = (leaves[0] + leaves[1]) * share + leaves[2]
+        wanted = F.layer_norm(h, (40,), leaves[3], leaves[4], 1e-6)
+        gradients = torch.autograd.grad((wanted, h), leaves, (g.float(), y.float()))
+        mine, normed, means, rates = passes.dropout_add_norm(x, bias, y, gain, bias, eps=1e-6, dropout=dropout,
+                                                             keep_sum=True)
+        torch.testing.assert_close(mine.float(), h.detach(), rtol=close, atol=close)
+        torch.testing.assert_close(normed.float(), wanted.detach(), rtol=close, atol=2 * close)
+        if not inverts:  # from rounded outputs the gradient of a small gain is far off: fp32 is compared above
+            of_x, of_y, others = passes.dropout_add_norm_backward(g, y, mine, means, rates, gain, bias, dropout)
+            for got, expected in zip((of_x, of_y), (gradients[0], gradients[2])):
+                torch.testing.assert_close(got.float(), expected, rtol=close, atol=2 * close)
+            torch.testing.assert_close(others, torch.stack([gradients[3], gradients[4], gradients[1]]), rtol=close, atol=0.3)
+    for tanh in (True, False):
+        leaves = [each.float().requires_grad_() for each in (x, bias)]
+        wanted = F.gelu(leaves[0] + leaves[1], approximate="tanh" if tanh else "none")
+        torch.testing.assert_close(passes.bias_gelu(x, bias, tanh=tanh).float(), wanted.detach(), rtol=close, atol=close)
+        of_x, of_bias = torch.autograd.grad(wanted, leaves, g.float())
+        found = passes.bias_gelu_backward(g, x, bias, tanh=tanh)
+        torch.testing.assert_close(found[0].float(), of_x, rtol=close, atol=close)
+        torch.testing.assert_close(found[1], of_bias, rtol=1e-3, atol=1e-2)
+    passes._TILE = 16  # several tiles a row
+    for smoothing, z_loss in ((0.0, 0.0), (0.1, 0.01)):
+        leaf = x.float().requires_grad_()
+        targets = torch.arange(300) % 40
+        losses = F.cross_entropy(leaf, targets, label_smoothing=smoothing, reduction="none")
+        losses = losses + z_loss * leaf.logsumexp(-1).square()
+        losses = losses * (torch.arange(300) % 3 > 0)
+        (of_logits,) = torch.autograd.grad(losses, leaf, y[:, 0].float())
+        logits = x.clone()
+        hidden = targets.masked_fill(torch.arange(300) % 3 == 0, -1)
+        mine, _ = passes.cross_entropy(logits, hidden, y[:, 0].float(), smoothing=smoothing, z_loss=z_loss)
+        torch.testing.assert_close(mine, losses.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits.float(), of_logits, rtol=close, atol=close)
 print("same")
 """
 
@@ -52,11 +91,16 @@ COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from shoal.nn import triton_passes as passes
-CONSTANTS = {"WIDE": 64, "BACK": True, "DROPPED": 2**31, "ADDS": True}
-TYPES = {**dict.fromkeys(("x", "gain", "output", "gradient", "gate", "up", "of_x", "of_gate", "of_up", "residual"), "*bf16"),
-         **dict.fromkeys(("rates", "of_gain", "cosines", "sines"), "*fp32"), "keys": "*i32", "eps": "fp32", "kept": "fp32"}
+CONSTANTS = {"WIDE": 64, "BACK": True, "DROPPED": 2**31, "ADDS": True, "BIASED": True, "SUMMED": True, "INVERTS": True,
+             "TANH": False, "DIFFERENTIATES": True}
+TYPES = {**dict.fromkeys(("x", "gain", "output", "gradient", "gate", "up", "of_x", "of_gate", "of_up", "residual", "bias",
+                          "shift", "sums", "of_y", "of_h", "held", "of_residual", "logits"), "*bf16"),
+         **dict.fromkeys(("rates", "of_gain", "cosines", "sines", "means", "partial", "of_bias", "scales", "losses"),
+                         "*fp32"),
+         **dict.fromkeys(("eps", "kept", "smoothing", "z_loss"), "fp32"), "keys": "*i32", "targets": "*i64"}
 for kernel in (passes._rms_norm, passes._rms_norm_backward, passes._swiglu, passes._swiglu_backward, passes._rotary,
-               passes._dropout_add):
+               passes._dropout_add, passes._dropout_add_norm, passes._dropout_add_norm_backward, passes._bias_gelu,
+               passes._bias_gelu_backward, passes._cross_entropy):
     names = kernel.arg_names
     types = {name: "constexpr" if name in CONSTANTS else TYPES.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in CONSTANTS.items() if name in names}
@@ -89,5 +133,5 @@ def test_triton_passes_on_a_gpu_equal_torch() -> None:
 @pytest.mark.skipif(not native.available(), reason="needs a C++ compiler; here is none")
 def test_native_dropout_drops_what_torch_drops() -> None:
     x, y = torch.randn(2, 10, 24).unbind()
-    found = native.dropout_add(x, y, seed=7, threshold=threshold(0.5), kept=2.0)
+    found = native.dropout_add(x, y, native.DropMask(7, threshold(0.5), 2.0))
     assert torch.equal(found, drop_rows(x, y, 0.5, 7))

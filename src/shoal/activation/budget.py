@@ -3,8 +3,19 @@
 In the first pass one block of each kind keeps its activations, one recomputes selectively, and the others fully, which gives
 the bytes of all three. Saved tensors are most at the end of forward, or while a block is recomputed in backward, when those
 of later blocks are free (`peak`). So the last blocks keep first: at the time that earlier ones are recomputed, their memory
-is free. All blocks recompute selectively before one keeps everything, because products take most of the time that
-recomputing costs, and few of the bytes.
+is free.
+
+    plans, in the order in which blocks take them      bytes on the device until backward     costs
+    STAYING     FULL        recompute all              inputs                                 the forward again
+                SELECTIVE   recompute all but products inputs and products                    a few percent of it
+                NONE        keep                       all                                    nothing
+    RESTING     FULL        recompute, inputs rest     none                                   the forward again
+                NONE        all rests                  none                                   bytes to and from the store
+                NONE        keep                       all                                    nothing
+
+Every block takes the second plan before one takes the third: products take most of the time that recomputing costs, and few
+of the bytes; and with a store of its own (`rest`), to copy is cheaper than to compute again. A block whose tensors rest has
+all of them on the device while its backward runs, and those of the block before it, which are fetched ahead.
 
 A pipeline has several passes in flight, of one stage or more. Its schedule gives the `Moment`s of a step: which passes rest
 beside the one that runs. The budget holds at each of them.
@@ -14,7 +25,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,7 +35,47 @@ from shoal.activation.recompute import RecomputeMode, input_bytes, kept_bytes, r
 from shoal.errors import ConfigError
 from shoal.log import logger
 
-__all__ = ["ALONE", "BlockBytes", "Budget", "Moment", "PassBytes", "choose", "peak"]
+__all__ = [
+    "ALONE",
+    "RESTING",
+    "STAYING",
+    "ActivationPlan",
+    "BlockBytes",
+    "Budget",
+    "Moment",
+    "PassBytes",
+    "choose",
+    "describe",
+    "peak",
+]
+
+_MEASURED = {"inputs": (RecomputeMode.FULL, False), "selective": (RecomputeMode.SELECTIVE, False),
+             "kept": (RecomputeMode.NONE, False), "staying_inputs": (RecomputeMode.FULL, True),
+             "staying": (RecomputeMode.NONE, True)}
+"""The numbers of a block: the mode in which each is measured, and whether only tensors count that a store does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPlan:
+    """How a block keeps its activations for backward."""
+
+    recompute: RecomputeMode
+    rests: bool = False
+    """Saved tensors rest in a store, off the device."""
+
+    def __str__(self) -> str:
+        match self.recompute:
+            case RecomputeMode.NONE:
+                return "rest" if self.rests else "keep"
+            case RecomputeMode.SELECTIVE:
+                return "recompute selectively"
+            case RecomputeMode.FULL:
+                return "recompute fully, from inputs that rest" if self.rests else "recompute fully"
+
+
+STAYING = ActivationPlan(RecomputeMode.FULL), ActivationPlan(RecomputeMode.SELECTIVE), ActivationPlan(RecomputeMode.NONE)
+RESTING = (ActivationPlan(RecomputeMode.FULL, True), ActivationPlan(RecomputeMode.NONE, True),
+           ActivationPlan(RecomputeMode.NONE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +88,24 @@ class BlockBytes:
     """With selective recompute, inputs included."""
     kept: int
     """Without recompute, inputs included."""
+    staying_inputs: int = 0
+    """Those of `inputs` that a store does not take: small tensors, and those without floating point numbers."""
+    staying: int = 0
+    """Those of `kept` that a store does not take."""
 
-    def resting(self, recompute: RecomputeMode) -> int:
-        """Return the bytes between the forward and the backward of the block."""
-        match recompute:
+    def resting(self, plan: ActivationPlan) -> int:
+        """Return the bytes on the device between the forward and the backward of the block."""
+        match plan.recompute:
             case RecomputeMode.NONE:
-                return self.kept
+                return self.staying if plan.rests else self.kept
             case RecomputeMode.SELECTIVE:
                 return self.selective
             case RecomputeMode.FULL:
-                return self.inputs
+                return self.staying_inputs if plan.rests else self.inputs
+
+    def fetched(self, plan: ActivationPlan) -> int:
+        """Return the bytes that a fetch ahead of its backward brings to the device."""
+        return self.resting(ActivationPlan(plan.recompute)) - self.resting(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +114,28 @@ class PassBytes:
 
     blocks: tuple[BlockBytes, ...]
     outside: int
-    """Of tensors that belong to no block."""
+    """Of tensors that belong to no block, or that others hold though they rest."""
+    largest: int = 0
+    """The bytes of the largest storage."""
 
     @property
     def kept(self) -> int:
         """Without any recompute."""
         return self.outside + sum(block.kept for block in self.blocks)
 
-    def resting(self, choice: Sequence[RecomputeMode]) -> int:
+    def resting(self, choice: Sequence[ActivationPlan]) -> int:
         """Return the bytes between forward and backward, with the `choice` of each block."""
         return self.outside + sum(block.resting(each) for block, each in zip(self.blocks, choice, strict=True))
 
-    def running(self, choice: Sequence[RecomputeMode]) -> int:
+    def running(self, choice: Sequence[ActivationPlan]) -> int:
         """Return the most bytes at one time of its forward and backward, with the `choice` of each block."""
         held = most = self.outside
-        for block, recompute in zip(self.blocks, choice, strict=True):
-            before, held = held, held + block.resting(recompute)
-            most = max(most, held, before + block.kept)  # in its backward a block has all its activations, earlier ones rest
+        ahead = 0  # of the block before, if it rests: fetched while this one's backward runs
+        for block, plan in zip(self.blocks, choice, strict=True):
+            before, held = held, held + block.resting(plan)
+            # In its backward a block has all its activations, earlier ones rest. One storage is there twice as it is copied.
+            most = max(most, held, before + block.kept + ahead + (self.largest if plan.rests else 0))
+            ahead = block.fetched(plan) if plan.rests else 0
         return most
 
 
@@ -90,7 +155,7 @@ ALONE = frozenset({Moment(0, (0,), (0,))})
 """The moments of a model whose backward follows its forward."""
 
 
-def peak(passes: Sequence[PassBytes], choices: Sequence[Sequence[RecomputeMode]], moments: Iterable[Moment] = ALONE) -> int:
+def peak(passes: Sequence[PassBytes], choices: Sequence[Sequence[ActivationPlan]], moments: Iterable[Moment] = ALONE) -> int:
     """Return the most bytes of saved tensors at one of the `moments`, with the choices of each root's blocks."""
     resting = [each.resting(choice) for each, choice in zip(passes, choices, strict=True)]
     running = [each.running(choice) for each, choice in zip(passes, choices, strict=True)]
@@ -99,44 +164,74 @@ def peak(passes: Sequence[PassBytes], choices: Sequence[Sequence[RecomputeMode]]
                + sum(count * each.kept for count, each in zip(moment.whole, passes, strict=True)) for moment in moments)
 
 
-def choose(passes: Sequence[PassBytes], budget: int, moments: Iterable[Moment] = ALONE) -> list[list[RecomputeMode]] | None:
-    """Return by root what each block recomputes so that `peak` is at most `budget`; None where full recompute takes more."""
-    choices = [[RecomputeMode.FULL] * len(each.blocks) for each in passes]
+def choose(passes: Sequence[PassBytes], budget: int, moments: Iterable[Moment] = ALONE,
+           plans: Sequence[ActivationPlan] = STAYING) -> list[list[ActivationPlan]] | None:
+    """Return by root the plan of each block so that `peak` is at most `budget`; None where the first plan takes more."""
+    choices = [[plans[0]] * len(each.blocks) for each in passes]
     if peak(passes, choices, moments) > budget:
         return None
-    for recompute in (RecomputeMode.SELECTIVE, RecomputeMode.NONE):
+    for plan in plans[1:]:
         for choice in reversed(choices):
             for index in reversed(range(len(choice))):
-                before, choice[index] = choice[index], recompute
+                before, choice[index] = choice[index], plan
                 if peak(passes, choices, moments) > budget:
                     choice[index] = before
     return choices
 
 
+def describe(measured: PassBytes, choice: Sequence[ActivationPlan]) -> str:
+    """Return the plans of a root's blocks in words, with the bytes that each has on the device until backward."""
+    runs: list[str] = []
+    for (plan, size), group in groupby(range(len(choice)), lambda at: (choice[at], measured.blocks[at].resting(choice[at]))):
+        first, *others = group
+        name = f"blocks {first} to {others[-1]}" if others else f"block {first}"
+        runs.append(f"{name} {plan} ({size:,} bytes each)" if others else f"{name} {_singular(plan)} ({size:,} bytes)")
+    return ", ".join(runs)
+
+
+def _singular(plan: ActivationPlan) -> str:
+    verb, *others = str(plan).split(" ", 1)
+    return " ".join([f"{verb}s", *others])
+
+
 class Budget:
-    """Chooses what the blocks of a model recompute, from the bytes of its passes; never more than `limit` bytes."""
+    """Chooses the plans of a model's blocks, from the bytes of its passes; never more than `limit` bytes on the device."""
 
     def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]],
-                 most_of: Callable[[list[int]], list[int]], moments: Callable[[], frozenset[Moment]] = lambda: ALONE):
+                 most_of: Callable[[list[int]], list[int]], moments: Callable[[], frozenset[Moment]] = lambda: ALONE,
+                 plans: tuple[ActivationPlan, ...] = STAYING):
         """`roots` are the modules that passes run through, with their blocks.
 
         `most_of` returns the largest of each number over the ranks that run the same blocks; a collective call. `moments`
         returns those of a step, which may change from step to step.
         """
-        self.choices: list[list[RecomputeMode]] = []
-        """The modes of each root's blocks; empty until a pass through every root is over."""
+        self.choices: list[list[ActivationPlan]] = []
+        """The plans of each root's blocks; empty until a pass through every root is over."""
         self.expected = 0
         """The peak of saved tensors in bytes by these choices."""
         self._limit = limit
-        self._roots = {root: _MeasuredRoot(blocks, most_of) for root, blocks in roots.items()}
+        self._plans = plans
+        self._roots = {root: _MeasuredRoot(blocks, most_of, rests=plans[0].rests) for root, blocks in roots.items()}
         self._moments_of_step = moments
         self._moments = moments()
         self._running: _MeasuredRoot | None = None
 
-    def see(self, tensor: Tensor, module: object) -> None:
-        """Count a tensor that autograd saves within `module`, once for each storage and version."""
+    def see(self, tensor: Tensor, module: object, *, moves: bool = False) -> None:
+        """Count a tensor that autograd saves within `module`, once for each storage and version.
+
+        `moves` says whether a store would take it.
+        """
         if self._running is not None:
-            self._running.see(tensor, module)
+            self._running.see(tensor, module, moves=moves)
+
+    def end_forward(self) -> None:
+        """Count the storages that rest and whose originals others hold at the end of forward, as the caller its batch."""
+        if self._running is not None:
+            self._running.end_forward()
+
+    def rests(self, module: object) -> bool:
+        """Whether the tensors that `module` saves rest in a store; those of no block never do."""
+        return self._running is not None and self._running.rests(module)
 
     def begin_pass(self, root: nn.Module) -> None:
         """Note that a pass of training through `root` begins: the one before is measured.
@@ -154,19 +249,17 @@ class Budget:
         passes = [root.bytes for root in self._roots.values() if root.bytes is not None]
         if len(passes) < len(self._roots):
             return
-        choices = choose(passes, self._limit, self._moments)
+        choices = choose(passes, self._limit, self._moments, self._plans)
         if choices is None:
-            least = peak(passes, [[RecomputeMode.FULL] * len(each.blocks) for each in passes], self._moments)
+            least = peak(passes, [[self._plans[0]] * len(each.blocks) for each in passes], self._moments)
             raise ConfigError(f"activation_checkpointing.budget: got {self._limit:,} bytes; with every block recomputed the "
                               f"saved tensors of {self._passes} take {least:,}. Give at least that, or a smaller microbatch")
         self.choices, self.expected = choices, peak(passes, choices, self._moments)
         for root, choice in zip(self._roots.values(), choices, strict=True):
             root.set(choice)
-        counts = Counter(mode for choice in choices for mode in choice)
-        logger.info("activations: of %d blocks %d keep theirs, %d recompute selectively, %d fully; at most %s bytes of "
-                    "saved tensors of %s are expected, of a budget of %s", counts.total(), counts[RecomputeMode.NONE],
-                    counts[RecomputeMode.SELECTIVE], counts[RecomputeMode.FULL], f"{self.expected:,}", self._passes,
-                    f"{self._limit:,}")
+        logger.info("activations: %s; at most %s bytes of saved tensors of %s are expected, of a budget of %s",
+                    "; ".join(describe(each, choice) for each, choice in zip(passes, choices, strict=True)),
+                    f"{self.expected:,}", self._passes, f"{self._limit:,}")
 
     @property
     def _passes(self) -> str:
@@ -189,76 +282,101 @@ class _Sample:
 class _MeasuredRoot:
     """The blocks of one root, with the bytes that a pass through it saves."""
 
-    def __init__(self, blocks: Sequence[nn.Module], most_of: Callable[[list[int]], list[int]]):
+    def __init__(self, blocks: Sequence[nn.Module], most_of: Callable[[list[int]], list[int]], *, rests: bool):
         self.bytes: PassBytes | None = None
         self._blocks = list(blocks)
-        self._choice: list[RecomputeMode] = []
+        self._choice: list[ActivationPlan] = []
+        self._rests = rests
         self._places: dict[object, int] = {module: index for index, module in enumerate(self._blocks)}
         self._most_of = most_of
         self._kinds = [_kind(module) for module in self._blocks]
         self._seen: dict[tuple[int, int], StorageWeakRef] = {}
-        self._sizes: Counter[object] = Counter()
-        self.set([self._probe(index) for index in range(len(self._blocks))])
+        self._rested: list[tuple[StorageWeakRef, int]] = []
+        self._sizes: Counter[int] = Counter()
+        self._staying: Counter[int] = Counter()
+        self._largest = self._held = 0
+        self.set([ActivationPlan(self._probe(index), rests) for index in range(len(self._blocks))])
 
     def _probe(self, index: int) -> RecomputeMode:
         """Return the mode of recomputation of a block in the first pass."""
         earlier = self._kinds[:index].count(self._kinds[index])
         return (RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL)[min(earlier, 2)]
 
-    def set(self, choice: Sequence[RecomputeMode]) -> None:
-        """Have each block recompute by `choice` from its next forward on."""
+    def set(self, choice: Sequence[ActivationPlan]) -> None:
+        """Have each block follow its plan from its next forward on."""
         self._choice = list(choice)
-        for module, recompute in zip(self._blocks, choice, strict=True):
-            recompute_blocks([module], recompute)
+        for module, plan in zip(self._blocks, choice, strict=True):
+            recompute_blocks([module], plan.recompute)
 
-    def see(self, tensor: Tensor, module: object) -> None:
+    def rests(self, module: object) -> bool:
+        """Whether the tensors that a module saves rest."""
+        place = self._places.get(module)
+        return place is not None and self._choice[place].rests
+
+    def see(self, tensor: Tensor, module: object, *, moves: bool) -> None:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # while it is held, no other storage has its identity
         if self._seen.setdefault((reference.cdata, tensor._version), reference) is reference:
-            self._sizes[self._places.get(module, -1)] += storage.nbytes()
+            place, size = self._places.get(module, -1), storage.nbytes()
+            self._sizes[place] += size
+            self._staying[place] += 0 if moves else size
+            if moves and self.rests(module):
+                self._rested.append((reference, size))
+            self._largest = max(self._largest, size)
+
+    def end_forward(self) -> None:
+        """Count what rests and is held by others all the same."""
+        rested, self._rested = self._rested, []
+        self._held += sum(size for reference, size in rested if not reference.expired())
 
     def end_pass(self) -> bool:
         """Take over what a pass saved; return whether that calls for another choice."""
         seen, self._sizes = self._sizes, Counter()
+        staying, self._staying = self._staying, Counter()
+        held, self._held = self._held, 0
         self._seen.clear()
         if not seen:  # a checkpoint of the script saves what the pass computes
             return False
         if self.bytes is None:
-            self.bytes = self._measure(seen)
-            self.set([RecomputeMode.FULL] * len(self._blocks))  # until all roots are measured
+            self.bytes = self._measure(seen, staying, held)
+            self.set([ActivationPlan(RecomputeMode.FULL, self._rests)] * len(self._blocks))  # until all roots are measured
             return True
         if (found := sum(seen.values())) > (planned := self._planned(self.bytes)):
             self.bytes = _grown(self.bytes, found / planned)
             return True
         return False
 
-    def _measure(self, seen: Counter[object]) -> PassBytes:
-        found: dict[object, list[_Sample]] = {}
+    def _measure(self, seen: Counter[int], staying: Counter[int], held: int) -> PassBytes:
+        found: dict[tuple[object, RecomputeMode, bool], list[_Sample]] = {}
         for index, (module, kind) in enumerate(zip(self._blocks, self._kinds, strict=True)):
             mode, inputs = self._probe(index), input_bytes(module)
             if mode is RecomputeMode.SELECTIVE:
-                found.setdefault((kind, mode), []).append(_Sample(bytes=seen[index] + kept_bytes(module), inputs=inputs))
+                found.setdefault((kind, mode, False), []).append(_Sample(bytes=seen[index] + kept_bytes(module),
+                                                                         inputs=inputs))
                 mode = RecomputeMode.FULL  # where the hooks see it, it saves its inputs
-            found.setdefault((kind, mode), []).append(_Sample(bytes=seen[index], inputs=inputs))
-        numbers = [min(each.scaled(input_bytes(module)) for each in found.get((kind, mode), found[kind, RecomputeMode.NONE]))
-                   for module, kind in zip(self._blocks, self._kinds, strict=True)
-                   for mode in (RecomputeMode.FULL, RecomputeMode.SELECTIVE, RecomputeMode.NONE)]
-        *numbers, outside = self._most_of([*numbers, seen[-1]])
-        return PassBytes(outside=outside, blocks=tuple(
-            BlockBytes(inputs=numbers[at], selective=numbers[at + 1], kept=numbers[at + 2])
-            for at in range(0, len(numbers), 3)))
+            for stays, sizes in ((False, seen), (True, staying)):
+                found.setdefault((kind, mode, stays), []).append(_Sample(bytes=sizes[index], inputs=inputs))
+        numbers = [min(each.scaled(input_bytes(module))
+                       for each in found.get((kind, mode, stays), found[kind, RecomputeMode.NONE, stays]))
+                   for module, kind in zip(self._blocks, self._kinds, strict=True) for mode, stays in _MEASURED.values()]
+        *numbers, outside, largest = self._most_of([*numbers, seen[-1] + held, self._largest])
+        return PassBytes(outside=outside, largest=largest, blocks=tuple(
+            BlockBytes(**dict(zip(_MEASURED, numbers[at:at + len(_MEASURED)], strict=True)))
+            for at in range(0, len(numbers), len(_MEASURED))))
 
     def _planned(self, measured: PassBytes) -> int:
         """Return the bytes that a pass saves where the hooks see it: of selective blocks, the inputs."""
-        return measured.outside + sum(block.kept if recompute is RecomputeMode.NONE else block.inputs
-                                      for block, recompute in zip(measured.blocks, self._choice, strict=True))
+        return measured.outside + sum(block.kept if plan.recompute is RecomputeMode.NONE else block.inputs
+                                      for block, plan in zip(measured.blocks, self._choice, strict=True))
 
 
 def _grown(measured: PassBytes, factor: float) -> PassBytes:
     """Return `factor` times the bytes: batches became larger. Each rank decides for itself."""
-    return PassBytes(outside=int(measured.outside * factor) + 1, blocks=tuple(
-        BlockBytes(inputs=int(each.inputs * factor) + 1, selective=int(each.selective * factor) + 1,
-                   kept=int(each.kept * factor) + 1) for each in measured.blocks))
+    def grown(size: int) -> int:
+        return int(size * factor) + 1
+
+    return PassBytes(outside=grown(measured.outside), largest=grown(measured.largest), blocks=tuple(
+        BlockBytes(**{name: grown(size) for name, size in asdict(each).items()}) for each in measured.blocks))
 
 
 def _kind(module: nn.Module) -> object:

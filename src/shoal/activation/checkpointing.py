@@ -258,7 +258,10 @@ def is_configured() -> bool:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Set the number of functions whose inputs rest at once."""
+    """Set the number of functions whose inputs rest at once. Raises UsageError for less than one."""
+    if isinstance(nlayers, bool) or not isinstance(nlayers, int) or nlayers < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"checkpointing.set_num_layers: got {nlayers!r}; give the number of recomputed functions, 1 or "
+                         f"more")
     _process.set(replace(_process.options, number_checkpoints=nlayers))
 
 

@@ -290,6 +290,7 @@ class SavedActivations:
         if self.budget is not None and torch.is_grad_enabled():
             for tensor in tensors_within(output):
                 self.budget.see(tensor, None)
+            self.budget.end_forward()
 
     def close(self) -> None:
         """Give the store's memory back. Graphs that are alive can still run backward."""
@@ -300,15 +301,18 @@ class SavedActivations:
 
         What is neither dense nor floating point stays, as does a view that reads its memory another way (conjugated).
         """
+        moves = self._moves(tensor)
         if self.budget is not None:
-            self.budget.see(tensor, module)
+            self.budget.see(tensor, module, moves=moves)
         slices = self._slices if self._slices is not None and module in self._slices else None
-        if not self._moves(tensor) or not (self._moves_all or slices is not None):
+        if not moves or not (self._moves_all or slices is not None):
             return None
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage).cdata, tensor._version)
         resting = self._found.get(key)
         if resting is None:
+            if slices is None and self.budget is not None and not self.budget.rests(module):
+                return None
             if self._group is None or self._group.module is not module:
                 self._group = _ModuleGroup(module, self._group)
             with torch.no_grad():

@@ -49,9 +49,9 @@ class ActivationSettings(Section):
     """The folder for `rest: nvme`; each run creates a subfolder in it and removes it at the end. (Shoal only.)"""
 
     budget: Annotated[Positive, BeforeValidator(_size)] | None = None
-    """The bytes that saved tensors may take at once on each rank, as a number or as a text such as "12GB" or "512MiB".
-    The first step measures the blocks, which then recompute as little as that allows. null: as `recompute` says. (Shoal
-    only.)"""
+    """The bytes that saved tensors may take at once on each rank's compute device, as a number or as a text such as "12GB"
+    or "512MiB". The first step measures the blocks, which then recompute as little as that allows; with `rest`, those of
+    blocks for which there is no room rest. null: as `recompute` says. (Shoal only.)"""
 
     partition_activations: Switch = False
     """Keep one slice of the inputs of recomputed blocks on each tensor rank, which holds them whole otherwise."""
@@ -80,10 +80,9 @@ class ActivationSettings(Section):
         if self.rest == "nvme" and not self.nvme_path:
             yield Conflict(keys=("rest", "nvme_path"),
                            message="got 'nvme' without nvme_path; give the folder of a fast local disk")
-        if self.budget is not None and (self.recompute != "none" or self.offload.device != "none"):
+        if self.budget is not None and self.recompute != "none":
             yield Conflict(keys=("budget", "recompute"),
-                           message="got a budget beside recompute or rest; the budget chooses what is recomputed, and "
-                                   "counts what stays on the device: remove the other keys")
+                           message="got a budget beside recompute; the budget chooses what is recomputed: remove one")
         if self.cpu_checkpointing and self.rest == "nvme":
             yield Conflict(keys=("cpu_checkpointing", "rest"),
                            message='got true beside "rest": "nvme"; saved tensors rest in one place: remove one')

@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 
 from shoal.activation import Budget, RecomputeMode, SavedActivations, Slices
+from shoal.activation.budget import RESTING, STAYING
 from shoal.engine.base import BaseEngine
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError
@@ -68,6 +69,7 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
     store = open_store(section.offload, settings.aio, device, rank=groups.world.rank)
     if section.offload.device == "cpu" and store.device == device:
         warn_once("activation_checkpointing: saved tensors are to rest in host memory, where the model computes: no effect")
+    moves = store.device != device or isinstance(store, Disk)
     slices = budget = None
     if section.partition_activations and groups.tensor is None:
         warn_once("activation_checkpointing.partition_activations: has no effect without several tensor ranks")
@@ -78,8 +80,8 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
         slices = Slices(groups.tensor, engine.recomputed)
     if section.budget is not None:
         blocks_of = {root: [block for block in engine.recomputed if block in set(root.modules())] for root in engine.roots}
-        budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*COPIES)), engine.moments)
-    moves = store.device != device or isinstance(store, Disk)
+        budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*COPIES)), engine.moments,
+                        RESTING if moves else STAYING)
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
 
 

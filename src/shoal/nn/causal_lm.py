@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.errors import NotServed, UsageError
+from shoal.nn.cross_entropy import cross_entropy
 from shoal.nn.heads import TiledHead, TiledVocabularyHead, tiled_head
 from shoal.nn.probe import Choice
-from shoal.nn.tiled_loss import TiledLoss, cross_entropy
+from shoal.nn.tiled_loss import TiledLoss
 
 __all__ = ["use_tiled_loss"]
 
@@ -104,7 +105,9 @@ class _Deferral:
         loss = replace(self._loss, ignore_index=ignore_index, reduction="mean" if num_items_in_batch is None else "sum")
         targets = shift_labels.to(logits.device)
         self._taken = True
-        total = self._head(logits, targets, loss=loss) if deferred else cross_entropy(logits, targets, loss)
+        total = self._head(logits, targets, loss=loss) if deferred else cross_entropy(
+            logits, targets, ignore_index=ignore_index, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss,
+            reduction=loss.reduction)
         items = num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
         return total if items is None else total / items
 

@@ -4,9 +4,9 @@
     swiglu(g, u)       silu(g) u                                            saves g and u
     rotary(x)          pairs (i, i + dim / 2) turned by their angle         saves the angles
 
-fp32 in host memory is computed natively (layers.cpp), but for SwiGLU; on an accelerator Triton computes where it serves, and
-torch all else. Zhang and Sennrich 2019 (arXiv
-1910.07467); Shazeer 2020 (arXiv 2002.05202); Su et al. 2021 (arXiv 2104.09864), in the pairing of Hugging Face's Llama.
+fp32 in host memory is computed natively (layers.cpp); on an accelerator Triton computes where it serves, and torch all
+else. Zhang and Sennrich 2019 (arXiv 1910.07467); Shazeer 2020 (arXiv 2002.05202); Su et al. 2021 (arXiv 2104.09864), in the
+pairing of Hugging Face's Llama.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -90,6 +90,8 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        if _native(gate, up):
+            return native.swiglu(gate.contiguous(), up.contiguous())
         if (passes := triton_passes(gate, up)) is not None:
             return passes.swiglu(*(_rows(each) for each in (gate, up))).view(gate.shape)
         return F.silu(gate).mul_(up)
@@ -98,6 +100,8 @@ class _SwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if _native(gate, up, gradient):
+            return native.swiglu_backward(gradient.contiguous(), gate.contiguous(), up.contiguous())
         if (passes := triton_passes(gate, up, gradient)) is not None:
             of_gate, of_up = passes.swiglu_backward(*(_rows(each) for each in (gradient, gate, up)))
             return of_gate.view(gate.shape), of_up.view(up.shape)

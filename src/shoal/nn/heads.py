@@ -6,8 +6,6 @@ loss is computed in the head's own forward, so that hooks of the module (ZeRO's 
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,11 +22,17 @@ __all__ = ["TiledHead", "TiledVocabularyHead", "tiled_head"]
 class TiledHead(nn.Linear):
     """A linear layer to the logits of all words: `head(hidden)`; or to the loss: `head(hidden, targets)`."""
 
+    _loss: TiledLoss
+    _kernels: Choice
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, loss: TiledLoss | None = None,
                  kernels: Choice = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._loss = loss or TiledLoss()
-        self._kernels: Choice = kernels
+        self.set_loss(loss or TiledLoss(), kernels)
+
+    def set_loss(self, loss: TiledLoss, kernels: Choice = "auto") -> None:
+        """Take the loss as `loss` says from the next forward on."""
+        self._loss, self._kernels = loss, kernels
 
     def forward(self, input: Tensor, targets: Tensor | None = None, *,  # pyright: ignore[reportIncompatibleMethodOverride]
                 loss: TiledLoss | None = None, hand_on: bool = False) -> Tensor:
@@ -82,11 +86,12 @@ def tiled_head(head: nn.Module, *, loss: TiledLoss | None = None, kernels: Choic
     if type(head) is not nn.Linear:
         raise UsageError(f"tiled_head: got a {type(head).__name__}; give an nn.Linear or a shoal.tensor_parallel."
                          f"VocabularyHead, or call shoal.nn.tiled_cross_entropy in the module's own forward")
-    bias = dict(head.named_parameters(recurse=False, remove_duplicate=False)).get("bias")
-    tiled = TiledHead(head.in_features, head.out_features, bias is not None, loss=loss, kernels=kernels, device="meta")
-    tiled.register_parameter("weight", cast(nn.Parameter, head.weight))
-    tiled.register_parameter("bias", bias)
-    return tiled.train(head.training)
+    tiled = TiledHead.__new__(TiledHead)
+    nn.Module.__init__(tiled)
+    vars(tiled).update(vars(head))  # parameters, hooks and mode
+    vars(tiled).pop("forward", None)  # that of `set_linear_kernels`: `kernels` says who computes the products
+    tiled.set_loss(loss or TiledLoss(), kernels)
+    return tiled
 
 
 def _products(kernels: Choice, tensor: Tensor) -> Products:

@@ -24,7 +24,16 @@ from torch.nn import functional as F
 from shoal.attention import Blocks, attend
 from shoal.errors import UsageError
 from shoal.nn.linear import linear
-from shoal.nn.passes import Gelu, dropout_add, gelu_linear, layer_norm
+from shoal.nn.passes import (
+    Gelu,
+    bias_gelu,
+    dropout_add,
+    dropout_add_norm,
+    dropout_add_norm_with_sum,
+    fused_passes,
+    gelu_linear,
+    layer_norm,
+)
 from shoal.products import Products
 
 __all__ = ["Affine", "LayerForm", "LayerWeights", "transformer_layer"]
@@ -39,6 +48,10 @@ class Affine:
     weight: Tensor
     bias: Tensor
     name: str = ""
+
+    def biases(self, fused: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return the bias that the product adds, and the one that the pass behind it adds: one of them is None."""
+        return (None, self.bias) if fused else (self.bias, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +96,25 @@ def transformer_layer(x: Tensor, mask: Tensor | None, weights: LayerWeights, for
     seeds = [number ^ seed for number in torch.randint(2**62, (3,)).tolist()] if (
         form.attention_dropout or form.hidden_dropout) else [0, 0, 0]
     first = weights.attention_norm
-    source = _norm(x, first, form) if form.pre_norm else x
+    # The passes add the biases where they serve the layer's dtype; autocast may give products another one.
+    fused = fused_passes(x, first.weight) is not None and not torch.is_autocast_enabled(x.device.type)
+    source = layer_norm(x, first.weight, first.bias, form.eps, invertible=form.invertible) if form.pre_norm else x
     context = _attention(source, mask, weights, form, products, seeds[0])
-    output = linear(context, weights.attention_output.weight, weights.attention_output.bias, products)
-    a = dropout_add(output, x, dropout=form.hidden_dropout, seed=seeds[1])
+    of_product, of_pass = weights.attention_output.biases(fused)
+    output = linear(context, weights.attention_output.weight, of_product, products)
     if form.pre_norm:
-        inner = _norm(a, weights.output_norm, form)
-    else:
-        inner = a = _norm(a, first, form)
-    y = dropout_add(_mlp(inner, weights, form, products), a, dropout=form.hidden_dropout, seed=seeds[2])
-    return y if form.pre_norm else _norm(y, weights.output_norm, form)
+        norm = weights.output_norm
+        a, inner = dropout_add_norm_with_sum(output, x, norm.weight, norm.bias, bias=of_pass, eps=form.eps,
+                                             dropout=form.hidden_dropout, seed=seeds[1], invertible=form.invertible)
+        output = _mlp(inner, weights, form, products, weights.outer.bias, fused=fused)
+        return dropout_add(output, a, dropout=form.hidden_dropout, seed=seeds[2])
+    a = dropout_add_norm(output, x, first.weight, first.bias, bias=of_pass, eps=form.eps, dropout=form.hidden_dropout,
+                         seed=seeds[1], invertible=form.invertible)
+    of_product, of_pass = weights.outer.biases(fused)
+    output = _mlp(a, weights, form, products, of_product, fused=fused)
+    last = weights.output_norm
+    return dropout_add_norm(output, a, last.weight, last.bias, bias=of_pass, eps=form.eps, dropout=form.hidden_dropout,
+                            seed=seeds[2], invertible=form.invertible)
 
 
 def _check_mask(mask: Tensor | None, x: Tensor, form: LayerForm) -> None:
@@ -108,15 +130,15 @@ def _check_mask(mask: Tensor | None, x: Tensor, form: LayerForm) -> None:
                          f"(mask.bool()), or one of floats that is added to the scores (0, and -inf where hidden)")
 
 
-def _norm(h: Tensor, norm: Affine, form: LayerForm) -> Tensor:
-    return layer_norm(h, norm.weight, norm.bias, form.eps, invertible=form.invertible)
-
-
-def _mlp(x: Tensor, weights: LayerWeights, form: LayerForm, products: Products) -> Tensor:
-    u = linear(x, weights.inner.weight, weights.inner.bias, products)
+def _mlp(x: Tensor, weights: LayerWeights, form: LayerForm, products: Products, bias: Tensor | None, *,
+         fused: bool) -> Tensor:
+    """Return gelu(x W1^T + b1) W2^T + bias."""
+    of_product, of_pass = weights.inner.biases(fused)
+    u = linear(x, weights.inner.weight, of_product, products)
     if form.recompute_gelu:
-        return gelu_linear(u, weights.outer.weight, weights.outer.bias, approximate=form.gelu, products=products)
-    return linear(F.gelu(u, approximate=form.gelu), weights.outer.weight, weights.outer.bias, products)
+        return gelu_linear(u, weights.outer.weight, bias, approximate=form.gelu, products=products, inner_bias=of_pass)
+    wide = F.gelu(u, approximate=form.gelu) if of_pass is None else bias_gelu(u, of_pass, approximate=form.gelu)
+    return linear(wide, weights.outer.weight, bias, products)
 
 
 def _attention(x: Tensor, mask: Tensor | None, weights: LayerWeights, form: LayerForm, products: Products,
@@ -125,9 +147,9 @@ def _attention(x: Tensor, mask: Tensor | None, weights: LayerWeights, form: Laye
     projected = [linear(x, each.weight, each.bias, products) for each in weights.qkv]
     parts = projected[0].chunk(3, -1) if len(projected) == 1 else projected
     query, key, value = (part.unflatten(-1, (form.heads, -1)).transpose(1, 2) for part in parts)
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and x.dtype != torch.float64:
         context = _on_host(query, key, value, mask, form, seed)
-    else:  # fused kernels, which save no probabilities; their dropout is by a counter too
+    else:  # on accelerators fused kernels, which save no probabilities; their dropout is by a counter too
         context = F.scaled_dot_product_attention(
             query, key, value, attn_mask=None if mask is None else _four_dims(mask, form, query), scale=form.scale,
             dropout_p=form.attention_dropout, is_causal=form.causal and mask is None)

@@ -1,11 +1,17 @@
 """The passes between the products of a transformer layer, as autograd functions that save as little as they can.
 
-    dropout_add     residual + dropout(x)           saves a seed: the mask is a function of (seed, row, column)
-    layer_norm      the norm of h                   saves h; or if `invertible` its own output, from which it computes h back
-    gelu_linear     gelu(u) W^T + b                 saves u alone, and computes gelu(u) again in backward
+    dropout_add         h = residual + dropout(x)       saves a seed: the mask is a function of (seed, row, column)
+    layer_norm          y = the norm of h               saves h; or if `invertible` y, from which it computes h back
+    dropout_add_norm    both, of x + bias               saves h or y, and two numbers a row
+    bias_gelu           gelu(u + bias)                  saves u
+    gelu_linear         gelu(u + bias) W^T + b          saves u alone, and computes the GELU again in backward
 
 With n = (h - mean) / std and y = n gain + shift, an invertible norm takes n = (y - shift) / gain in backward. It divides by
 the gain, which must not be near 0.
+
+fp32 in host memory is computed natively (layers.cpp), and on an accelerator Triton computes where it serves: one read and
+one write of each element, and the gradients of bias, gain and shift are summed on the way. Elsewhere torch computes the
+same by its own operations.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -23,10 +29,12 @@ from torch.nn import functional as F
 from shoal.attention.dropout import drop_rows, threshold
 from shoal.errors import UsageError
 from shoal.native import layers as native
+from shoal.native.layers import NO_DROPOUT, DropMask
 from shoal.nn.gpu_passes import triton_passes
 from shoal.products import Products, in_autocast_dtype
 
-__all__ = ["SMALLEST_GAIN", "Gelu", "check_invertible", "drop", "dropout_add", "gelu_linear", "layer_norm"]
+__all__ = ["SMALLEST_GAIN", "Gelu", "bias_gelu", "check_invertible", "drop", "dropout_add", "dropout_add_norm",
+           "dropout_add_norm_with_sum", "fused_passes", "gelu_linear", "layer_norm"]
 
 Gelu = Literal["none", "tanh"]
 """The exact function, or its approximation by tanh, as torch's `gelu` names them."""
@@ -45,16 +53,14 @@ def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tenso
 
     Computed natively on the host, by Triton or torch elsewhere.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows, dropped = _rows(x), _dropout(dropout, seed)
     base = None if residual is None else residual.reshape(rows.shape)
     dtype = x.dtype if residual is None else torch.result_type(x, residual)
     if x.device.type == "cpu" and native.available():
         wide = None if base is None else base.float().contiguous()
-        output = native.dropout_add(rows.float().contiguous(), wide, seed=seed, threshold=threshold(dropout),
-                                    kept=1 / (1 - dropout)).to(dtype)
+        output = native.dropout_add(rows.float(), wide, dropped).to(dtype)
     elif dtype == x.dtype and (passes := triton_passes(rows, *(() if base is None else (base,)))) is not None:
-        output = passes.dropout_add(rows.contiguous(), None if base is None else base.contiguous(), seed=seed,
-                                    threshold=threshold(dropout), kept=1 / (1 - dropout))
+        output = passes.dropout_add(rows, None if base is None else base.contiguous(), dropped)
     else:
         output = drop_rows(rows, base, dropout, seed)
     return output.view(x.shape)
@@ -67,6 +73,53 @@ def layer_norm(h: Tensor, gain: Tensor, shift: Tensor, eps: float, *, invertible
     return cast(Tensor, _InvertibleNorm.apply(h, gain, shift, eps))
 
 
+def dropout_add_norm(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, *, bias: Tensor | None = None,
+                     eps: float = 1e-5, dropout: float = 0.0, seed: int = 0, invertible: bool = False) -> Tensor:
+    """Return the layer norm of h = dropout(x + bias) + residual: x, residual (..., columns), others (columns,).
+
+    With the same `seed` the same elements are dropped. With `invertible` it saves its output, as `layer_norm` does.
+    """
+    if (passes := _norm_passes(x, residual, gain, shift, bias)) is None:
+        h = dropout_add(x if bias is None else x + bias, residual, dropout=dropout, seed=seed)
+        return layer_norm(h, gain, shift, eps, invertible=invertible)
+    return _DropoutAddNorm.apply(x, bias, residual, gain, shift, eps, _dropout(dropout, seed), invertible, False, passes)[1]
+
+
+def dropout_add_norm_with_sum(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, *, bias: Tensor | None = None,
+                              eps: float = 1e-5, dropout: float = 0.0, seed: int = 0,
+                              invertible: bool = False) -> tuple[Tensor, Tensor]:
+    """Return h = dropout(x + bias) + residual, and its layer norm."""
+    if (passes := _norm_passes(x, residual, gain, shift, bias)) is None:
+        h = dropout_add(x if bias is None else x + bias, residual, dropout=dropout, seed=seed)
+        return h, layer_norm(h, gain, shift, eps, invertible=invertible)
+    return _DropoutAddNorm.apply(x, bias, residual, gain, shift, eps, _dropout(dropout, seed), invertible, True, passes)
+
+
+def bias_gelu(u: Tensor, bias: Tensor, *, approximate: Gelu = "none") -> Tensor:
+    """Return gelu(u + bias) of `u` (..., columns) and `bias` (columns,)."""
+    if fused_passes(u, bias) is None:
+        return F.gelu(u + bias, approximate=approximate)
+    return cast(Tensor, _BiasGelu.apply(u, bias, approximate))
+
+
+def fused_passes(*tensors: Tensor, tiled: bool = False) -> Any:
+    """Return the module whose passes serve `tensors`: `native.layers`, or Triton's; None where torch computes.
+
+    A `tiled` pass takes rows of any width.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors):
+        return native if native.available() else None
+    return triton_passes(*tensors, tiled=tiled)
+
+
+def _norm_passes(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, bias: Tensor | None) -> Any:
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        return None
+    return fused_passes(x, residual, gain, shift, *(() if bias is None else (bias,)))
+
+
 def check_invertible(name: str, gain: Tensor) -> None:
     """Raise UsageError where an invertible norm's `gain`, the parameter `name`, has an element near 0."""
     smallest, place = gain.detach().abs().min(0)
@@ -76,10 +129,11 @@ def check_invertible(name: str, gain: Tensor) -> None:
                          f"normalize_invertible to false for this layer")
 
 
-def gelu_linear(u: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: Gelu, products: Products) -> Tensor:
-    """Return gelu(u) W^T + b, and save `u` alone; under autocast all are in its dtype."""
+def gelu_linear(u: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: Gelu, products: Products,
+                inner_bias: Tensor | None = None) -> Tensor:
+    """Return gelu(u + inner_bias) W^T + b, and save `u` alone; under autocast all are in its dtype."""
     u, weight, bias = in_autocast_dtype(u, weight, bias)
-    return cast(Tensor, _GeluLinear.apply(u, weight, bias, approximate, products))
+    return cast(Tensor, _GeluLinear.apply(u, weight, bias, approximate, products, inner_bias))
 
 
 class _DropoutAdd(torch.autograd.Function):
@@ -112,22 +166,92 @@ class _InvertibleNorm(torch.autograd.Function):
         return of_h, of_gain, of_shift, None
 
 
-class _GeluLinear(torch.autograd.Function):
+class _DropoutAddNorm(torch.autograd.Function):
+    """The sum (None if it is not kept) and its norm, where a fused pass computes them."""
+
     @staticmethod
-    def forward(ctx: Any, u: Tensor, weight: Tensor, bias: Tensor | None, approximate: Gelu, products: Products) -> Tensor:
-        ctx.save_for_backward(u, weight)
-        ctx.approximate, ctx.products = approximate, products
-        return products.linear(F.gelu(u, approximate=approximate), weight, bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, shift: Tensor, eps: float,
+                dropout: DropMask, invertible: bool, keep_sum: bool, passes: Any) -> tuple[Tensor | None, Tensor]:
+        h, y, means, rates = passes.dropout_add_norm(
+            _rows(x), None if bias is None else bias.contiguous(), _rows(residual), gain.contiguous(), shift.contiguous(),
+            eps=eps, dropout=dropout, keep_sum=keep_sum or not invertible)
+        ctx.save_for_backward(y if invertible else h, None if invertible else means, rates, gain, shift)
+        ctx.dropout, ctx.shape, ctx.passes = dropout, x.shape, passes
+        ctx.set_materialize_grads(False)
+        return h.view(x.shape) if keep_sum else None, y.view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        u, weight = ctx.saved_tensors
+    def backward(ctx: Any, of_h: Tensor | None, of_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        held, means, rates, gain, shift = ctx.saved_tensors
+        of_y = torch.zeros_like(held) if of_y is None else _rows(of_y)
+        of_x, of_residual, partial = ctx.passes.dropout_add_norm_backward(
+            of_y, None if of_h is None else _rows(of_h), held, means, rates, gain.contiguous(), shift.contiguous(),
+            ctx.dropout)
+        of_gain, of_shift, of_bias = partial.to(gain.dtype)
+        return (of_x.view(ctx.shape), of_bias if ctx.needs_input_grad[1] else None, of_residual.view(ctx.shape), of_gain,
+                of_shift, None, None, None, None, None)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, bias: Tensor, approximate: Gelu) -> Tensor:
+        ctx.save_for_backward(u, bias)
+        ctx.approximate = approximate
+        return _gelu(u, bias, approximate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        u, bias = ctx.saved_tensors
+        return *_gelu_backward(gradient, u, bias, ctx.approximate), None
+
+
+class _GeluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, weight: Tensor, bias: Tensor | None, approximate: Gelu, products: Products,
+                inner_bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(u, weight, inner_bias)
+        ctx.approximate, ctx.products = approximate, products
+        return products.linear(_gelu(u, inner_bias, approximate), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        u, weight, inner_bias = ctx.saved_tensors
         of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
-            of_weight = ctx.products.gradient_of_weight(gradient, F.gelu(u, approximate=ctx.approximate))
+            of_weight = ctx.products.gradient_of_weight(gradient, _gelu(u, inner_bias, ctx.approximate))
         if ctx.needs_input_grad[2]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         of_gelu = ctx.products.gradient_of_input(gradient, weight)
-        of_u = torch.ops.aten.gelu_backward(of_gelu, u, approximate=ctx.approximate)
-        return of_u, of_weight, of_bias, None, None
+        of_u, of_inner = _gelu_backward(of_gelu, u, inner_bias, ctx.approximate)
+        return of_u, of_weight, of_bias, None, None, of_inner
+
+
+def _gelu(u: Tensor, bias: Tensor | None, approximate: Gelu) -> Tensor:
+    if bias is None:
+        return F.gelu(u, approximate=approximate)
+    if (passes := fused_passes(u, bias)) is None:
+        return F.gelu(u + bias, approximate=approximate)
+    return passes.bias_gelu(_rows(u), bias.contiguous(), tanh=approximate == "tanh").view(u.shape)
+
+
+def _gelu_backward(gradient: Tensor, u: Tensor, bias: Tensor | None, approximate: Gelu) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of u and bias."""
+    if bias is None:
+        return torch.ops.aten.gelu_backward(gradient, u, approximate=approximate), None
+    if (passes := fused_passes(u, bias, gradient)) is None:
+        of_u = torch.ops.aten.gelu_backward(gradient, u + bias, approximate=approximate)
+        return of_u, of_u.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
+    of_u, of_bias = passes.bias_gelu_backward(_rows(gradient), _rows(u), bias.contiguous(), tanh=approximate == "tanh")
+    return of_u.view(u.shape), of_bias.to(bias.dtype)
+
+
+def _dropout(share: float, seed: int) -> DropMask:
+    return DropMask(seed, threshold(share), 1 / (1 - share)) if share else NO_DROPOUT
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor as a contiguous matrix (rows, columns)."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()

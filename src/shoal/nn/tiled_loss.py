@@ -23,24 +23,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from shoal.autograd import keeps_graph
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import stretch
+from shoal.nn.cross_entropy import REDUCTIONS, Reduction, TokenLoss, check_targets, mean_of_counted
 from shoal.products import TORCH, Products, in_autocast_dtype
 from shoal.tensor_parallel import Axis, enter
 from shoal.transport.collectives import eager
 from shoal.transport.reduction import wide_dtype
 
-__all__ = ["TiledLoss", "WordSlice", "cross_entropy", "tiled_cross_entropy"]
+__all__ = ["TiledLoss", "WordSlice", "tiled_cross_entropy"]
 
-_REDUCTIONS = ("mean", "sum", "none")
 _PART = 512
 """Words whose part of the weight's gradient is computed at a time and added to that of earlier tiles. With 192 tokens in a
 tile and 768 inputs, all words at once took 3 times as long by oneDNN as in parts."""
@@ -55,7 +54,7 @@ class TiledLoss:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     """The weight of the squared logarithm of the softmax's denominator, added to the loss of each token."""
-    reduction: Literal["mean", "sum", "none"] = "mean"
+    reduction: Reduction = "mean"
     """The mean is over the tokens that are not ignored."""
     rows: int | None = None
     """Tokens of a tile; None: as many as let its logits take a quarter of the weight's bytes, and at least 128."""
@@ -63,8 +62,8 @@ class TiledLoss:
     """Compute the logits again in backward; None: where they have to be (see above)."""
 
     def __post_init__(self) -> None:
-        if self.reduction not in _REDUCTIONS:
-            raise UsageError(f"tiled loss: reduction: got {self.reduction!r}; choose {', '.join(_REDUCTIONS)}")
+        if self.reduction not in REDUCTIONS:
+            raise UsageError(f"tiled loss: reduction: got {self.reduction!r}; choose {', '.join(REDUCTIONS)}")
         if not 0 <= self.label_smoothing <= 1:
             raise UsageError(f"tiled loss: label_smoothing: got {self.label_smoothing}; it lies between 0 and 1")
         if not self.z_loss >= 0:
@@ -119,23 +118,7 @@ def tiled_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: T
         case "sum":
             return losses.sum()
         case "mean":
-            return _mean(losses, counted) if loss.recompute else losses
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, loss: TiledLoss) -> Tensor:
-    """Return the same loss of `logits` (..., words) that are there."""
-    flat, targets = logits.flatten(0, -2).to(wide_dtype(logits.dtype)), targets.flatten()
-    losses = F.cross_entropy(flat, targets, ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing,
-                             reduction="none")
-    if loss.z_loss:
-        losses = losses + loss.z_loss * flat.logsumexp(-1).square() * (targets != loss.ignore_index)
-    match loss.reduction:
-        case "none":
-            return losses.view(logits.shape[:-1])
-        case "sum":
-            return losses.sum()
-        case "mean":
-            return _mean(losses, targets != loss.ignore_index)
+            return mean_of_counted(losses, counted) if loss.recompute else losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +155,29 @@ class _LossCall:
 
     def losses(self, logits: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
         """Return the loss and the logsumexp over all words of each token, from this rank's fp32 `logits`."""
+        return self._fused(logits, tile) or self._losses(logits, tile)
+
+    def differentiate(self, logits: Tensor, tile: slice, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same, and replace `logits` by their gradient, times `scale` (1,)."""
+        if (found := self._fused(logits, tile, scale.expand(len(logits)))) is not None:
+            return found
+        losses, logsumexp = self._losses(logits, tile)
+        self._to_gradient(logits, logsumexp, tile, scale)
+        return losses, logsumexp
+
+    def to_gradient(self, logits: Tensor, logsumexp: Tensor, tile: slice, scales: Tensor) -> None:
+        """Replace fp32 `logits` by their gradient, times `scales` (tokens,)."""
+        if self._fused(logits, tile, scales) is None:
+            self._to_gradient(logits, logsumexp, tile, scales)
+
+    def _fused(self, logits: Tensor, tile: slice, scales: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Return losses and logsumexps by one pass over the logits; None where none serves, as for slices of words."""
+        if self.words is not None:
+            return None
+        form = TokenLoss(smoothing=self.loss.label_smoothing, z_loss=self.loss.z_loss)
+        return form.fused(logits, self.targets[tile].masked_fill(~self.counted[tile], -1), scales)
+
+    def _losses(self, logits: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
         smoothing, z_loss = self.loss.label_smoothing, self.loss.z_loss
         local, foreign = self.local_targets(tile)
         own = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(foreign, 0)
@@ -186,8 +192,7 @@ class _LossCall:
             losses += z_loss * stats[0].square()
         return losses.masked_fill_(~self.counted[tile], 0), stats[0]
 
-    def to_gradient(self, logits: Tensor, logsumexp: Tensor, tile: slice, scale: Tensor) -> Tensor:
-        """Replace fp32 `logits` by their gradient, times `scale` (tokens or 1,)."""
+    def _to_gradient(self, logits: Tensor, logsumexp: Tensor, tile: slice, scale: Tensor) -> None:
         smoothing, z_loss = self.loss.label_smoothing, self.loss.z_loss
         local, foreign = self.local_targets(tile)
         scale = (scale * self.counted[tile]).unsqueeze(-1)
@@ -195,7 +200,7 @@ class _LossCall:
         logits.sub_(logsumexp.unsqueeze(-1)).exp_().mul_(factor)
         if smoothing:
             logits.sub_(scale * (smoothing / self.vocabulary))
-        return logits.scatter_add_(-1, local.unsqueeze(-1), -(1 - smoothing) * scale * ~foreign.unsqueeze(-1))
+        logits.scatter_add_(-1, local.unsqueeze(-1), -(1 - smoothing) * scale * ~foreign.unsqueeze(-1))
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -214,14 +219,16 @@ class _TiledLoss(torch.autograd.Function):
             scale /= problem.counted.sum().clamp(min=1)
         for tile in problem.tiles():
             logits = problem.products.linear(rows[tile], weight, bias).to(wide)
-            losses[tile], sums[tile] = problem.losses(logits, tile)
             if any(wanted):
-                gradients.add(tile, problem.to_gradient(logits, sums[tile], tile, scale).to(hidden.dtype))
+                losses[tile], sums[tile] = problem.differentiate(logits, tile, scale)
+                gradients.add(tile, logits.to(hidden.dtype))
+            else:
+                losses[tile], sums[tile] = problem.losses(logits, tile)
         if not ctx.taken:
             ctx.save_for_backward(rows, weight, bias, sums)
             return losses
         ctx.save_for_backward(*gradients.finish())
-        return _mean(losses, problem.counted) if problem.loss.reduction == "mean" else losses.sum()
+        return mean_of_counted(losses, problem.counted) if problem.loss.reduction == "mean" else losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -234,8 +241,8 @@ class _TiledLoss(torch.autograd.Function):
             gradients = _Gradients(rows, weight, bias, ctx.needs_input_grad[:3], problem.products)
             for tile in problem.tiles():
                 logits = problem.products.linear(rows[tile], weight, bias).to(sums.dtype)
-                scaled = problem.to_gradient(logits, sums[tile], tile, gradient[tile])
-                gradients.add(tile, scaled.to(rows.dtype))
+                problem.to_gradient(logits, sums[tile], tile, gradient[tile])
+                gradients.add(tile, logits.to(rows.dtype))
             found = gradients.finish()
         of_hidden, *others = found
         return None if of_hidden is None else of_hidden.view(ctx.shape), *others, None
@@ -287,12 +294,6 @@ def _logsumexp(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
-def _mean(losses: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of the losses of counted tokens: without any NaN, whose gradient is 0, as torch has it."""
-    count = counted.sum()
-    return torch.where(count > 0, losses.sum() / count.clamp(min=1), torch.nan)
-
-
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, loss: TiledLoss,
            words: WordSlice | None) -> None:
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.shape[:-1] != targets.shape or (
@@ -303,11 +304,4 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
         raise UsageError(f"tiled loss: got hidden states of {hidden.dtype} and a weight of {weight.dtype}; give both one "
                          f"floating dtype, or call it under autocast")
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise UsageError(f"tiled loss: got targets of {targets.dtype}; give ids of words, of an integer dtype")
-    targets = targets.long()
-    count = weight.shape[0] if words is None else words.words
-    wrong = (targets != loss.ignore_index) & ((targets < 0) | (targets >= count))
-    if targets.device.type == "cpu" and bool(wrong.any()):
-        raise UsageError(f"tiled loss: got target {int(targets[wrong][0])}; targets are 0 to {count - 1}, or ignore_index "
-                         f"({loss.ignore_index})")
+    check_targets("tiled loss", targets, weight.shape[0] if words is None else words.words, loss.ignore_index)

@@ -1,0 +1,123 @@
+"""Cross entropy of logits, of which a row is read and written once where a fused pass serves.
+
+    z    = logsumexp(logits)
+    loss = z - (1 - s) logits[target] - s mean(logits) + c z^2              s: label smoothing, c: the weight of the z-loss
+    dloss / dlogits = (1 + 2 c z) softmax(logits) - (1 - s) onehot(target) - s / words
+
+Saved for backward: the logits themselves, where torch's `cross_entropy` saves their log-softmax too. fp32 in host memory is
+computed natively (layers.cpp), and on an accelerator Triton computes where it serves; elsewhere torch does. The z-loss is
+that of Chowdhery et al. 2022 (arXiv 2204.02311, section 5).
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# (once_differentiable hides the signature of the backward that it guards.)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shoal.errors import UsageError
+from shoal.nn.passes import fused_passes
+from shoal.transport.reduction import wide_dtype
+
+__all__ = ["REDUCTIONS", "Reduction", "TokenLoss", "check_targets", "cross_entropy", "mean_of_counted"]
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+                  z_loss: float = 0.0, reduction: Reduction = "mean") -> Tensor:
+    """Return the cross entropy of `logits` (..., words) and `targets` (...), ids of words; computed in fp32.
+
+    The same as torch's `cross_entropy(logits.float(), targets)` of flat tensors, with z_loss x logsumexp(logits)^2 added
+    to the loss of each token; "none" gives losses (...). Raises UsageError for shapes or targets that do not fit.
+    """
+    if logits.shape[:-1] != targets.shape or not logits.dim():
+        raise UsageError(f"cross_entropy: got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}; they are "
+                         f"(..., words) and (...)")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"cross_entropy: reduction: got {reduction!r}; choose {', '.join(REDUCTIONS)}")
+    targets = check_targets("cross_entropy", targets, logits.shape[-1], ignore_index)
+    counted = targets != ignore_index
+    form = TokenLoss(smoothing=label_smoothing, z_loss=z_loss)
+    if fused_passes(logits, tiled=True) is None:
+        losses = form.by_torch(logits.flatten(0, -2).to(wide_dtype(logits.dtype)), targets, counted)
+    else:
+        losses = cast(Tensor, _CrossEntropyPass.apply(logits, targets.masked_fill(~counted, -1), form))
+    match reduction:
+        case "none":
+            return losses.view(logits.shape[:-1])
+        case "sum":
+            return losses.sum()
+        case "mean":
+            return mean_of_counted(losses, counted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The loss of one token."""
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def by_torch(self, logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+        """Return the losses (tokens,) of `logits` (tokens, words); 0 where a token is not counted."""
+        losses = F.cross_entropy(logits, targets.masked_fill(~counted, -100), label_smoothing=self.smoothing,
+                                 reduction="none")
+        return losses + self.z_loss * logits.logsumexp(-1).square() * counted if self.z_loss else losses
+
+    def fused(self, logits: Tensor, targets: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Return losses and logsumexps (tokens,) of contiguous `logits` (tokens, words); None where no pass serves.
+
+        With `scales` (tokens,), the logits are replaced by the gradient of the losses times the scales. Tokens with a
+        negative target have loss and gradient 0.
+        """
+        passes = fused_passes(logits, *(() if scales is None else (scales,)), tiled=True)
+        if passes is None:
+            return None
+        return passes.cross_entropy(logits, targets.contiguous(), None if scales is None else scales.contiguous(),
+                                    smoothing=self.smoothing, z_loss=self.z_loss)
+
+
+class _CrossEntropyPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, form: TokenLoss) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.form = form
+        found = form.fused(logits.reshape(-1, logits.shape[-1]).contiguous(), targets)
+        assert found is not None
+        return found[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets = ctx.saved_tensors
+        of_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device).copy_(logits)
+        found = ctx.form.fused(of_logits.view(-1, logits.shape[-1]), targets, gradient.float())
+        assert found is not None
+        return of_logits, None, None
+
+
+def check_targets(name: str, targets: Tensor, words: int, ignore_index: int) -> Tensor:
+    """Return the ids flat in int64. Raises UsageError for other dtypes, and in host memory for ids out of range."""
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise UsageError(f"{name}: got targets of {targets.dtype}; give ids of words, of an integer dtype")
+    targets = targets.reshape(-1).long()
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= words))
+    if targets.device.type == "cpu" and bool(wrong.any()):
+        raise UsageError(f"{name}: got target {int(targets[wrong][0])}; targets are 0 to {words - 1}, or ignore_index "
+                         f"({ignore_index})")
+    return targets
+
+
+def mean_of_counted(losses: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of the losses of counted tokens: without any NaN, whose gradient is 0, as torch has it."""
+    count = counted.sum()
+    return torch.where(count > 0, losses.sum() / count.clamp(min=1), torch.nan)
