@@ -51,10 +51,15 @@ def available() -> int:
 
 
 def _processor() -> str:
+    """Return name, family and model: processors of one name may differ in the width of their vectors."""
+    found: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    generation = f" (family {found['cpu family']}, model {found['model']})" if {"cpu family", "model"} <= {*found} else ""
+    return found["model name"] + generation
 
 
 def _deepspeed() -> str:
