@@ -92,7 +92,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         each.wait()
 
 
-def verdicts(watched: Watch, processes: list[subprocess.Popen[bytes]], seconds: float = 2.0) -> dict[int, StallKind]:
+def verdicts(watched: Watch, processes: list[subprocess.Popen[bytes]], seconds: float = 3.5) -> dict[int, StallKind]:
     """Look for `seconds`, and return all verdicts."""
     found: dict[int, StallKind] = {}
     end = time.monotonic() + seconds
@@ -130,9 +130,9 @@ def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
     reading = watched.reading(0)
     assert reading is not None
     before = watched.deadline(reading)
-    time.sleep(0.3)
-    watched.poll({0: processes[0].pid})
-    time.sleep(1.1)
+    for _ in range(2):  # a second shows that the process is idle, and another that none of those it started works
+        assert not watched.poll({0: processes[0].pid})
+        time.sleep(1.1)
     (suspicion,) = watched.poll({0: processes[0].pid})
     watched.double(suspicion)
     assert watched.deadline(reading) == 2 * before == 0.4
@@ -160,6 +160,25 @@ def test_a_busy_process_has_longer(pair, tmp_path: Path) -> None:
     finally:
         spinner.kill()
         spinner.wait()
+
+
+def test_a_rank_is_not_hung_while_a_process_that_it_started_works(pair, tmp_path: Path) -> None:
+    """A rank sleeps while the workers of its loader read the first batch of an epoch."""
+    watched, _ = pair
+    parent = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', "
+                                                     f"'import os; print(os.getpid(), flush=True)\\n{SPINNER}'])"],
+                              stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    try:
+        enter(str(tmp_path), 0, parent.pid, TrainingPhase.BETWEEN, waits=0)
+        assert verdicts(watched, [parent], 1.5) == {}
+        os.kill(worker, signal.SIGSTOP)
+        assert verdicts(watched, [parent], 3.0) == {0: StallKind.HUNG}
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
 
 
 def test_a_rank_is_not_hung_while_another_one_works(pair, tmp_path: Path) -> None:

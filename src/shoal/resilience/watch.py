@@ -4,8 +4,8 @@ A call is late after 10 times the median of its phase, and at least 5 s. The fir
 ten times as long as the longest first one of an earlier attempt, and at least a minute; where nothing is known, `UNKNOWN`.
 
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
-    hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor; or the
-               call is later still
+    hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor, nor
+               does a process that it started, as the workers of a loader; or the call is later still
     waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
 
 So ranks that wait in a barrier of the script's for one that evaluates are not hung. A deadline at which a rank was ended
@@ -17,14 +17,14 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
 from shoal.recording.page import Reading, TrainingPhase, read
 
-__all__ = ["Process", "StallKind", "Suspicion", "Watch", "process"]
+__all__ = ["Process", "StallKind", "Suspicion", "Watch", "descendants_cpu", "process"]
 
 FACTOR = 10.0
 """A call is late after so many times the median duration of its phase."""
@@ -72,6 +72,45 @@ def process(pid: int) -> Process | None:
     return Process(state=fields[0], cpu=(int(fields[11]) + int(fields[12])) / _TICKS)
 
 
+def descendants_cpu(pid: int) -> float:
+    """Return the processor time in seconds of all processes that `pid` has started, and those have, and that run."""
+    children: dict[int, list[int]] = {}
+    spent: dict[int, float] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            children.setdefault(int(fields[1]), []).append(int(name))
+            spent[int(name)] = (int(fields[11]) + int(fields[12])) / _TICKS
+    total, found = 0.0, [*children.get(pid, ())]
+    while found:
+        child = found.pop()
+        total += spent[child]
+        found += children.get(child, ())
+    return total
+
+
+class _Meter:
+    """Tells once a second whether something uses a processor, by its processor time."""
+
+    def __init__(self) -> None:
+        self._cpu: float | None = None
+        self._since = 0.0
+        self.idle = False
+        """Whether it has used no processor to speak of for about a second."""
+
+    def look(self, cpu: Callable[[], float], now: float) -> bool:
+        """Return `idle`, after a look at the seconds `cpu` if the last was a second ago."""
+        if self._cpu is None or now - self._since >= 1.0:
+            before, self._cpu = self._cpu, cpu()
+            self.idle = before is not None and self._cpu - before < BUSY * (now - self._since)
+            self._since = now
+        return self.idle
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
     """A rank that is stopped or hung."""
@@ -110,8 +149,8 @@ class Watch:
                 os.unlink(os.path.join(self.folder, name))
         self._looked = self._resumed = time.monotonic()
         self._stopped_since: dict[int, float] = {}
-        self._cpu: dict[int, tuple[float, float]] = {}
-        self._idle_since: dict[int, float] = {}
+        self._meters: defaultdict[int, _Meter] = defaultdict(_Meter)
+        self._child_meters: defaultdict[int, _Meter] = defaultdict(_Meter)
         self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
 
     def reading(self, local_rank: int) -> Reading | None:
@@ -142,7 +181,7 @@ class Watch:
                                            seconds=stopped, deadline=STOPPED_AFTER))
                 continue
             waits = reading is not None and bool(reading.waits)
-            working |= not self._is_idle(local_rank, facts, now) and not waits
+            working |= not waits and not self._is_idle(local_rank, pid, facts, now)
             if (suspicion := self._late(local_rank, pid, reading, now)) is not None:
                 (waiting if waits else late).append(suspicion)
         found += [each for each in late if not working or each.seconds > BUSY_FACTOR * each.deadline]
@@ -189,14 +228,7 @@ class Watch:
             return None
         return now - self._stopped_since.setdefault(local_rank, now)
 
-    def _is_idle(self, local_rank: int, facts: Process, now: float) -> bool:
-        """Whether the process has used no processor to speak of for about a second."""
-        cpu, since = self._cpu.setdefault(local_rank, (facts.cpu, now))
-        if now - since < 1.0:
-            return local_rank in self._idle_since
-        self._cpu[local_rank] = (facts.cpu, now)
-        if facts.cpu - cpu < BUSY * (now - since):
-            self._idle_since.setdefault(local_rank, now)
-        else:
-            self._idle_since.pop(local_rank, None)
-        return local_rank in self._idle_since
+    def _is_idle(self, local_rank: int, pid: int, facts: Process, now: float) -> bool:
+        """Whether neither the process nor one that it started has used a processor for about a second."""
+        return (self._meters[local_rank].look(lambda: facts.cpu, now)
+                and self._child_meters[local_rank].look(lambda: descendants_cpu(pid), now))
