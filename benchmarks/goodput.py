@@ -114,6 +114,7 @@ def shoal_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], in
 def peer_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], int], int]:
     """Return what takes a step of DDP's and gives its number, and the rank."""
     dist.init_process_group("gloo")
+    savers = dist.new_group(backend="gloo")  # its thread beside the reductions of the same group waits for ever
     rank, done, saving = dist.get_rank(), 0, None
     model = DistributedDataParallel(task.build(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -138,7 +139,8 @@ def peer_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], int
                 for folder in old:
                     shutil.rmtree(folder, ignore_errors=True)
             weights, state = get_state_dict(model, optimizer)
-            saving = async_save({"model": weights, "optimizer": state}, checkpoint_id=options.folder / f"step{done:09}")
+            saving = async_save({"model": weights, "optimizer": state}, process_group=savers,
+                                checkpoint_id=options.folder / f"step{done:09}")
         return done
 
     return step, rank
