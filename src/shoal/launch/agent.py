@@ -42,7 +42,7 @@ from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.orphans import memory_folder, sweep
-from shoal.launch.spares import Spares
+from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
 from shoal.recording.page import PAGES
@@ -175,7 +175,7 @@ class Agent(LocalElasticAgent):
         """The heartbeats of the nodes of this attempt; None on a single node."""
         self._ended_for: set[int | str] = set()
         """The lost nodes for which ranks of this attempt were ended, or that were reported."""
-        self._spares = Spares(python, spec.local_world_size) if plan.spares and plan.kind != "program" else None
+        self._spare = Spare(python) if plan.spares and plan.kind != "program" and serves_here() else None
 
     def run_ranks(self) -> int:
         """Run the ranks to completion and return 0, or the exit code of the rank that failed first."""
@@ -183,8 +183,8 @@ class Agent(LocalElasticAgent):
             self.run()
         finally:
             self._end_heartbeats()
-            if self._spares is not None:
-                self._spares.close()
+            if self._spare is not None:
+                self._spare.close()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
@@ -212,7 +212,7 @@ class Agent(LocalElasticAgent):
         if nodes > 1 and self._sends_heartbeats:
             self._heartbeats = Heartbeats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
                                 self._leave_cut_off)
-        with nullcontext() if self._spares is None else self._spares.starting():
+        with nullcontext() if self._spare is None else self._spare.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         write_record(self._memory, JobRecord(
             job=self.plan.job, agent=os.getpid(), attempt=self._attempt, attempts=self.plan.max_restarts + 1,
@@ -226,12 +226,12 @@ class Agent(LocalElasticAgent):
         return self.plan.max_restarts - self._remaining_restarts
 
     def _watch(self) -> None:
-        """Look for ranks that are stopped or hung, and start spares once the ranks train."""
+        """Look for ranks that are stopped or hung, and start the spare once the ranks train."""
         workers = self._worker_group.workers
         self._reaction.poll(self._watched())
-        if self._spares is not None and self._remaining_restarts > 0 and not self._spares.pids and (
+        if self._spare is not None and self._remaining_restarts > 0 and not self._spare.pids and (
                 self._reaction.trained(len(workers))):
-            self._spares.prepare()
+            self._spare.prepare()
 
     def _watched(self) -> dict[int, WatchedRank]:
         """Return the ranks of this node by local rank."""
@@ -285,7 +285,7 @@ class Agent(LocalElasticAgent):
                                 "to finish; a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
-        sweep(self.mark, ORPHAN_GRACE, set() if self._spares is None else self._spares.pids)
+        sweep(self.mark, ORPHAN_GRACE, set() if self._spare is None else self._spare.pids)
         self._grace, self._exits = self.plan.grace, {}  # for the ranks of the next attempt, if there is one
         self._lost_peer_since = None
 

@@ -21,16 +21,18 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
 import types
+import typing
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 SPARE = "SHOAL_SPARE"
-"""The environment variable that makes a process a spare, and names the file descriptor at which it waits."""
+"""The environment variable that makes a process the spare of a node, and names the socket on which it gets its orders."""
 DUMP_SIGNAL = signal.SIGRTMIN + 5
 """The signal at which a rank writes the stacks of its threads to a file, the error file's name with `STACKS`."""
 STACKS = ".stacks"
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> None:
     die_with(options.parent)
     bind_to_cores(options, int(os.environ["LOCAL_RANK"]))
     if SPARE in os.environ:
-        wait_for_turn(int(os.environ[SPARE]))
+        serve_as_spare(socket.socket(fileno=int(os.environ[SPARE])), options)
     if options.local_rank_argument:
         args = [f"--local_rank={os.environ['LOCAL_RANK']}", *args]
     if options.kind == "program":
@@ -134,23 +136,49 @@ def bind_to_cores(options: RankOptions, local_rank: int) -> None:
         os.sched_setaffinity(0, options.cores[local_rank])
     if options.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(options.threads[local_rank]))
+    torch = sys.modules.get("torch")
+    if torch is not None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():  # which torch has read in the spare
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def wait_for_turn(descriptor: int) -> None:
-    """Import what a program of Shoal imports, then wait for the environment and the streams of an attempt.
+def serve_as_spare(agent: socket.socket, options: RankOptions) -> None:
+    """Import what a program of Shoal imports, then fork a rank for each order of the agent; return in these ranks.
 
-    What cannot be imported is left to the program, which then fails as it would have. The process ends with its agent.
+    What cannot be imported is left to the program, which then fails as it would have. The spare ends with its agent. An
+    order is a line of JSON. A rank is forked twice, so that the kernel makes it a child of the agent, which is the
+    subreaper of its descendants; then it answers with its process id.
     """
     with contextlib.suppress(Exception):
         for name in ("torch.distributed", "shoal.engine.build"):
             importlib.import_module(name)
-    with os.fdopen(descriptor, "rb") as pipe:
-        text = pipe.read()
-    if not text:
-        os._exit(0)
-    order = json.loads(text)
+    gc.collect()
+    gc.freeze()  # the pages of these objects stay shared with the ranks
+    for line in agent.makefile("rb"):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        if os.fork():
+            os._exit(0)
+        _begin_as_rank(json.loads(line), options)
+        agent.sendall(f"{os.getpid()}\n".encode())
+        agent.close()
+        return
+    os._exit(0)
+
+
+def _begin_as_rank(order: dict[str, typing.Any], options: RankOptions) -> None:
+    """Become a rank: a session and a child of the agent, with the environment and the streams of an attempt."""
+    os.setsid()
+    deadline = time.monotonic() + 10
+    while os.getppid() != options.parent and time.monotonic() < deadline:
+        time.sleep(0.001)
+    die_with(options.parent)
     os.environ.clear()
     os.environ.update(order["variables"])
+    bind_to_cores(options, int(os.environ["LOCAL_RANK"]))
+    if "numpy" in sys.modules:  # torch's generators and Python's are seeded for a process of its own already
+        sys.modules["numpy"].random.seed()
     for stream, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path is not None:
             opened = os.open(path, os.O_WRONLY)

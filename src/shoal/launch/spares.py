@@ -1,15 +1,21 @@
-"""Spare interpreters: while ranks train, one process for each of them has imported torch and waits to take its place.
+"""The spare of a node: one interpreter that has imported torch, from which ranks of the next attempt are forked.
 
-Half of a restart is `import torch`. A spare is started like a rank, with the same command, cores and threads; instead of
-running the program it waits at a pipe for the environment of its attempt. It is a child of the agent, as a rank is, and
-ends with it. A spare that has died is replaced by a process that starts as the first ones did.
+Half of a restart is `import torch`. The spare is started like a rank, with the same command; instead of running the program
+it waits for orders, and forks a rank in a few milliseconds for each. So the import costs its processor time once, while the
+first ranks train, and ranks share the memory of what it imported. Forked ranks are children of the agent, as others are:
+the agent is the subreaper of its descendants. The spare ends with the agent. Where it has died, ranks start as the first
+ones did.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -21,67 +27,75 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from shoal.launch.rank import SPARE
 
-__all__ = ["Spares"]
+__all__ = ["Spare", "serves_here"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_IMPORTS = 60.0
+"""Seconds within which a spare must have imported torch and forked a rank."""
+
+
+def serves_here() -> bool:
+    """Whether the system gives orphans to a subreaper, so that forked ranks are children of the agent."""
+    return sys.platform == "linux"
 
 
 class Spare:
-    """One waiting interpreter."""
+    """The spare interpreter of one node."""
 
-    def __init__(self, command: Sequence[str], local_rank: int) -> None:
-        reader, self._pipe = os.pipe()
-        variables = {**os.environ, SPARE: str(reader), "LOCAL_RANK": str(local_rank)}
-        self.process = subprocess.Popen(command, env=variables, pass_fds=[reader], start_new_session=True)
-        os.close(reader)
-
-    def begin(self, variables: dict[str, str], stdout: str | None, stderr: str | None) -> None:
-        """Run the program with `variables` as the environment; a path takes the place of a stream."""
-        text = json.dumps({"variables": variables, "stdout": stdout, "stderr": stderr}).encode()
-        with suppress(BrokenPipeError), os.fdopen(self._pipe, "wb") as pipe:  # one that died now is a rank that fails
-            pipe.write(text)
-
-    def end(self) -> None:
-        """Kill the process."""
-        self.process.kill()
-        self.process.wait()
-        os.close(self._pipe)
-
-
-class Spares:
-    """The spares of the ranks of one node."""
-
-    def __init__(self, command: Sequence[str], local_ranks: int) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
-        self._local_ranks = local_ranks
-        self._waiting: dict[int, Spare] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
 
     @property
     def pids(self) -> set[int]:
-        """The processes of the spares that wait."""
-        return {spare.process.pid for spare in self._waiting.values()}
+        """The process of the spare, while it waits."""
+        return set() if self._process is None else {self._process.pid}
 
     def prepare(self) -> None:
-        """Start a spare for each rank that has none."""
-        for local_rank in range(self._local_ranks):
-            if local_rank not in self._waiting:
-                self._waiting[local_rank] = Spare(self._command, local_rank)
+        """Start the spare, unless it waits already."""
+        if self._process is not None:
+            return
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._orders, theirs = socket.socketpair()
+        with theirs:
+            variables = {**os.environ, SPARE: str(theirs.fileno()), "LOCAL_RANK": "0"}
+            self._process = subprocess.Popen(self._command, env=variables, pass_fds=[theirs.fileno()],
+                                             start_new_session=True)
 
-    def take(self, local_rank: int) -> Spare | None:
-        """Return the spare of a rank, None where there is none or it has died."""
-        spare = self._waiting.pop(local_rank, None)
-        if spare is not None and spare.process.poll() is not None:
-            spare.end()
+    def fork(self, command: Sequence[str], variables: dict[str, str], stdout: str | None,
+             stderr: str | None) -> subprocess.Popen[bytes] | None:
+        """Return a rank that runs the program with `variables` as its environment; None where the spare does not answer.
+
+        A path takes the place of a stream.
+        """
+        if self._process is None or self._orders is None:
             return None
-        return spare
+        order = json.dumps({"variables": variables, "stdout": stdout, "stderr": stderr})
+        try:
+            self._orders.settimeout(_IMPORTS)
+            self._orders.sendall(f"{order}\n".encode())
+            with self._orders.makefile("rb") as answers:
+                return _ForkedRank(int(answers.readline()), command)
+        except (OSError, ValueError):  # it has died, or hangs
+            self.close()
+            return None
 
     def close(self) -> None:
-        """Kill the spares that wait."""
-        while self._waiting:
-            self._waiting.popitem()[1].end()
+        """Kill the spare."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None
 
     @contextmanager
     def starting(self) -> Generator[None]:
-        """Have torch's agent start ranks from spares within the context."""
-        with patch.object(local_elastic_agent, "start_processes", self._start) if self._waiting else nullcontext():
+        """Have torch's agent fork ranks from the spare within the context."""
+        _reap_orphans(self.pids)
+        with patch.object(local_elastic_agent, "start_processes", self._start) if self._process else nullcontext():
             yield
 
     def _start(self, *, start_method: str, **given: Any) -> PContext:
@@ -94,31 +108,48 @@ class Spares:
         return context
 
 
-class _SpareContext(SubprocessContext):
-    """Torch's context of the ranks of a node, whose processes may be spares."""
+class _ForkedRank(subprocess.Popen[bytes]):
+    """A child of this process that it has not started itself."""
 
-    def __init__(self, spares: Spares, **given: Any) -> None:
+    def __init__(self, pid: int, command: Sequence[str]) -> None:
+        self.args, self.pid = command, pid
+        self.stdin = self.stdout = self.stderr = None
+        self.returncode: int | None = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()  # the state of a Popen that runs
+
+
+class _SpareContext(SubprocessContext):
+    """Torch's context of the ranks of a node, which are forked from a spare."""
+
+    def __init__(self, spare: Spare, **given: Any) -> None:
         super().__init__(**given)
-        self._spares = spares
+        self._spare = spare
 
     def _start(self) -> None:
         for local_rank in range(self.nprocs):
             self.subprocess_handlers[local_rank] = _SpareHandler(
-                self._spares.take(local_rank), entrypoint=str(self.entrypoint), args=self.args[local_rank],
-                env=self.envs[local_rank], stdout=self.stdouts[local_rank], stderr=self.stderrs[local_rank],
-                local_rank_id=local_rank, numa_options=None)
+                self._spare, entrypoint=str(self.entrypoint), args=self.args[local_rank], env=self.envs[local_rank],
+                stdout=self.stdouts[local_rank], stderr=self.stderrs[local_rank], local_rank_id=local_rank,
+                numa_options=None)
 
 
 class _SpareHandler(SubprocessHandler):
-    """Torch's handler of one rank, which starts a spare if there is one."""
+    """Torch's handler of one rank, which is forked from the spare if that answers."""
 
-    def __init__(self, spare: Spare | None, *, stdout: str | None, stderr: str | None, **given: Any) -> None:
+    def __init__(self, spare: Spare, *, stdout: str | None, stderr: str | None, **given: Any) -> None:
         self._spare = spare
         self._paths = stdout or None, stderr or None
         super().__init__(stdout=stdout, stderr=stderr, **given)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
-        if self._spare is None:
-            return super()._popen(args, env)
-        self._spare.begin(env, *self._paths)
-        return self._spare.process
+        return self._spare.fork(args, env, *self._paths) or super()._popen(args, env)
+
+
+def _reap_orphans(waited: set[int]) -> None:
+    """Let the kernel forget the processes of earlier ranks that have ended: a subreaper is their parent."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) not in waited:
+            with suppress(OSError), open(f"/proc/{name}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state == "Z" and int(parent) == os.getpid():
+                    os.waitpid(int(name), os.WNOHANG)
