@@ -304,7 +304,7 @@ def life() -> Iterator[str]:
 
 def recovery() -> Iterator[str]:
     """Draw what the ranks and their agent do between a fault and the next new step."""
-    left, lanes = 120, {"rank 0": 76, "rank 1": 116, "agent": 156, "spares": 196}
+    left, lanes = 120, {"rank 0": 76, "rank 1": 116, "agent": 156, "spare": 196}
     yield text(30, 36, "A recovery: rank 1 is killed; the copy of step 90 is loaded, and step 94 is the next new one "
                        "(not to scale)", size=16, weight=600)
     for lane, y in lanes.items():
@@ -314,11 +314,11 @@ def recovery() -> Iterator[str]:
             ("rank 0", 0, 150, WEIGHT, "steps 91 to 93"), ("rank 0", 150, 270, MUTED, "waits for rank 1"),
             ("rank 1", 0, 150, WEIGHT, "steps 91 to 93"), ("agent", 150, 210, GRADIENT, "sees it"),
             ("agent", 210, 330, GRADIENT, "ends the others"), ("agent", 330, 400, GRADIENT, "new store"),
-            ("spares", 0, 400, MUTED, "have imported torch, and wait"),
+            ("spare", 0, 360, MUTED, "has imported torch, and waits"), ("spare", 360, 400, GRADIENT, "forks"),
             *((lane, *phase) for lane in ("rank 0", "rank 1") for phase in (
                 (400, 480, MOMENTS, "join, build"), (480, 580, MASTER, "load the copy"),
                 (580, 700, WEIGHT, "91 to 93 again"), (700, 810, WEIGHT, "step 94, ..."))),
-            ("spares", 620, 810, MUTED, "the next ones import torch")):
+            ("spare", 400, 810, MUTED, "waits")):
         yield box(left + start + 0.5, lanes[lane], stop - start - 1, 30, colour)
         yield text(left + (start + stop) / 2, lanes[lane] + 19, words, size=10.5, fill="#ffffff", anchor="middle")
     for at, words in ((150, "fault"), (210, "noticed"), (400, "processes"), (480, "joined"), (700, "new step")):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +38,22 @@ HANG = "if rank == 1 and attempt == 0 and engine.global_steps == 8: hung = time.
 
 def pids(lines: list[str]) -> dict[int, int]:
     return {int(words[3]): int(words[4]) for words in map(str.split, lines) if words[:2] == ["step", "6"]}
+
+
+def test_what_a_spare_imports_asks_for_no_accelerator() -> None:
+    """CUDA cannot be used after a fork of a process that has initialised it."""
+    code = """if True:
+        import torch.distributed
+
+        def refuse(*args):
+            raise AssertionError("asked for an accelerator")
+
+        for module in (torch.cuda, torch.accelerator):
+            module.is_available = module.device_count = refuse
+        torch.accelerator.current_accelerator = refuse
+        import shoal.engine.build
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_stopped_rank_is_killed_and_spares_take_over(run, script):

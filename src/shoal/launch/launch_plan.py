@@ -49,7 +49,7 @@ class LaunchPlan:
     watch: str = "off"
     """One of `MODES`."""
     spares: bool = False
-    """Whether interpreters wait to take the place of ranks."""
+    """Whether an interpreter waits that forks the ranks of a restart."""
     core_list: tuple[int, ...] = ()
     """The cores that the ranks of a node share; empty: all that this process may use."""
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what happens to a rank that is stopped or hung: restart (it is killed, like one that "
                              "crashed), report, off; auto (default): restart where --max-restarts allows it, else report")
     parser.add_argument("--spares", action=argparse.BooleanOptionalAction, default=None,
-                        help="keep an interpreter ready for each rank that may restart (default: with --max-restarts)")
+                        help="keep an interpreter ready that forks the ranks of a restart (default: with --max-restarts)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     parser.add_argument("--no-python", action="store_true", help="SCRIPT is a program, not Python")
     parser.add_argument("--log-dir", metavar="DIR", help="also write the output of each rank to files in DIR")
