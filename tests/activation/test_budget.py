@@ -191,7 +191,7 @@ def _one_block_a_stage(section: dict[str, Any]) -> tuple[list[float], int]:
     return losses, count
 
 
-@pytest.mark.parametrize("section", [{"recompute": "full"}, {"budget": "1MB"}])
+@pytest.mark.parametrize("section", [{"recompute": "full"}, {"budget": "1.1MB"}])
 def test_a_block_that_is_alone_in_its_stage_repeats_those_of_others(section: dict[str, Any]) -> None:
     for (losses, count), (usual, _) in zip(run_ranks(2, _one_block_a_stage, section), run_ranks(2, _one_block_a_stage, {}),
                                            strict=True):
@@ -233,6 +233,7 @@ def test_the_peak_counts_what_is_fetched_ahead_of_a_block_that_rests() -> None:
     assert peak(passes, [[rests] * 3]) == 5 + 2 * 2 + (10 + 8) + 4
     assert peak(passes, [[rests, rests, keeps]]) == 5 + 2 + (10 + 8) + 4
     assert peak(passes, [[rests, keeps, keeps]]) == 5 + 2 + 10 + 10
+    assert peak(passes, [[rests, keeps, rests]]) == 5 + (2 + 10) + (10 + 8) + 4, "the first is fetched with the last"
 
 
 def test_a_choice_is_described_block_by_block() -> None:

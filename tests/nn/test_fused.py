@@ -155,6 +155,38 @@ def test_cross_entropy_is_that_of_torch(dtype: torch.dtype, reduction: Any, smoo
     torch.testing.assert_close(found, wanted, rtol=close, atol=close)
 
 
+def test_gradients_of_two_leaves_accumulate_apart() -> None:
+    x, residual, gain, shift, _ = (each.requires_grad_() for each in norm_operands())
+    for _ in range(2):
+        dropout_add_norm(x, residual, gain, shift).square().sum().backward()
+    once = torch.autograd.grad(F.layer_norm(x + residual, (DIM,), gain, shift).square().sum(), x)[0]
+    for leaf in (x, residual):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, 2 * once, rtol=1e-4, atol=1e-4)
+
+
+def test_outputs_of_passes_may_be_written_to_in_place() -> None:
+    x, residual, gain, shift, bias = norm_operands()
+    y = dropout_add_norm(x.requires_grad_(), residual, gain, shift)
+    y.add_(1).sum().backward()
+    z = dropout_add_norm(x, residual, gain, shift, invertible=True)  # saves its output
+    z.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    bias_gelu(x, bias).mul_(2).sum().backward()
+
+
+def test_cross_entropy_has_second_derivatives() -> None:
+    logits, targets = torch.randn(4, DIM, requires_grad=True), torch.arange(4)
+    outcomes: list[Tensor] = []
+    for loss in (cross_entropy(logits, targets), F.cross_entropy(logits, targets)):
+        (first,) = torch.autograd.grad(loss, logits, create_graph=True)
+        outcomes.append(torch.autograd.grad(first.square().sum(), logits)[0])
+    torch.testing.assert_close(*outcomes)
+    torch.testing.assert_close(torch.func.grad(lambda z: cross_entropy(z, targets))(logits.detach()),
+                               torch.func.grad(lambda z: F.cross_entropy(z, targets))(logits.detach()))
+
+
 def test_cross_entropy_keeps_the_logits_and_serves_a_second_backward() -> None:
     logits = torch.randn(4, DIM, requires_grad=True)
     kept, loss = logits.detach().clone(), cross_entropy(logits, torch.arange(4))
@@ -173,6 +205,12 @@ def test_strided_operands_are_served() -> None:
     (lambda: cross_entropy(torch.randn(2, 4), torch.zeros(3, dtype=torch.long)), r"\(\.\.\., words\) and"),
     (lambda: cross_entropy(torch.randn(2, 4), torch.tensor([0, 4])), "got target 4; targets are 0 to 3"),
     (lambda: cross_entropy(torch.randn(2, 4), torch.zeros(2)), "give ids of words"),
+    (lambda: cross_entropy(torch.randn(2, 4), torch.zeros(2, dtype=torch.long, device="meta")), "got targets on meta"),
+    (lambda: cross_entropy(torch.randn(2, 4), torch.tensor([0, 1]), label_smoothing=1.5), "lies between 0 and 1"),
+    (lambda: bias_gelu(torch.randn(2, 8), torch.randn(1)), r"the bias is \(8,\)"),
+    (lambda: dropout_add_norm(torch.randn(1, 8), torch.randn(1, 8), torch.randn(4), torch.randn(8)), r"the gain is \(8,\)"),
+    (lambda: dropout_add_norm(torch.randn(1, 8), torch.randn(1, 8), torch.randn(8), torch.randn(8), dropout=1.0),
+     "dropout: got 1.0; give a probability"),
     (lambda: cross_entropy(torch.randn(2, 4), torch.tensor([0, 1]), reduction=cast(Any, "max")), "choose mean, sum, none"),
     (lambda: rotary(torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)), r"\(length, dim / 2\)"),
 ])  # fmt: skip

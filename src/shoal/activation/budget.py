@@ -130,12 +130,14 @@ class PassBytes:
     def running(self, choice: Sequence[ActivationPlan]) -> int:
         """Return the most bytes at one time of its forward and backward, with the `choice` of each block."""
         held = most = self.outside
-        ahead = 0  # of the block before, if it rests: fetched while this one's backward runs
-        for block, plan in zip(self.blocks, choice, strict=True):
+        last = max((at for at, plan in enumerate(choice) if plan.rests), default=-1)
+        ahead = 0  # of the last block before that rests: fetched with the next that does, and there until its backward
+        for at, (block, plan) in enumerate(zip(self.blocks, choice, strict=True)):
             before, held = held, held + block.resting(plan)
             # In its backward a block has all its activations, earlier ones rest. One storage is there twice as it is copied.
-            most = max(most, held, before + block.kept + ahead + (self.largest if plan.rests else 0))
-            ahead = block.fetched(plan) if plan.rests else 0
+            fetched = ahead + (self.largest if plan.rests else 0) if at <= last else 0
+            most = max(most, held, before + block.kept + fetched)
+            ahead = block.fetched(plan) if plan.rests else ahead
         return most
 
 
@@ -229,6 +231,10 @@ class Budget:
         if self._running is not None:
             self._running.end_forward()
 
+    def recomputes(self, module: object) -> bool:
+        """Whether `module` is a block that recomputes."""
+        return self._running is not None and self._running.recomputes(module)
+
     def rests(self, module: object) -> bool:
         """Whether the tensors that `module` saves rest in a store; those of no block never do."""
         return self._running is not None and self._running.rests(module)
@@ -308,6 +314,11 @@ class _MeasuredRoot:
         for module, plan in zip(self._blocks, choice, strict=True):
             recompute_blocks([module], plan.recompute)
 
+    def recomputes(self, module: object) -> bool:
+        """Whether a module recomputes."""
+        place = self._places.get(module)
+        return place is not None and self._choice[place].recompute is not RecomputeMode.NONE
+
     def rests(self, module: object) -> bool:
         """Whether the tensors that a module saves rest."""
         place = self._places.get(module)
@@ -341,8 +352,8 @@ class _MeasuredRoot:
             self.bytes = self._measure(seen, staying, held)
             self.set([ActivationPlan(RecomputeMode.FULL, self._rests)] * len(self._blocks))  # until all roots are measured
             return True
-        if (found := sum(seen.values())) > (planned := self._planned(self.bytes)):
-            self.bytes = _grown(self.bytes, found / planned)
+        if (found := sum(seen.values()) + held) > (planned := self._planned(self.bytes)):
+            self.bytes = _grown(self.bytes, found / max(planned, 1))
             return True
         return False
 
@@ -359,6 +370,10 @@ class _MeasuredRoot:
         numbers = [min(each.scaled(input_bytes(module))
                        for each in found.get((kind, mode, stays), found[kind, RecomputeMode.NONE, stays]))
                    for module, kind in zip(self._blocks, self._kinds, strict=True) for mode, stays in _MEASURED.values()]
+        inputs = [*_MEASURED].index("inputs")  # of a block that recomputes they are there, whoever else saved them
+        for index, module in enumerate(self._blocks):
+            at = index * len(_MEASURED) + inputs
+            numbers[at] = max(numbers[at], input_bytes(module))
         *numbers, outside, largest = self._most_of([*numbers, seen[-1] + held, self._largest])
         return PassBytes(outside=outside, largest=largest, blocks=tuple(
             BlockBytes(**dict(zip(_MEASURED, numbers[at:at + len(_MEASURED)], strict=True)))

@@ -305,6 +305,8 @@ class SavedActivations:
         if self.budget is not None:
             self.budget.see(tensor, module, moves=moves)
         slices = self._slices if self._slices is not None and module in self._slices else None
+        if self.budget is not None and not self.budget.recomputes(module):
+            slices = None  # of what a block keeps, ranks have other tensors
         if not moves or not (self._moves_all or slices is not None):
             return None
         storage = tensor.untyped_storage()

@@ -148,7 +148,6 @@ def serve_as_spare(agent: socket.socket, options: RankOptions) -> None:
     order is a line of JSON. A rank is forked twice, so that the kernel makes it a child of the agent, which is the
     subreaper of its descendants; then it answers with its process id.
     """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that asks CUDA itself cannot be forked
     with contextlib.suppress(Exception):
         for name in ("torch.distributed", "shoal.engine.build"):
             importlib.import_module(name)

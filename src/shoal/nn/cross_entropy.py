@@ -9,9 +9,6 @@ computed natively (layers.cpp), and on an accelerator Triton computes where it s
 that of Chowdhery et al. 2022 (arXiv 2204.02311, section 5).
 """
 
-# pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,14 +16,14 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from shoal.autograd import in_function_transform
 from shoal.errors import UsageError
 from shoal.nn.passes import fused_passes
 from shoal.transport.reduction import wide_dtype
 
-__all__ = ["REDUCTIONS", "Reduction", "TokenLoss", "check_targets", "cross_entropy", "mean_of_counted"]
+__all__ = ["REDUCTIONS", "Reduction", "TokenLoss", "check_targets", "coded_targets", "cross_entropy", "mean_of_counted"]
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
@@ -44,13 +41,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
                          f"(..., words) and (...)")
     if reduction not in REDUCTIONS:
         raise UsageError(f"cross_entropy: reduction: got {reduction!r}; choose {', '.join(REDUCTIONS)}")
-    targets = check_targets("cross_entropy", targets, logits.shape[-1], ignore_index)
+    if not 0 <= label_smoothing <= 1 or not z_loss >= 0:
+        raise UsageError(f"cross_entropy: got label_smoothing {label_smoothing} and z_loss {z_loss}; the first lies between "
+                         f"0 and 1, the second is 0 or more")
+    targets = check_targets("cross_entropy", targets, logits.shape[-1], ignore_index, logits.device)
     counted = targets != ignore_index
     form = TokenLoss(smoothing=label_smoothing, z_loss=z_loss)
-    if fused_passes(logits, tiled=True) is None:
-        losses = form.by_torch(logits.flatten(0, -2).to(wide_dtype(logits.dtype)), targets, counted)
+    if fused_passes(logits, tiled=True) is None or in_function_transform():
+        losses = form.by_torch(logits, targets, counted)
     else:
-        losses = cast(Tensor, _CrossEntropyPass.apply(logits, targets.masked_fill(~counted, -1), form))
+        losses = cast(Tensor, _CrossEntropyPass.apply(logits, coded_targets(targets, counted, logits.shape[-1]), form))
     match reduction:
         case "none":
             return losses.view(logits.shape[:-1])
@@ -68,7 +68,8 @@ class TokenLoss:
     z_loss: float = 0.0
 
     def by_torch(self, logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        """Return the losses (tokens,) of `logits` (tokens, words); 0 where a token is not counted."""
+        """Return the losses (tokens,) of `logits` (..., words); 0 where a token is not counted."""
+        logits = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.dtype))
         losses = F.cross_entropy(logits, targets.masked_fill(~counted, -100), label_smoothing=self.smoothing,
                                  reduction="none")
         return losses + self.z_loss * logits.logsumexp(-1).square() * counted if self.z_loss else losses
@@ -76,8 +77,8 @@ class TokenLoss:
     def fused(self, logits: Tensor, targets: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Return losses and logsumexps (tokens,) of contiguous `logits` (tokens, words); None where no pass serves.
 
-        With `scales` (tokens,), the logits are replaced by the gradient of the losses times the scales. Tokens with a
-        negative target have loss and gradient 0.
+        With `scales` (tokens,), the logits are replaced by the gradient of the losses times the scales. `targets` are those
+        of `coded_targets`.
         """
         passes = fused_passes(logits, *(() if scales is None else (scales,)), tiled=True)
         if passes is None:
@@ -96,17 +97,29 @@ class _CrossEntropyPass(torch.autograd.Function):
         return found[0]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, targets = ctx.saved_tensors
+        if torch.is_grad_enabled():  # with create_graph: torch's operations have second derivatives
+            losses = ctx.form.by_torch(logits, targets, targets >= 0)
+            return torch.autograd.grad(losses, logits, gradient, create_graph=True)[0], None, None
         of_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device).copy_(logits)
         found = ctx.form.fused(of_logits.view(-1, logits.shape[-1]), targets, gradient.float())
         assert found is not None
         return of_logits, None, None
 
 
-def check_targets(name: str, targets: Tensor, words: int, ignore_index: int) -> Tensor:
-    """Return the ids flat in int64. Raises UsageError for other dtypes, and in host memory for ids out of range."""
+def coded_targets(targets: Tensor, counted: Tensor, words: int) -> Tensor:
+    """Return the ids as the passes take them: -1 where a token does not count, `words`, with a loss of NaN, if wrong."""
+    return torch.where(targets < 0, words, targets).masked_fill_(~counted, -1)
+
+
+def check_targets(name: str, targets: Tensor, words: int, ignore_index: int, device: torch.device) -> Tensor:
+    """Return the ids flat in int64.
+
+    Raises UsageError for other dtypes and devices, and in host memory for ids out of range.
+    """
+    if targets.device != device:
+        raise UsageError(f"{name}: got targets on {targets.device}, and logits on {device}; move them there")
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise UsageError(f"{name}: got targets of {targets.dtype}; give ids of words, of an integer dtype")
     targets = targets.reshape(-1).long()

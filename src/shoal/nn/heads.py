@@ -6,6 +6,8 @@ loss is computed in the head's own forward, so that hooks of the module (ZeRO's 
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,7 +90,7 @@ def tiled_head(head: nn.Module, *, loss: TiledLoss | None = None, kernels: Choic
                          f"VocabularyHead, or call shoal.nn.tiled_cross_entropy in the module's own forward")
     tiled = TiledHead.__new__(TiledHead)
     nn.Module.__init__(tiled)
-    vars(tiled).update(vars(head))  # parameters, hooks and mode
+    vars(tiled).update({name: copy(value) if isinstance(value, dict) else value for name, value in vars(head).items()})
     vars(tiled).pop("forward", None)  # that of `set_linear_kernels`: `kernels` says who computes the products
     tiled.set_loss(loss or TiledLoss(), kernels)
     return tiled

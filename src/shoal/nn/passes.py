@@ -32,6 +32,7 @@ from shoal.native import layers as native
 from shoal.native.layers import NO_DROPOUT, DropMask
 from shoal.nn.gpu_passes import triton_passes
 from shoal.products import Products, in_autocast_dtype
+from shoal.transport.reduction import wide_dtype
 
 __all__ = ["SMALLEST_GAIN", "Gelu", "bias_gelu", "check_invertible", "drop", "dropout_add", "dropout_add_norm",
            "dropout_add_norm_with_sum", "fused_passes", "gelu_linear", "layer_norm"]
@@ -56,7 +57,7 @@ def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tenso
     rows, dropped = _rows(x), _dropout(dropout, seed)
     base = None if residual is None else residual.reshape(rows.shape)
     dtype = x.dtype if residual is None else torch.result_type(x, residual)
-    if x.device.type == "cpu" and native.available():
+    if x.device.type == "cpu" and dtype != torch.float64 and native.available():
         wide = None if base is None else base.float().contiguous()
         output = native.dropout_add(rows.float(), wide, dropped).to(dtype)
     elif dtype == x.dtype and (passes := triton_passes(rows, *(() if base is None else (base,)))) is not None:
@@ -79,7 +80,7 @@ def dropout_add_norm(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, *
 
     With the same `seed` the same elements are dropped. With `invertible` it saves its output, as `layer_norm` does.
     """
-    if (passes := _norm_passes(x, residual, gain, shift, bias)) is None:
+    if (passes := _norm_passes(x, residual, gain, shift, bias, dropout)) is None:
         h = dropout_add(x if bias is None else x + bias, residual, dropout=dropout, seed=seed)
         return layer_norm(h, gain, shift, eps, invertible=invertible)
     return _DropoutAddNorm.apply(x, bias, residual, gain, shift, eps, _dropout(dropout, seed), invertible, False, passes)[1]
@@ -89,14 +90,22 @@ def dropout_add_norm_with_sum(x: Tensor, residual: Tensor, gain: Tensor, shift: 
                               eps: float = 1e-5, dropout: float = 0.0, seed: int = 0,
                               invertible: bool = False) -> tuple[Tensor, Tensor]:
     """Return h = dropout(x + bias) + residual, and its layer norm."""
-    if (passes := _norm_passes(x, residual, gain, shift, bias)) is None:
+    if (passes := _norm_passes(x, residual, gain, shift, bias, dropout)) is None:
         h = dropout_add(x if bias is None else x + bias, residual, dropout=dropout, seed=seed)
         return h, layer_norm(h, gain, shift, eps, invertible=invertible)
     return _DropoutAddNorm.apply(x, bias, residual, gain, shift, eps, _dropout(dropout, seed), invertible, True, passes)
 
 
+def _check_columns(name: str, x: Tensor, **operands: Tensor | None) -> None:
+    for key, operand in operands.items():
+        if operand is not None and operand.shape != x.shape[-1:]:
+            raise UsageError(f"{name}: got x {tuple(x.shape)} and a {key} {tuple(operand.shape)}; the {key} is "
+                             f"{tuple(x.shape[-1:])}")
+
+
 def bias_gelu(u: Tensor, bias: Tensor, *, approximate: Gelu = "none") -> Tensor:
     """Return gelu(u + bias) of `u` (..., columns) and `bias` (columns,)."""
+    _check_columns("bias_gelu", u, bias=bias)
     if fused_passes(u, bias) is None:
         return F.gelu(u + bias, approximate=approximate)
     return cast(Tensor, _BiasGelu.apply(u, bias, approximate))
@@ -114,7 +123,11 @@ def fused_passes(*tensors: Tensor, tiled: bool = False) -> Any:
     return triton_passes(*tensors, tiled=tiled)
 
 
-def _norm_passes(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, bias: Tensor | None) -> Any:
+def _norm_passes(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, bias: Tensor | None, dropout: float) -> Any:
+    """Return the passes that serve a norm of a sum. Raises UsageError for operands that do not fit."""
+    _check_columns("dropout_add_norm", x, gain=gain, shift=shift, bias=bias)
+    if not 0 <= dropout < 1:
+        raise UsageError(f"dropout_add_norm: dropout: got {dropout}; give a probability from 0 to below 1")
     if x.shape != residual.shape or x.dtype != residual.dtype:
         return None
     return fused_passes(x, residual, gain, shift, *(() if bias is None else (bias,)))
@@ -175,22 +188,25 @@ class _DropoutAddNorm(torch.autograd.Function):
         h, y, means, rates = passes.dropout_add_norm(
             _rows(x), None if bias is None else bias.contiguous(), _rows(residual), gain.contiguous(), shift.contiguous(),
             eps=eps, dropout=dropout, keep_sum=keep_sum or not invertible)
+        h, y = None if h is None else _shaped(h, x), _shaped(y, x)
         ctx.save_for_backward(y if invertible else h, None if invertible else means, rates, gain, shift)
-        ctx.dropout, ctx.shape, ctx.passes = dropout, x.shape, passes
+        ctx.dropout, ctx.passes = dropout, passes
         ctx.set_materialize_grads(False)
-        return h.view(x.shape) if keep_sum else None, y.view(x.shape)
+        return h if keep_sum else None, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_h: Tensor | None, of_y: Tensor | None) -> tuple[Tensor | None, ...]:
         held, means, rates, gain, shift = ctx.saved_tensors
+        shape, held = held.shape, _rows(held)
         of_y = torch.zeros_like(held) if of_y is None else _rows(of_y)
         of_x, of_residual, partial = ctx.passes.dropout_add_norm_backward(
             of_y, None if of_h is None else _rows(of_h), held, means, rates, gain.contiguous(), shift.contiguous(),
             ctx.dropout)
         of_gain, of_shift, of_bias = partial.to(gain.dtype)
-        return (of_x.view(ctx.shape), of_bias if ctx.needs_input_grad[1] else None, of_residual.view(ctx.shape), of_gain,
-                of_shift, None, None, None, None, None)
+        of_sum = of_residual.view(shape)  # without dropout one tensor for both: autograd copies what it gives to two leaves
+        return (of_sum if of_x is of_residual else of_x.view(shape), of_bias if ctx.needs_input_grad[1] else None, of_sum,
+                of_gain, of_shift, None, None, None, None, None)
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -234,7 +250,7 @@ def _gelu(u: Tensor, bias: Tensor | None, approximate: Gelu) -> Tensor:
         return F.gelu(u, approximate=approximate)
     if (passes := fused_passes(u, bias)) is None:
         return F.gelu(u + bias, approximate=approximate)
-    return passes.bias_gelu(_rows(u), bias.contiguous(), tanh=approximate == "tanh").view(u.shape)
+    return _shaped(passes.bias_gelu(_rows(u), bias.contiguous(), tanh=approximate == "tanh"), u)
 
 
 def _gelu_backward(gradient: Tensor, u: Tensor, bias: Tensor | None, approximate: Gelu) -> tuple[Tensor, Tensor | None]:
@@ -243,13 +259,18 @@ def _gelu_backward(gradient: Tensor, u: Tensor, bias: Tensor | None, approximate
         return torch.ops.aten.gelu_backward(gradient, u, approximate=approximate), None
     if (passes := fused_passes(u, bias, gradient)) is None:
         of_u = torch.ops.aten.gelu_backward(gradient, u + bias, approximate=approximate)
-        return of_u, of_u.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
+        return of_u, of_u.flatten(0, -2).sum(0, dtype=wide_dtype(of_u.dtype)).to(bias.dtype)
     of_u, of_bias = passes.bias_gelu_backward(_rows(gradient), _rows(u), bias.contiguous(), tanh=approximate == "tanh")
     return of_u.view(u.shape), of_bias.to(bias.dtype)
 
 
 def _dropout(share: float, seed: int) -> DropMask:
     return DropMask(seed, threshold(share), 1 / (1 - share)) if share else NO_DROPOUT
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """Return a new matrix in the shape of `like`, and no view: a script may write to the output of a pass in place."""
+    return torch.ops.aten._unsafe_view.default(rows, like.shape)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     {"torch 2.13.0, AMD EPYC, AVX512, 1 thread(s), processor time": {"forward": {"torch": 92.1, "onednn": 188.0}, ...}}
 
 oneDNN is taken for a product where it is 5 % faster than torch: then the timing's noise does not decide, and a machine
-without a difference has torch's bits. The rates are GFLOP in a second of processor time: beside other processes, wall time
-gave 10 to 18 for kernels of 70 to 105. The probe takes about a second. Processes of one
+without a difference has torch's bits. The rates of one thread are GFLOP in a second of processor time: beside other
+processes, wall time gave 10 to 18 for kernels of 70 to 105. The probe takes about a second. Processes of one
 machine wait for the first of them to finish it, so that all choose alike.
 """
 
@@ -38,7 +38,7 @@ _ROUNDS = 5
 _ADVANTAGE = 1.05
 
 Rates = dict[str, dict[str, float]]
-"""GFLOP of each kernel in a second of processor time, by product."""
+"""GFLOP of each kernel in a second, by product."""
 
 
 def choose(choice: Choice, device: torch.device = HOST) -> Products:
@@ -74,7 +74,8 @@ def probed(threads: int) -> Products:
     if (missing := onednn_missing()) is not None:
         logger.info("kernels.linear: torch computes the products of linear layers: %s", missing)
         return TORCH
-    rates = _rates(f"torch {torch.__version__}, {_processor()}, {threads} thread(s), processor time")
+    clock = ", processor time" if threads == 1 else ""
+    rates = _rates(f"torch {torch.__version__}, {_processor()}, {threads} thread(s){clock}")
     products = _products(rates)
     logger.info("kernels.linear: %s", _measured(products, rates))
     return products
@@ -153,15 +154,16 @@ def _measure() -> Rates:
     x, weight, gradient = (torch.randn(shape, generator=generator) for shape in (
         (_ROWS, _INPUTS), (_OUTPUTS, _INPUTS), (_ROWS, _OUTPUTS)))
     flops = 2 * _ROWS * _INPUTS * _OUTPUTS
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     rates: Rates = {}
     for name, trial in _TRIALS.items():
         best = {"torch": float("inf"), "onednn": float("inf")}
         for turn in range(_ROUNDS + 1):  # in turns, so that a busy moment slows both; the first is not counted
             for kernel, products in (("torch", TORCH), ("onednn", ONEDNN)):
-                begun = time.process_time()
+                begun = clock()
                 trial(products, x, weight, gradient)
                 if turn:
-                    best[kernel] = min(best[kernel], time.process_time() - begun)
+                    best[kernel] = min(best[kernel], clock() - begun)
         rates[name] = {kernel: flops / seconds / 1e9 for kernel, seconds in best.items()}
     return rates
 

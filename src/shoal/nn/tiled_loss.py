@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from shoal.autograd import keeps_graph
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import stretch
-from shoal.nn.cross_entropy import REDUCTIONS, Reduction, TokenLoss, check_targets, mean_of_counted
+from shoal.nn.cross_entropy import REDUCTIONS, Reduction, TokenLoss, check_targets, coded_targets, mean_of_counted
 from shoal.products import TORCH, Products, in_autocast_dtype
 from shoal.tensor_parallel import Axis, enter
 from shoal.transport.collectives import eager
@@ -175,7 +175,7 @@ class _LossCall:
         if self.words is not None:
             return None
         form = TokenLoss(smoothing=self.loss.label_smoothing, z_loss=self.loss.z_loss)
-        return form.fused(logits, self.targets[tile].masked_fill(~self.counted[tile], -1), scales)
+        return form.fused(logits, coded_targets(self.targets[tile], self.counted[tile], logits.shape[-1]), scales)
 
     def _losses(self, logits: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
         smoothing, z_loss = self.loss.label_smoothing, self.loss.z_loss
@@ -304,4 +304,4 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
         raise UsageError(f"tiled loss: got hidden states of {hidden.dtype} and a weight of {weight.dtype}; give both one "
                          f"floating dtype, or call it under autocast")
-    check_targets("tiled loss", targets, weight.shape[0] if words is None else words.words, loss.ignore_index)
+    check_targets("tiled loss", targets, weight.shape[0] if words is None else words.words, loss.ignore_index, hidden.device)

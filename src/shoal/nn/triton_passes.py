@@ -42,7 +42,7 @@ _TILE = 4096
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of a matrix (rows, columns), and the rate (rows,) of each row in fp32."""
-    output, rates = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
+    output, rates = torch.empty_like(x), torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     with selected(x.device):
         _rms_norm[(x.shape[0],)](x, gain, output, rates, x.shape[1], eps, WIDE=triton.next_power_of_2(x.shape[1]))
     return output, rates
@@ -51,7 +51,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(gradient: Tensor, x: Tensor, gain: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (rows, columns) in its dtype, and of the gain (columns,) in fp32."""
     programs = min(_PROGRAMS, x.shape[0])
-    of_x, of_gain = torch.empty_like(x), torch.empty(programs, x.shape[1], device=x.device)
+    of_x, of_gain = torch.empty_like(x), torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
     with selected(x.device):
         _rms_norm_backward[(programs,)](gradient, x, gain, rates, of_x, of_gain, x.shape[0], x.shape[1], programs,
                                         WIDE=triton.next_power_of_2(x.shape[1]))
@@ -99,7 +99,7 @@ def dropout_add_norm(x: Tensor, bias: Tensor | None, residual: Tensor, gain: Ten
                      dropout: DropMask, keep_sum: bool) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """Return h = dropout(x + bias) + residual if `keep_sum`, its layer norm, and of each row of h mean and 1 / deviation."""
     output, sums = torch.empty_like(x), torch.empty_like(x) if keep_sum else None
-    means, rates = torch.empty(2, x.shape[0], device=x.device)
+    means, rates = torch.empty(2, x.shape[0], dtype=torch.float32, device=x.device)
     with selected(x.device):
         _dropout_add_norm[(x.shape[0],)](
             x, x if bias is None else bias, residual, gain, shift, _keys(x, dropout), output if sums is None else sums,
@@ -115,7 +115,8 @@ def dropout_add_norm_backward(of_y: Tensor, of_h: Tensor | None, held: Tensor, m
     `held` is h; or the output y, where `means` is None.
     """
     programs = min(_PROGRAMS, held.shape[0])
-    of_residual, partial = torch.empty_like(held), torch.empty(programs, 3, held.shape[1], device=held.device)
+    of_residual = torch.empty_like(held)
+    partial = torch.empty(programs, 3, held.shape[1], dtype=torch.float32, device=held.device)
     of_x = torch.empty_like(held) if dropout.threshold else of_residual
     with selected(held.device):
         _dropout_add_norm_backward[(programs,)](
@@ -137,7 +138,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, tanh: bool) -> Tensor:
 def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (rows, columns) in its dtype, and of the bias (columns,) in fp32."""
     programs = min(_PROGRAMS, x.shape[0])
-    of_x, of_bias = torch.empty_like(x), torch.empty(programs, x.shape[1], device=x.device)
+    of_x, of_bias = torch.empty_like(x), torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
     with selected(x.device):
         _bias_gelu_backward[(programs,)](gradient, x, bias, of_x, of_bias, x.shape[0], x.shape[1], programs,
                                          WIDE=triton.next_power_of_2(x.shape[1]), TANH=tanh)
@@ -150,7 +151,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, scales: Tensor | None, *, smo
 
     With `scales` (rows,), the logits are replaced by the gradient of the losses times the scales. `targets` are int64.
     """
-    losses, sums = torch.empty(2, logits.shape[0], device=logits.device)
+    losses, sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     with selected(logits.device):
         _cross_entropy[(logits.shape[0],)](
             logits, targets, sums if scales is None else scales, losses, sums, logits.shape[1], smoothing, z_loss,
@@ -355,13 +356,14 @@ def _cross_entropy(logits, targets, scales, losses, sums, words, smoothing, z_lo
     target = tl.load(targets + row)
     counted = target >= 0
     start = logits + row.to(tl.int64) * words
-    own = tl.load(start + tl.maximum(target, 0)).to(tl.float32)
+    own = tl.load(start + tl.maximum(target, 0), mask=target < words, other=float("nan")).to(tl.float32)
     largest, total, mean = -float("inf"), 0.0, 0.0
     for first in range(0, words, WIDE):
         places = first + tl.arange(0, WIDE)
         values = tl.load(start + places, mask=places < words, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(largest, tl.max(values, 0))
-        total = total * tl.exp(largest - higher) + tl.sum(tl.exp(values - higher), 0)
+        base = tl.where(higher == -float("inf"), 0.0, higher)  # all words so far may be masked
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
         largest = higher
         mean += tl.sum(tl.where(places < words, values, 0.0), 0)
     z = largest + tl.log(total)
