@@ -248,3 +248,34 @@ def enter_in_vain(folder: str, leaving: bool) -> None:
 @pytest.mark.parametrize("leaving", [False, True])
 def test_a_context_that_fails_leaves_no_hold(leaving: bool, tmp_path: Path) -> None:
     run_ranks(1, enter_in_vain, str(tmp_path), leaving)
+
+
+def _edited(folder: str, stage: int, way: str) -> None:
+    """Write to one element of one parameter: the masters of all others keep their bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if way == "disk" else {}
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "timeout": 20, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": stage, **offload}})[0]
+    for _ in range(2):
+        step(engine)
+    before = engine.consolidated_state_dict(torch.float32)
+    for _ in range(2):
+        with shoal.gathered(model, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                model[1].weight[3, 5] = 7
+    after = engine.consolidated_state_dict(torch.float32)
+    if dist.get_rank() == 0:
+        assert after["1.weight"][3, 5] == 7
+        after["1.weight"][3, 5] = before["1.weight"][3, 5]
+        assert any((value != value.bfloat16().float()).any() for value in before.values())
+        for name, value in before.items():
+            assert torch.equal(after[name], value), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize("way", ["memory", "disk"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_edit_leaves_the_masters_of_what_it_does_not_write(stage: int, way: str, tmp_path: Path) -> None:
+    run_ranks(2, _edited, str(tmp_path), stage, way)

@@ -197,10 +197,10 @@ def _hold(span: Span, part: range, changed: bool) -> AbstractContextManager[Tens
 
 
 def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts: Cuts) -> Iterator[Piece]:
-    """Yield the piece of a slot's state that lies in this rank's own shard; the rank of the first element saves a scalar."""
+    """Yield the piece of a slot's state that this rank saves; the rank of the first element saves a scalar."""
     unit = view.unit
     slot = unit.layout.slots[part.slot]
-    own = unit.shard_range
+    own = unit.saved_range
     start, stop = max(slot.start + part.start, own.start), min(slot.start + part.stop, own.stop)
     if start >= stop:
         return

@@ -109,7 +109,7 @@ class Layerwise:
     def _measure(self, views: Sequence[MasterView], factor: Factor, options: Options) -> None:
         for view in views:
             unit, group = view.unit, options[view.group]
-            own = range(unit.shard_range.start - unit.master_range.start, unit.shard_range.stop - unit.master_range.start)
+            own = range(unit.saved_range.start - unit.master_range.start, unit.saved_range.stop - unit.master_range.start)
             stretches = list(_stretches(view, own))
             squares = self._measure_view(view, stretches, factor, group)
             sums = self._sums.setdefault(unit, _zero_sums(unit))

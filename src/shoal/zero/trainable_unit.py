@@ -20,6 +20,7 @@ from shoal.transport.collectives import Label
 from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient import Gradient
 from shoal.zero.guard import guard
+from shoal.zero.layout import Slot
 from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import SHARD, Stage, master_dtype
 from shoal.zero.unit import Unit
@@ -167,16 +168,28 @@ class TrainableUnit(Unit):
             with fetched(self.state.master, changed=True) as master:
                 master.copy_(values[owned.start:owned.stop])
 
-    @torch.no_grad()
+    def broadcast_edit(self, source: int) -> None:
+        super().broadcast_edit(source)
+        self._take_edits(self.layout.slots)
+
     def keep_slots(self, slots: Iterable[int]) -> None:
         slots = list(slots)
         super().keep_slots(slots)
-        for slot in (self.layout.slots[index] for index in slots) if self.has_separate_master else ():
+        self._take_edits(self.layout.slots[index] for index in slots)
+
+    @torch.no_grad()
+    def _take_edits(self, slots: Iterable[Slot]) -> None:
+        """Write to the master what a script wrote to the gathered weights.
+
+        An element that still is the master's value in the weights' dtype was not written to, and keeps its precision.
+        """
+        for slot in slots if self.has_separate_master else ():
             own = range(max(slot.start, self.master_range.start), min(slot.stop, self.master_range.stop))
             if own:
                 first = self.master_range.start
                 with fetched(self.state.master, own.start - first, own.stop - first, changed=True) as master:
-                    master.copy_(self.full[own.start:own.stop])
+                    written = self.full[own.start:own.stop].to(master.device)
+                    master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
     def close(self) -> None:
         super().close()

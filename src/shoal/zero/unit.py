@@ -373,7 +373,7 @@ class Unit:
             self.communicator.broadcast(flat, source, f"unit '{self.name}'")
         self.versions.mark([slot for slot, is_changed in enumerate(changed.tolist()) if is_changed])
         self.versions.see()
-        self._keep(self.full)
+        self._save_weights()
 
     def keep_slots(self, slots: Iterable[int]) -> None:
         """Save writes to `slots` to the resting weights and the master; autograd counts them as writes by the script."""
@@ -393,6 +393,9 @@ class Unit:
 
     def _keep(self, values: Tensor) -> None:
         """Save the gathered weights, and where there is a master its part of `values`."""
+        self._save_weights()
+
+    def _save_weights(self) -> None:
         self.memory.save()
         self.memory.update_snapshots()
 
