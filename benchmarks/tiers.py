@@ -39,7 +39,7 @@ LEAST = 3
 any iteration of a training does, and as the last leaves its own."""
 DISKS = {"in backward": (True, 0.0), "after backward": (False, 1.0)}
 """The ways with everything on disk: `step_in_backward`, and the largest norm."""
-PIECES = 8
+CHUNKS = 8
 """Pieces of state in memory at once: with the default of 4 steps in backward take some 7 % longer here."""
 MEMORY = Path(__file__).with_name("tiers_memory.py")
 PEER = Path(__file__).with_name("tiers_peer.py")
@@ -97,7 +97,7 @@ def on_disk(folder: str, way: str) -> dict[str, Any]:
     """Return the configuration of an engine with everything on disk, in one of the ways."""
     disk, (in_backward, clipping) = {"device": "nvme", "nvme_path": folder}, DISKS[way]
     return config({"offload_param": {**disk, "buffer_count": 3},
-                   "offload_optimizer": {**disk, "buffer_count": PIECES, "step_in_backward": in_backward}}, clipping)
+                   "offload_optimizer": {**disk, "buffer_count": CHUNKS, "step_in_backward": in_backward}}, clipping)
 
 
 class Peer:
@@ -199,7 +199,7 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     assert sharded is not None
     units = [unit.layout.size for unit in sharded.units]
     return engines, {
-        f"{way} apart": Replay(folder, units, buffers=3, pieces=PIECES, in_backward=in_backward)
+        f"{way} apart": Replay(folder, units, buffers=3, chunks=CHUNKS, in_backward=in_backward)
         for way, (in_backward, _) in DISKS.items()}
 
 
@@ -278,7 +278,7 @@ def _publish(options: argparse.Namespace, iterations: Sequence[Sheet], held: dic
     ]
     note = (f"GPT of {options.layers} blocks of width {options.dim}, fp32, stage 3 on one rank, AdamW, clipped where "
             f"stepped after backward, {options.threads} thread(s), {options.rounds} rounds of turns of about "
-            f"{options.seconds:g} s. I/O apart has {PIECES} pieces of state in memory at once, as the engine. "
+            f"{options.seconds:g} s. I/O apart has {CHUNKS} chunks of state in memory at once, as the engine. "
             f"{' '.join(missing)}")
     Outcome(benchmark="tiers", command=" ".join(["python", *sys.argv]), note=note, sheets=(*iterations, memory),
             targets=tuple(targets), raw=raw).publish(options.out)

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))  # glibc: what is freed leaves the process at once
 
 import torch
-from tiers import DISKS, PIECES, on_disk
+from tiers import CHUNKS, DISKS, on_disk
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from workloads import _example
@@ -48,7 +48,7 @@ def main() -> None:
     units = [unit.layout.size for unit in engine.sharded.units]
     expected = estimate_working_memory(
         units, 3, 1, compute=torch.float32, accumulate=torch.float32, weights_offloaded=True, state_offloaded=True,
-        window=BUFFERS, pieces=PIECES, write_ahead=WRITE_AHEAD, in_backward=in_backward)
+        window=BUFFERS, chunks=CHUNKS, write_ahead=WRITE_AHEAD, in_backward=in_backward)
     _clear_peak()
     _train(engine, x, SETTLED)
     settled = _resident()

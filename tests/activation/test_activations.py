@@ -137,6 +137,19 @@ def test_each_storage_rests_once_however_many_nodes_save_it(tmp_path: Path) -> N
     assert saved.rested_bytes == x.numel() * 4
 
 
+def test_a_shared_storage_does_not_fetch_the_module_that_saved_it_first(tmp_path: Path) -> None:
+    saved, shared, fetched = _saved(tmp_path), torch.randn(200, 200), list[str]()
+    names = ["block 0", "block 1", "block 2"]
+    views = {name: (saved.pack(torch.randn(300, 300), name), saved.pack(shared, name)) for name in names}
+    for name, (own, _) in views.items():
+        assert own is not None
+        fetch = own.storage.fetch
+        own.storage.fetch = lambda name=name, fetch=fetch: (fetched.append(name), fetch())[1]  # type: ignore[method-assign]
+    last = views["block 2"][1]
+    assert last is not None and torch.equal(last.restore(), shared)
+    assert set(fetched) == {"block 2", "block 1"}
+
+
 def test_a_later_value_of_a_storage_rests_apart(tmp_path: Path) -> None:
     saved = _saved(tmp_path)
     x = torch.zeros(400, 64)

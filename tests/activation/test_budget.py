@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from shoal.activation.budget import (
 from shoal.errors import ConfigError
 from shoal.pipeline.layer import LayerSpec
 from shoal.pipeline.module import PipelineModule
+from shoal.tensor_parallel import Column, Plan, Row, parallelize
 from shoal.testing import run_ranks
 
 from .test_activations import BLOCKS, ROWS, WIDTH, Block
@@ -284,6 +286,37 @@ def test_a_larger_batch_recomputes_more() -> None:
     (_, same, _), = run_ranks(1, _trained, {"budget": "4MB"})
     (_, grown, expected), = run_ranks(1, _trained, {"budget": "4MB"}, rows=(ROWS, ROWS, 2 * ROWS, ROWS))
     assert grown.count("none") < same.count("none") and expected <= 4_000_000
+
+
+class _SavesMore(nn.Module):
+    """Saves `extra` more bytes of each row on tensor rank 0, as where slices of a vocabulary are uneven."""
+
+    def __init__(self, extra: int) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = x.new_ones(x.shape[0], self.extra if dist.get_rank() == 0 else 1)
+        return x + 0 * (x.sum(1, keepdim=True) * more).sum(1, keepdim=True)
+
+
+def _uneven() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(2 * BLOCKS)], _SavesMore(16 * WIDTH))
+    assert dist.group.WORLD is not None
+    parallelize(model, dist.group.WORLD, Plan({"*.up": Column(), "*.down": Row()}))
+    engine: Any = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
+        "mesh": {"tensor": 2}, "timeout": 20, "activation_checkpointing": {"budget": "4MB"}})[0]
+    for count in (ROWS, ROWS, 4 * ROWS // 3, ROWS):
+        engine.backward(engine(torch.ones(count, WIDTH)).square().mean())
+        engine.step()
+    return _modes(engine.activations.budget)
+
+
+def test_tensor_ranks_choose_alike_where_one_of_them_saves_more() -> None:
+    first, second = run_ranks(2, _uneven)
+    assert first == second
 
 
 def test_too_small_a_budget_names_the_least() -> None:

@@ -111,7 +111,7 @@ def trained_at_its_own_pace(folder: str, tier: dict[str, Any], ahead: int, seed:
     settings["zero_optimization"]["stage3_prefetch_bucket_size"] = ahead
     model = Early()
     engine = shoal.initialize(model=model, config=settings)[0]
-    late = ((StepScheduler, "_next_piece", 0.01), (Window, "use", 0.02), (ShardedModel, "run_ahead", 0.2))
+    late = ((StepScheduler, "_next_chunk", 0.01), (Window, "use", 0.02), (ShardedModel, "run_ahead", 0.2))
     for owner, name, longest in late if seed else ():
         delay(owner, name, longest, random.Random(seed + engine.global_rank))
     losses: list[float] = []

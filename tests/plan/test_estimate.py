@@ -157,7 +157,7 @@ def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
     assert working(3, 2).pool == 300 * 4 * (1 + 2 * IN_FLIGHT), "two: the one that is collected, and those that travel"
     assert working(3, weights_offloaded=True, window=2).weights == 500 * 2, "the two largest that follow each other"
     assert working(3, 2).weights == 500 * 2, "sharded weights are gathered"
-    away = working(3, state_offloaded=True, pieces=2, piece=50, write_ahead=10**9)
+    away = working(3, state_offloaded=True, chunks=2, chunk=50, write_ahead=10**9)
     assert away.step == 2 * 50 * (8 + 4 + 4 + 2), "moments, gradient, master and rounded weight"
     assert away.gradients == 600 * 4, "all gradients wait to be written"
     assert away.total == away.pool + max(away.gradients, away.step)
@@ -165,7 +165,7 @@ def test_working_memory_is_the_window_the_pool_and_the_pieces() -> None:
 
 
 def test_where_backward_steps_gradients_wait_beside_the_pieces() -> None:
-    there = working(3, state_offloaded=True, pieces=2, piece=50, write_ahead=800, in_backward=True)
+    there = working(3, state_offloaded=True, chunks=2, chunk=50, write_ahead=800, in_backward=True)
     assert there.gradients == 300 * 4 + 300 * 4, "one that may wait, as it is alone, and one that waits for room"
     assert there.total == there.pool + there.gradients + there.step
     units, wide = [100, 300, 200], torch.float32

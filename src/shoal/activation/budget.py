@@ -53,6 +53,8 @@ _MEASURED = {"inputs": (RecomputeMode.FULL, False), "selective": (RecomputeMode.
              "kept": (RecomputeMode.NONE, False), "staying_inputs": (RecomputeMode.FULL, True),
              "staying": (RecomputeMode.NONE, True)}
 """The numbers of a block: the mode in which each is measured, and whether only tensors count that a store does not take."""
+Largest = Callable[[list[int]], list[int]]
+"""Returns the largest of each number over some ranks; a collective call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +201,14 @@ def _singular(plan: ActivationPlan) -> str:
 class Budget:
     """Chooses the plans of a model's blocks, from the bytes of its passes; never more than `limit` bytes on the device."""
 
-    def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]],
-                 most_of: Callable[[list[int]], list[int]], moments: Callable[[], frozenset[Moment]] = lambda: ALONE,
-                 plans: tuple[ActivationPlan, ...] = STAYING):
+    def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]], most_of: Largest,
+                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING, *,
+                 most_of_pass: Largest = list[int]):
         """`roots` are the modules that passes run through, with their blocks.
 
-        `most_of` returns the largest of each number over the ranks that run the same blocks; a collective call. `moments`
-        returns those of a step, which may change from step to step.
+        `most_of` returns the largest of each number over the ranks that run the same blocks, `most_of_pass` over those that
+        compute one pass together, and so must recompute the same blocks. `moments` returns those of a step, which may
+        change from step to step.
         """
         self.choices: list[list[ActivationPlan]] = []
         """The plans of each root's blocks; empty until a pass through every root is over."""
@@ -213,7 +216,8 @@ class Budget:
         """The peak of saved tensors in bytes by these choices."""
         self._limit = limit
         self._plans = plans
-        self._roots = {root: _MeasuredRoot(blocks, most_of, rests=plans[0].rests) for root, blocks in roots.items()}
+        self._roots = {root: _MeasuredRoot(blocks, most_of, most_of_pass, rests=plans[0].rests)
+                       for root, blocks in roots.items()}
         self._moments_of_step = moments
         self._moments = moments()
         self._running: _MeasuredRoot | None = None
@@ -288,13 +292,13 @@ class _Sample:
 class _MeasuredRoot:
     """The blocks of one root, with the bytes that a pass through it saves."""
 
-    def __init__(self, blocks: Sequence[nn.Module], most_of: Callable[[list[int]], list[int]], *, rests: bool):
+    def __init__(self, blocks: Sequence[nn.Module], most_of: Largest, most_of_pass: Largest, *, rests: bool):
         self.bytes: PassBytes | None = None
         self._blocks = list(blocks)
         self._choice: list[ActivationPlan] = []
         self._rests = rests
         self._places: dict[object, int] = {module: index for index, module in enumerate(self._blocks)}
-        self._most_of = most_of
+        self._most_of, self._most_of_pass = most_of, most_of_pass
         self._kinds = [_kind(module) for module in self._blocks]
         self._seen: dict[tuple[int, int], StorageWeakRef] = {}
         self._rested: list[tuple[StorageWeakRef, int]] = []
@@ -352,7 +356,8 @@ class _MeasuredRoot:
             self.bytes = self._measure(seen, staying, held)
             self.set([ActivationPlan(RecomputeMode.FULL, self._rests)] * len(self._blocks))  # until all roots are measured
             return True
-        if (found := sum(seen.values()) + held) > (planned := self._planned(self.bytes)):
+        found, = self._most_of_pass([sum(seen.values()) + held])
+        if found > (planned := self._planned(self.bytes)):
             self.bytes = _grown(self.bytes, found / max(planned, 1))
             return True
         return False
@@ -386,7 +391,7 @@ class _MeasuredRoot:
 
 
 def _grown(measured: PassBytes, factor: float) -> PassBytes:
-    """Return `factor` times the bytes: batches became larger. Each rank decides for itself."""
+    """Return `factor` times the bytes: batches became larger."""
     def grown(size: int) -> int:
         return int(size * factor) + 1
 

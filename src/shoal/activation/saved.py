@@ -36,7 +36,7 @@ SMALL = 1 << 16
 
 
 class _ModuleGroup:
-    """The storages that were saved in a row within one module, in one pass."""
+    """The storages that were first saved in a row within one module, in one pass."""
 
     def __init__(self, module: object, before: _ModuleGroup | None):
         self.module = module
@@ -179,8 +179,7 @@ class Slices:
 class _RestingStorage:
     """The copy of a storage, from its save until the last node that saved a view of it has run or is freed."""
 
-    def __init__(self, spans: _Spans, span: PlacedSpan, source: Tensor, own: Tensor, group: _ModuleGroup,
-                 slices: Slices | None):
+    def __init__(self, spans: _Spans, span: PlacedSpan, source: Tensor, own: Tensor, slices: Slices | None):
         """Copy `own` to `span`, which is taken from `spans` and given back: `source`, or this rank's slice of it."""
         self.original = StorageWeakRef(source.untyped_storage())
         """Keeps the identity of the storage from being used again while this copy can be found by it."""
@@ -191,13 +190,11 @@ class _RestingStorage:
         self._gathering: SliceGather | None = None
         self._spans = spans
         self._span = span
-        self._group = group
         self._arriving: Transfer | None = None
         self._restored: Tensor | None = None
         self._span.fetch(fresh=True).wait()
         self._resting.copy_(own)
         self._span.commit()
-        group.add(self)
 
     @property
     def _resting(self) -> Tensor:
@@ -210,15 +207,17 @@ class _RestingStorage:
             if self._slices is not None and self._arriving is DONE and not self._slices.is_gathering:
                 self._gathering = self._slices.gather(self._resting)
 
-    def restored(self) -> Tensor:
-        """Return the bytes of the storage on the compute device.
+    def restored(self, group: _ModuleGroup) -> Tensor:
+        """Return the bytes of the storage on the compute device; `group` is of the module whose backward asks for them.
 
         They stay as long as this copy: several nodes may have saved views of it.
         """
-        if self._restored is None:
+        if self._restored is not None:
+            group.fetch_ahead()
+        else:
             self.fetch()
             if self._slices is None:
-                self._group.fetch_ahead()
+                group.fetch_ahead()
             arriving, self._arriving = self._arriving or DONE, None
             arriving.wait()
             if self._slices is None:
@@ -226,7 +225,7 @@ class _RestingStorage:
             else:
                 gathering, self._gathering = self._gathering or self._slices.gather(self._resting), None
                 self._restored = gathering.wait()[:self._bytes]
-                self._group.fetch_ahead()  # one all-gather is in flight at a time
+                group.fetch_ahead()  # one all-gather is in flight at a time
             self._span.commit(changed=False)
         return self._restored
 
@@ -244,6 +243,8 @@ class RestingView:
     """A tensor whose storage rests."""
 
     storage: _RestingStorage
+    group: _ModuleGroup
+    """The module that saved the view: another one may have saved the storage first."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -252,7 +253,7 @@ class RestingView:
     def restore(self) -> Tensor:
         """Return the tensor, as it was when it was saved. Raises `TierError` where a disk fails."""
         with torch.no_grad():
-            return self.storage.restored().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+            return self.storage.restored(self.group).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class SavedActivations:
@@ -312,19 +313,20 @@ class SavedActivations:
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage).cdata, tensor._version)
         resting = self._found.get(key)
+        if resting is None and slices is None and self.budget is not None and not self.budget.rests(module):
+            return None
+        if self._group is None or self._group.module is not module:
+            self._group = _ModuleGroup(module, self._group)
         if resting is None:
-            if slices is None and self.budget is not None and not self.budget.rests(module):
-                return None
-            if self._group is None or self._group.module is not module:
-                self._group = _ModuleGroup(module, self._group)
             with torch.no_grad():
                 source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
                 own = source if slices is None else slices.own(source, module)
                 span = self._spans.take(own.numel())  # a full disk raises here
-                resting = self._found[key] = _RestingStorage(self._spans, span, source, own, self._group, slices)
+                resting = self._found[key] = _RestingStorage(self._spans, span, source, own, slices)
+                self._group.add(resting)
             self.rested_bytes += resting.bytes
-        return RestingView(storage=resting, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride(),
-                           offset=int(tensor.storage_offset()))
+        return RestingView(storage=resting, group=self._group, dtype=tensor.dtype, size=tensor.size(),
+                           stride=tensor.stride(), offset=int(tensor.storage_offset()))
 
     def _moves(self, tensor: Tensor) -> bool:
         kind: Any = type(tensor)

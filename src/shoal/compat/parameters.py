@@ -328,7 +328,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if state is None:
         return None if is_guarded(param) else param.grad
     gradient = state.full(GRADIENT)
-    if gradient is None and state.unit.stage in (STAGES[1], STAGES[2]):
+    if gradient is None and param not in _STAGE_3 and state.unit.stage in (STAGES[1], STAGES[2]):
         raise UsageError(f"{state.slot.name}: there is no gradient now; read it after backward and before step")
     return gradient
 

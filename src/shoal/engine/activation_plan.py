@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
+import torch
 from torch import nn
 
 from shoal.activation import Budget, RecomputeMode, SavedActivations, Slices
@@ -14,7 +15,7 @@ from shoal.engine.schema import Config
 from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.mesh.mesh import AXES
-from shoal.mesh.parameter_groups import COPIES
+from shoal.mesh.parameter_groups import COPIES, PASS
 from shoal.tier import Disk
 from shoal.tier.store import open_store
 from shoal.transport.collectives import Communicator
@@ -81,10 +82,10 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
     if section.budget is not None:
         blocks_of = {root: [block for block in engine.recomputed if block in set(root.modules())] for root in engine.roots}
         budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*COPIES)), engine.moments,
-                        RESTING if moves else STAYING)
+                        RESTING if moves else STAYING, most_of_pass=partial(_most, groups.communicator(*PASS)))
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
 
 
 def _most(communicator: Communicator, numbers: list[int]) -> list[int]:
     """Return the largest of each number over the ranks."""
-    return [max(each) for each in zip(*communicator.gather_objects(numbers), strict=True)]
+    return communicator.gather_words(torch.tensor(numbers, device=communicator.words_device)).amax(0).tolist()

@@ -411,7 +411,7 @@ def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, na
         clipping=settings.gradient_clipping,
         check_overflow=overflows or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
         compute_norm=zero.compute_grad_norm or settings.resilience.guard.enabled, allow_unused=zero.ignore_unused_parameters,
-        piece_elements=min(zero.sub_group_size, CAST_ELEMENTS), native=native, fetches_ahead=ahead,
+        chunk_elements=min(zero.sub_group_size, CAST_ELEMENTS), native=native, fetches_ahead=ahead,
         commits_behind=offload.buffer_count - 1 - ahead if offload.pipeline_write else 0,
         in_backward=bool(offload.step_in_backward))
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shoal.launch.rank import SPARE
+from shoal.resilience.watch import processes
 
 __all__ = ["Spare", "serves_here"]
 
@@ -147,9 +148,7 @@ class _SpareHandler(SubprocessHandler):
 
 def _reap_orphans(waited: set[int]) -> None:
     """Let the kernel forget the processes of earlier ranks that have ended: a subreaper is their parent."""
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) not in waited:
-            with suppress(OSError), open(f"/proc/{name}/stat") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state == "Z" and int(parent) == os.getpid():
-                    os.waitpid(int(name), os.WNOHANG)
+    for pid, facts in processes().items():
+        if facts.state == "Z" and facts.parent == os.getpid() and pid not in waited:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)

@@ -28,6 +28,8 @@ SLICED_COPIES = ("replica", "shard", "sequence")
 """The axes along which a parameter that tensor ranks slice is replicated."""
 COPIES = (*SLICED_COPIES, "tensor")
 """The axes along which any other parameter is replicated."""
+PASS = ("sequence", "tensor")
+"""The axes along which ranks compute one pass together, with collectives within its blocks."""
 _CLEANUP_TIMEOUT = timedelta(seconds=10)
 """The wait for other ranks while this rank gives its model back after a failure."""
 

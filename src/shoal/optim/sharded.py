@@ -61,7 +61,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """Whether a step is taken, how it is scaled, and in which pieces."""
+    """Whether a step is taken, how it is scaled, and in which chunks."""
 
     clipping: float
     """Largest global L2 norm of the gradients; 0 disables clipping."""
@@ -71,7 +71,7 @@ class StepRules:
     """Compute the norm for readers, where neither clipping nor an overflow check needs it."""
     allow_unused: bool = True
     """Accept parameters without a gradient on any rank."""
-    piece_elements: int = sys.maxsize
+    chunk_elements: int = sys.maxsize
     """Elements that one call of the inner optimizer steps, unless a single view has more."""
     native: bool = False
     """Step in native code where it supports the optimizer and the view."""
@@ -147,7 +147,7 @@ class ShardedOptimizer(Optimizer):
             views.split(lambda view, part: part.slot, optimizer)
         self._layerwise = (Layerwise(optimizer, model.parameter_groups, native=rules.native)
                            if isinstance(optimizer, Lamb) else None)
-        self._scheduler = StepScheduler(model.trainable, piece_elements=rules.piece_elements,
+        self._scheduler = StepScheduler(model.trainable, chunk_elements=rules.chunk_elements,
                                         fetches_ahead=rules.fetches_ahead, commits_behind=rules.commits_behind,
                                         max_waiting_bytes=rules.max_waiting_bytes, lanes=model.storage.lanes,
                                         device=model.storage.device)

@@ -1,13 +1,13 @@
-"""The step of all units as a pipeline of pieces: fetches and commits of offloaded state overlap with stepping.
+"""The step of all units as a pipeline of chunks: fetches and commits of offloaded state overlap with stepping.
 
     fetch    | 1 | 2 | 3 | 4 |
     step         | 1 | 2 | 3 | 4 |
     commit           | 1 | 2 | 3 | 4 |
     publish                  unit a          unit b
 
-A piece is what the optimizer steps in one call: resident views are grouped up to a number of elements; a view with offloaded
-state is a piece of its own. A unit is published as soon as its last piece is stepped, in the same order on every rank. A
-step that needs a value of all pieces before it changes weights makes two passes: `run_measuring_pass`, then `run`.
+A chunk is what the optimizer steps in one call: resident views are grouped up to a number of elements; a view with offloaded
+state is a chunk of its own. A unit is published as soon as its last chunk is stepped, in the same order on every rank. A
+step that needs a value of all chunks before it changes weights makes two passes: `run_measuring_pass`, then `run`.
 
 *Deferred steps.* The weights of a released unit cannot be read before it is gathered. If its state is offloaded too, its
 step is deferred: a thread takes it while the next forward computes, and gathering the unit waits for it.
@@ -39,7 +39,7 @@ __all__ = ["DeferredStep", "FailedStep", "MomentPrefetcher", "StepScheduler", "b
 
 
 @dataclass(slots=True, kw_only=True)
-class _StepPiece:
+class _StepChunk:
     """Views that are stepped together, and the units that are complete afterwards."""
 
     step_pass: StepPass
@@ -56,8 +56,8 @@ class _StepPiece:
         return any(_is_offloaded(view.unit) for view in self.views)
 
 
-_Source = Callable[[int], _StepPiece | None]
-"""Returns the next piece, or None; the argument is the number of fetched pieces that are not stepped yet."""
+_Source = Callable[[int], _StepChunk | None]
+"""Returns the next chunk, or None; the argument is the number of fetched chunks that are not stepped yet."""
 
 
 class DeferredStep:
@@ -113,16 +113,16 @@ class FailedStep:
 
 
 class StepScheduler:
-    """Steps `units` piece by piece. `fetches_ahead` and `commits_behind` count pieces.
+    """Steps `units` chunk by chunk. `fetches_ahead` and `commits_behind` count chunks.
 
     Units that wait for their step in backward hold at most `max_waiting_bytes` together, unless one alone has more.
     """
 
-    def __init__(self, units: Sequence[TrainableUnit], *, piece_elements: int, fetches_ahead: int, commits_behind: int,
+    def __init__(self, units: Sequence[TrainableUnit], *, chunk_elements: int, fetches_ahead: int, commits_behind: int,
                  max_waiting_bytes: int, lanes: Lanes, device: torch.device):
         self._units = units
         self._device = device
-        self._piece_elements = piece_elements
+        self._chunk_elements = chunk_elements
         self._fetches_ahead = fetches_ahead
         self._commits_behind = commits_behind
         self._max_waiting_bytes = max_waiting_bytes
@@ -130,13 +130,13 @@ class StepScheduler:
         self._commits: deque[Transfer] = deque()  # the last ones may run into the next forward
         self._deferred: deque[TrainableUnit] = deque()
         self._num_stepped = 0  # of these, by the thread
-        self._queue: deque[_StepPiece] = deque()  # their pieces, for the thread
+        self._queue: deque[_StepChunk] = deque()  # their chunks, for the thread
         self._waiting_bytes: dict[TrainableUnit, int] = {}
         self._prefetcher = MomentPrefetcher()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._thread_stream: torch.Stream | None = None
-        self._idle = True  # the thread has ended, or will end without taking another piece
+        self._idle = True  # the thread has ended, or will end without taking another chunk
         self._owner = os.getpid()
         self._lock = threading.RLock()  # taken directly: Ctrl-C within Condition.__enter__ could leave it locked
         self._changed = threading.Condition(self._lock)
@@ -150,8 +150,8 @@ class StepScheduler:
         self.finish_deferred()
         self._join()
         try:
-            pieces = self._pieces([unit for unit, mask in slots_with_grad.items() if mask], views, step_pass)
-            deque(self._stream(_source_of(pieces)), maxlen=0)
+            chunks = self._chunks([unit for unit, mask in slots_with_grad.items() if mask], views, step_pass)
+            deque(self._stream(_source_of(chunks)), maxlen=0)
             reduce_sums()
         except BaseException as error:
             self.fail(error)
@@ -174,7 +174,7 @@ class StepScheduler:
         if now or not begun:
             self._join()
         try:
-            for unit in self._stream(_source_of(self._pieces(now, views, step_pass))):
+            for unit in self._stream(_source_of(self._chunks(now, views, step_pass))):
                 if not begun:
                     _publish(unit)
             for unit in units if begun else ():  # in one order on all ranks, whichever units backward stepped
@@ -185,7 +185,7 @@ class StepScheduler:
         except BaseException as error:
             self.fail(error)
             raise
-        self._defer(later, self._pieces(later, views, step_pass))
+        self._defer(later, self._chunks(later, views, step_pass))
 
     @torch.no_grad()
     def step_in_backward(self, unit: TrainableUnit, views: Sequence[MasterView], step_pass: StepPass, *,
@@ -194,13 +194,13 @@ class StepScheduler:
         self.check()
         step = DeferredStep(self, unit, in_backward=True)
         unit.begin_step(step)
-        pieces = self._pieces([unit], views, step_pass)
+        chunks = self._chunks([unit], views, step_pass)
         if deferred:
             self._wait_for_memory(unit)
-            self._defer([unit], pieces)
+            self._defer([unit], chunks)
         else:
             self._join()
-            deque(self._stream(_source_of(pieces)), maxlen=0)
+            deque(self._stream(_source_of(chunks)), maxlen=0)
             step.mark_taken()
 
     def prefetch(self, views: Iterable[MasterView]) -> None:
@@ -237,7 +237,7 @@ class StepScheduler:
             self.check()
 
     def close(self) -> None:
-        """Drop the queued pieces, and wait for the one that is being stepped."""
+        """Drop the queued chunks, and wait for the one that is being stepped."""
         with self._lock:
             self._queue.clear()
         self._join()
@@ -274,7 +274,7 @@ class StepScheduler:
             self._waiting_bytes[unit] = size
         self.check()
 
-    def _defer(self, units: list[TrainableUnit], pieces: Iterable[_StepPiece]) -> None:
+    def _defer(self, units: list[TrainableUnit], chunks: Iterable[_StepChunk]) -> None:
         """Hand `units` to the thread. An exception here leaves the step incomplete, so it fails."""
         if not units:
             return
@@ -287,7 +287,7 @@ class StepScheduler:
                 self._join()
             with self._lock:
                 self._deferred.extend(units)
-                self._queue.extend(pieces)
+                self._queue.extend(chunks)
                 idle, self._idle = self._idle, False
             if idle:
                 self._join()
@@ -311,7 +311,7 @@ class StepScheduler:
         """
         try:
             with within(stream), torch.no_grad():
-                for unit in self._stream(self._next_piece):
+                for unit in self._stream(self._next_chunk):
                     with self._lock:
                         self._num_stepped += 1
                         self._waiting_bytes.pop(unit, None)
@@ -321,8 +321,8 @@ class StepScheduler:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _next_piece(self, left: int) -> _StepPiece | None:
-        """Return the thread's next piece. The thread ends if there is none and it has none `left`."""
+    def _next_chunk(self, left: int) -> _StepChunk | None:
+        """Return the thread's next chunk. The thread ends if there is none and it has none `left`."""
         with self._lock:
             if self._queue:
                 return self._queue.popleft()
@@ -330,51 +330,51 @@ class StepScheduler:
             self._idle = not left
             return None
 
-    def _fetch(self, piece: _StepPiece) -> _StepPiece:
-        piece.transfer = JoinedTransfers([view.unit.state.fetch(view.part, piece.step_pass.access) for view in piece.views])
-        self._prefetcher.release(piece.views)
-        return piece
+    def _fetch(self, chunk: _StepChunk) -> _StepChunk:
+        chunk.transfer = JoinedTransfers([view.unit.state.fetch(view.part, chunk.step_pass.access) for view in chunk.views])
+        self._prefetcher.release(chunk.views)
+        return chunk
 
     def _stream(self, source: _Source) -> Iterator[TrainableUnit]:
-        """Step the pieces of `source`, and yield each unit when it is complete."""
-        fetched: deque[_StepPiece] = deque()
+        """Step the chunks of `source`, and yield each unit when it is complete."""
+        fetched: deque[_StepChunk] = deque()
         while True:
-            while len(fetched) <= self._fetches_ahead and (piece := source(len(fetched))) is not None:
-                fetched.append(self._fetch(piece))
+            while len(fetched) <= self._fetches_ahead and (chunk := source(len(fetched))) is not None:
+                fetched.append(self._fetch(chunk))
             if not fetched:
                 return
-            piece = fetched.popleft()
-            with self._lanes.during("fetch", piece.name):
-                piece.transfer.wait()
-            if piece.views:
-                with self._lanes.during("step", piece.name):
-                    piece.step_pass.step(piece.views, piece.step_pass.factor, piece.step_pass.options)
-            self._commits.append(_commit(piece))
-            for unit in piece.units:
-                _release_gradient(unit, piece.step_pass)
+            chunk = fetched.popleft()
+            with self._lanes.during("fetch", chunk.name):
+                chunk.transfer.wait()
+            if chunk.views:
+                with self._lanes.during("step", chunk.name):
+                    chunk.step_pass.step(chunk.views, chunk.step_pass.factor, chunk.step_pass.options)
+            self._commits.append(_commit(chunk))
+            for unit in chunk.units:
+                _release_gradient(unit, chunk.step_pass)
                 yield unit
             while len(self._commits) > self._commits_behind:
-                with self._lanes.during("commit", piece.name):
+                with self._lanes.during("commit", chunk.name):
                     self._commits.popleft().wait()
 
-    def _pieces(self, units: Sequence[TrainableUnit], views: Sequence[MasterView],
-                step_pass: StepPass) -> Iterator[_StepPiece]:
+    def _chunks(self, units: Sequence[TrainableUnit], views: Sequence[MasterView],
+                step_pass: StepPass) -> Iterator[_StepChunk]:
         of_unit: dict[TrainableUnit, list[MasterView]] = {unit: [] for unit in units}
         for view in views:
             if view.unit in of_unit:
                 of_unit[view.unit].append(view)
-        piece, elements = _StepPiece(step_pass=step_pass), 0
+        chunk, elements = _StepChunk(step_pass=step_pass), 0
         for unit, unit_views in of_unit.items():
             for view in unit_views:
                 size = view.stop - view.start
-                if piece.views and (_is_offloaded(unit) or piece.is_offloaded or elements + size > self._piece_elements):
-                    yield piece
-                    piece, elements = _StepPiece(step_pass=step_pass), 0
-                piece.views.append(view)
+                if chunk.views and (_is_offloaded(unit) or chunk.is_offloaded or elements + size > self._chunk_elements):
+                    yield chunk
+                    chunk, elements = _StepChunk(step_pass=step_pass), 0
+                chunk.views.append(view)
                 elements += size
-            piece.units.append(unit)
-        if piece.views or piece.units:
-            yield piece
+            chunk.units.append(unit)
+        if chunk.views or chunk.units:
+            yield chunk
 
 
 class MomentPrefetcher:
@@ -416,8 +416,8 @@ def _state(view: MasterView) -> OptimizerState:
     return view.unit.state
 
 
-def _source_of(pieces: Iterator[_StepPiece]) -> _Source:
-    return lambda left: next(pieces, None)
+def _source_of(chunks: Iterator[_StepChunk]) -> _Source:
+    return lambda left: next(chunks, None)
 
 
 def began_in_backward(unit: TrainableUnit) -> bool:
@@ -466,8 +466,8 @@ def _publish(unit: TrainableUnit) -> None:
     unit.publish()
 
 
-def _commit(piece: _StepPiece) -> Transfer:
-    for view in piece.views:
-        if _keeps_weights(view.unit, piece.step_pass):
+def _commit(chunk: _StepChunk) -> Transfer:
+    for view in chunk.views:
+        if _keeps_weights(view.unit, chunk.step_pass):
             view.unit.keep_part_resident(view.part, by_step=True)
-    return JoinedTransfers([view.unit.state.commit(view.part, piece.step_pass.access) for view in piece.views])
+    return JoinedTransfers([view.unit.state.commit(view.part, chunk.step_pass.access) for view in chunk.views])

@@ -338,7 +338,8 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: 
     recipe = SCHEDULES[known]
     each = recipe.min_stages if stages_per_rank is None else stages_per_rank
     if not recipe.allows_stages(each):
-        allowed = f"{recipe.min_stages} or more" if recipe.max_stages is None else f"{recipe.min_stages}"
+        low, high = recipe.min_stages, recipe.max_stages
+        allowed = f"{low} or more" if high is None else f"{low}" if low == high else f"{low} to {high}"
         others = [other for other, row in SCHEDULES.items() if row.allows_stages(each)]
         raise UsageError(f"pipeline schedule {known}: stages_per_rank: got {each}; {known} takes {allowed}"
                          + (f"; with {each} choose {' or '.join(others)}" if others else ""))

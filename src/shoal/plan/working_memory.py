@@ -1,6 +1,6 @@
 """Bound the memory that training holds for a while beside the resting state: weights in use, gradients in flight, the step.
 
-    forward    gathered weights, and pieces of the optimizer's state: the deferred step of an offloaded unit runs then
+    forward    gathered weights, and chunks of the optimizer's state: the deferred step of an offloaded unit runs then
     backward   gathered weights, and gradients on their way to another tier
 
 The greater of the two is the peak, plus the pool of buffers in which gradients are collected and reduced. With steps in
@@ -32,9 +32,9 @@ class WorkingMemory:
     pool: int
     """Of buffers in which gradients are collected and reduced."""
     step: int
-    """Of pieces of the optimizer's state."""
+    """Of chunks of the optimizer's state."""
     steps_in_backward: bool = False
-    """Whether gradients and pieces are in memory at the same time."""
+    """Whether gradients and chunks are in memory at the same time."""
 
     @property
     def total(self) -> int:
@@ -44,12 +44,12 @@ class WorkingMemory:
 
 def estimate_working_memory(
         units: Sequence[int], stage: int, ranks: int, *, compute: torch.dtype, accumulate: torch.dtype, moments: int = 2,
-        weights_offloaded: bool = False, state_offloaded: bool = False, window: int = 2, pieces: int = 4,
-        piece: int = 1 << 20, write_ahead: int = 0, in_backward: bool = False) -> WorkingMemory:
+        weights_offloaded: bool = False, state_offloaded: bool = False, window: int = 2, chunks: int = 4,
+        chunk: int = 1 << 20, write_ahead: int = 0, in_backward: bool = False) -> WorkingMemory:
     """Return the most that training needs in memory beside what rests there.
 
     `units` are the elements of each unit in the order of their use; `window` of them are gathered at once where units are
-    released between their uses. With `state_offloaded`, `pieces` of at most `piece` elements are fetched, stepped and
+    released between their uses. With `state_offloaded`, `chunks` of at most `chunk` elements are fetched, stepped and
     committed at once, and at most `write_ahead` bytes of gradients wait to be written; or, with `in_backward`
     (offload_optimizer.step_in_backward), for their step.
     """
@@ -62,7 +62,7 @@ def estimate_working_memory(
     if state_offloaded:
         waiting = _waiting_bytes(compute, accumulate, weights_offloaded) if in_backward else None
         gradients = _gradients(row, ranks, largest, every, write_ahead, accumulate, waiting=waiting)
-        step = min(pieces * min(piece, largest), every) * _stepped_bytes(compute, accumulate, moments)
+        step = min(chunks * min(chunk, largest), every) * _stepped_bytes(compute, accumulate, moments)
     return WorkingMemory(weights=gathered * compute.itemsize, gradients=gradients, step=step,
                          pool=largest * (collecting + reducing) * accumulate.itemsize, steps_in_backward=in_backward)
 

@@ -24,7 +24,7 @@ from statistics import median
 
 from shoal.recording.page import Reading, TrainingPhase, read
 
-__all__ = ["Process", "StallKind", "Suspicion", "Watch", "descendants_cpu", "process"]
+__all__ = ["Process", "StallKind", "Suspicion", "Watch", "descendants_cpu", "process", "processes"]
 
 FACTOR = 10.0
 """A call is late after so many times the median duration of its phase."""
@@ -58,6 +58,8 @@ class Process:
 
     state: str
     """R (runs), S (sleeps), D (waits for a device), T (stopped), t (traced), Z (ended)."""
+    parent: int
+    """The process id of the one that started it, or that adopted it."""
     cpu: float
     """Seconds of processor time of all threads so far."""
 
@@ -69,27 +71,27 @@ def process(pid: int) -> Process | None:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return None
-    return Process(state=fields[0], cpu=(int(fields[11]) + int(fields[12])) / _TICKS)
+    return Process(state=fields[0], parent=int(fields[1]), cpu=(int(fields[11]) + int(fields[12])) / _TICKS)
+
+
+def processes() -> dict[int, Process]:
+    """Return the facts of all processes by id; none without /proc."""
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    found = {int(name): process(int(name)) for name in names if name.isdigit()}
+    return {pid: facts for pid, facts in found.items() if facts is not None}  # others have ended meanwhile
 
 
 def descendants_cpu(pid: int) -> float:
     """Return the processor time in seconds of all processes that `pid` has started, and those have, and that run."""
-    children: dict[int, list[int]] = {}
-    spent: dict[int, float] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            children.setdefault(int(fields[1]), []).append(int(name))
-            spent[int(name)] = (int(fields[11]) + int(fields[12])) / _TICKS
-    total, found = 0.0, [*children.get(pid, ())]
+    running = processes()
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for child, facts in running.items():
+        children[facts.parent].append(child)
+    total, found = 0.0, [*children[pid]]
     while found:
         child = found.pop()
-        total += spent[child]
-        found += children.get(child, ())
+        total += running[child].cpu
+        found += children[child]
     return total
 
 

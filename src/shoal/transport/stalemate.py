@@ -1,9 +1,10 @@
 """Ranks that wait for each other: each rank in a long wait says what it waits for, and which collectives it has begun.
 
-The n-th collective of a kind ends when every rank of its group has begun n of that kind. So a blocked rank waits for each
-rank that has begun fewer. Where these ranks are blocked too, and one of them waits for the first, none will ever go on. That
-is certain, however old the records are: while this rank is blocked, a rank that waits for it is blocked too, and so is a
-rank that waits for that one.
+The n-th collective of a kind ends when every rank of its group has begun n of that kind. A blocked rank therefore waits for
+each rank of the group that has begun fewer. These waits are edges of a graph over the ranks: a cycle in it is a deadlock.
+
+Ranks read each other's records late. A cycle through this rank is a deadlock all the same: this rank begins no collective
+while it waits, so the rank that waits for it stays blocked, as does the rank that waits for that one, around the cycle.
 """
 
 from __future__ import annotations

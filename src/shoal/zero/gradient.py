@@ -29,7 +29,7 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.tier import FetchOnce, ResidentSpan, Store, Transfer, fetched, mirrored, offset_names
 from shoal.transport.reduction import wide_dtype
-from shoal.zero.placement import PARTIAL, SHARD, Stage
+from shoal.zero.placement import PARTIAL, Stage
 from shoal.zero.unit_transport import DenseTransport, InFlight, UnitWire
 
 __all__ = ["Gradient", "OnReduced"]
@@ -38,7 +38,8 @@ __all__ = ["Gradient", "OnReduced"]
 class Gradient:
     """One unit's gradient between the backward passes that make it and the step that consumes it."""
 
-    def __init__(self, wire: UnitWire, stage: Stage, transport: DenseTransport, store: Store):
+    def __init__(self, wire: UnitWire, stage: Stage, transport: DenseTransport, store: Store, own: range):
+        """`own` are the elements of the buffer whose sum this rank gets where gradients or masters are sharded."""
         self.transport = transport
         self.layout = layout = wire.layout
         self.stage = stage
@@ -57,20 +58,18 @@ class Gradient:
         self._flight: InFlight | None = None
         self._norm: Tensor | None = None
         self._gathered: Tensor | None = None
-        communicator = wire.replica_group.communicator
-        partial, own = stage.gradient is PARTIAL, layout.shard_range(communicator.rank)
-        self._own_range, self._ranks = own, communicator.ranks
+        partial = stage.gradient is PARTIAL
+        self._own_range, self._ranks = own, wire.replica_group.communicator.ranks
         self._span, self.rest = mirrored(
             wire.pool.device, store, layout.size if partial else len(own), wire.dtypes.accumulate,
             f"gradient of unit '{wire.name}'", offset_names(layout.names, 0 if partial else own.start))
         self._pool = wire.pool
         self._residency = FetchOnce(self._span)
         self._residency.fetch(fresh=True)
-        self._start = own.start if partial and stage.master is SHARD else 0
+        self._start = own.start if partial and stage.shards_state else 0
         self.own = self._span.tensor[own.start:own.stop] if partial else self._span.tensor
         """This rank's shard of the reduced gradient."""
-        whole = stage.master is SHARD or len(own) == layout.size
-        self.reduced = self.own if whole else self._span.tensor
+        self.reduced = self.own if stage.shards_state else self._span.tensor
         """The reduced gradient, where the master rests."""
         self.accumulator = transport.accumulator(self._span.tensor if partial else None, self._residency,
                                                  resident=isinstance(self._span, ResidentSpan))
@@ -128,7 +127,7 @@ class Gradient:
 
     def is_reduced_by(self, *, boundary: bool, sync: bool) -> bool:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
-        return sync and not self.transport.skips_sync and (boundary or self.stage.gradient is SHARD)
+        return sync and not self.transport.skips_sync and (boundary or self.stage.shards_gradients)
 
     def begin(self, *, may_step_early: bool) -> None:
         """Start a backward pass; with `may_step_early` a step may take its sum at once."""
@@ -222,7 +221,7 @@ class Gradient:
         if whole.numel() < self.layout.size:  # of its own: a script may keep a gradient
             whole = torch.empty(self.layout.size, dtype=self.own.dtype, device=self.own.device)
             self._own_part(whole).copy_(self.own)
-        self.transport.gather_sum(whole)
+        self.transport.gather_shards(whole)
         return whole
 
     @torch.no_grad()

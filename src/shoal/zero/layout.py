@@ -5,8 +5,8 @@ Parameters ("slots") lie one after the other, ordered by optimizer group; the bu
     | slot 0      | slot 1 | slot 2           |pad|
     | shard of rank 0      | shard of rank 1        |
 
-Nothing outside this package sees the flat buffer: the part of a slot within a shard is a `Part`, elements [start, stop) of
-a named tensor in row-major order.
+Users and checkpoint files never see the flat buffer: the part of a slot within a shard is a `Part`, elements [start, stop)
+of a named tensor in row-major order.
 """
 
 from __future__ import annotations

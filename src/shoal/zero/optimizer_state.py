@@ -6,7 +6,7 @@
     separate_weights   the resting weights in the compute dtype, where the master is a copy
     stepped_weights    the same, where the step writes them; compressed publications update them instead (compressed.py)
 
-All are spans over the elements whose master rests on this rank, so a piece of the step is one range of all of them.
+All are spans over the elements whose master rests on this rank, so a chunk of the step is one range of all of them.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class Stage:
     def __post_init__(self) -> None:
         """A step reads the gradient, and writes the weights, of the slice whose master it has."""
         assert PARTIAL not in (self.weight, self.master), f"{self}: only gradients are sums of addends"
+        assert self.gradient is not REPLICATE, f"{self}: a gradient rests as addends, or as parts of their sum"
         assert self.shards_state or not (self.shards_weights or self.shards_gradients), \
             f"{self}: weights or gradients are sharded only where masters are"
 
@@ -58,7 +59,7 @@ class Stage:
     @property
     def shards_gradients(self) -> bool:
         """Whether a rank holds only a part of the summed gradients, or none, between backward passes."""
-        return self.gradient not in (REPLICATE, PARTIAL)
+        return self.gradient is not PARTIAL
 
     @property
     def shards_state(self) -> bool:
@@ -67,7 +68,7 @@ class Stage:
 
     @property
     def publishes(self) -> bool:
-        """Whether a step ends with an all-gather of the weights: ranks have stepped other parts than rest on them."""
+        """Whether a step ends by sending weights: they rest elsewhere than the masters that it has stepped."""
         return self.weight is not self.master
 
     @property

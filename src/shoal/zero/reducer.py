@@ -46,7 +46,7 @@ class Reducer:
                  spanning_stages: Sequence[Gradient] = ()):
         """Gradients `spanning_stages` of a pipeline are reduced by no pass, but by a step when it begins."""
         self._spanning_stages = spanning_stages
-        self._order = sorted(gradients, key=lambda gradient: gradient.transport.ends_pass)
+        self._order = sorted(gradients, key=lambda gradient: gradient.transport.reduces_after_backward)
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
         self._reducing: deque[Gradient] = deque()
@@ -81,7 +81,7 @@ class Reducer:
     def launch_ready(self) -> None:
         """Launch the complete units, in order."""
         while (self._overlap and self._next < len(self._due) and (due := self._due[self._next]).accumulator.complete
-               and not due.transport.ends_pass):
+               and not due.transport.reduces_after_backward):
             self._launch(due)
             self._next += 1
 

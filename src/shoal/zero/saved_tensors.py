@@ -101,9 +101,9 @@ class SavedActivation(SavedTensor):
 
 
 class SavedTensorTracker:
-    """Packs the tensors that autograd saves in the forward of the modules around `units`; `bring` gathers their weights."""
+    """Packs the tensors that autograd saves in the forward of the modules around `units`; `gather` gathers their weights."""
 
-    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], bring: Callable[[nn.Module, Unit], None], *,
+    def __init__(self, units: Mapping[nn.Module, Sequence[Unit]], gather: Callable[[nn.Module, Unit], None], *,
                  track_all: bool = False, activations: SavedActivations | None = None):
         """Weights that are released between their uses are tracked; all of them with `track_all`.
 
@@ -116,7 +116,7 @@ class SavedTensorTracker:
         _units.update(self._weights)
         for module, found in resharding.items():
             for unit in found:
-                unit.set_backward_gather(partial(bring, module, unit))
+                unit.set_backward_gather(partial(gather, module, unit))
         within = resharding if activations is None else units
         self._unit_of = {module: found[0] for module, found in within.items() if found}
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first

@@ -1,7 +1,8 @@
 """Refuses parameters that share memory with another tensor of the model without being one object.
 
-Plain PyTorch trains both names of such memory, each with a state of its own. A unit copies its parameters into one buffer,
-which would part them in silence. Views of disjoint parts of one memory, as recurrent layers have, are as good as others.
+Plain PyTorch steps such a parameter under both names, each with its own optimizer state. A unit copies its parameters into
+one buffer, after which the names would no longer share memory. Views of disjoint parts of one storage, as in recurrent
+layers, are fine.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ from torch import Tensor
 from shoal.mesh.parameter_groups import ReplicaGroup
 from shoal.recording.call import Handle
 from shoal.tier import ResidentSpan, Span, SubSpan, Tiers, fetched, offset_names
-from shoal.transport.collectives import Label
 from shoal.zero.grad_accumulator import Pool
 from shoal.zero.gradient import Gradient
 from shoal.zero.guard import guard
 from shoal.zero.layout import Slot
 from shoal.zero.optimizer_state import OptimizerState
-from shoal.zero.placement import SHARD, Stage, master_dtype
+from shoal.zero.placement import Stage, master_dtype
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Member, Phase, Scope
 from shoal.zero.unit_transport import (
@@ -57,8 +56,8 @@ class TrainableUnit(Unit):
         wire = UnitWire(name=name, index=self.index, layout=self.layout, replica_group=replica_group, dtypes=dtypes.gradient,
                         pool=pool)
         self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)
-        self.gradient = Gradient(wire, stage, self.transport, tiers.state)
-        self.master_range: Final = self.shard_range if stage.master is SHARD else range(self.layout.size)
+        self.gradient = Gradient(wire, stage, self.transport, tiers.state, self.shard_range)
+        self.master_range: Final = self.shard_range if stage.shards_state else range(self.layout.size)
         """The elements of the buffer whose master rests on this rank."""
         self.state = self._new_state(tiers, separate=self.transport.is_compressible)
 
@@ -158,7 +157,7 @@ class TrainableUnit(Unit):
         values = torch.zeros(self.layout.size, dtype=own.dtype, device=self.full.device)
         values[self.master_range.start:self.master_range.stop] = own
         if self.stage.shards_state:
-            self.communicator.all_gather(values, Label(kind="gather", unit=self.name, index=self.index)).wait()
+            self.transport.gather_shards(values)
         return values
 
     def _keep(self, values: Tensor) -> None:
@@ -203,4 +202,4 @@ def _transport(wire: UnitWire, dtype: torch.dtype, columns: int | None, *, compr
         return OneBitTransport(wire)
     if columns is not None and not compressed:
         return RowsTransport(wire, columns=columns)
-    return DenseTransport(wire, carries=compressed)
+    return DenseTransport(wire, error_feedback=compressed)

@@ -78,7 +78,7 @@ class Unit:
         self._handle: Handle | None = None
         self._parameters = [member.parameter for member in members]
         self.versions = VersionCounters(self._parameters)
-        self._bring: Callable[[], None] | None = None
+        self._backward_gather: Callable[[], None] | None = None
 
     def _enter(self, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, f"unit '{self.name}': {self.phase.name} -> {phase.name}"
@@ -215,14 +215,14 @@ class Unit:
         self.versions.see()
         self.memory.expose()
 
-    def set_backward_gather(self, bring: Callable[[], None]) -> None:
+    def set_backward_gather(self, gather: Callable[[], None]) -> None:
         """Set the function that gathers the unit for a backward pass, and has it released when its module is done."""
-        self._bring = bring
+        self._backward_gather = gather
 
     def gather_in_backward(self) -> None:
         """Gather the unit for a backward pass. Without an engine, release it when the pass ends."""
-        if self._bring is not None:
-            self._bring()
+        if self._backward_gather is not None:
+            self._backward_gather()
             return
         if in_backward() and self.is_released:
             at_end_of_backward(self.release)

@@ -123,9 +123,9 @@ class WeightTransport:
 
 
 class DenseTransport(WeightTransport):
-    """Sends the whole buffer, in the wire dtype. With `carries` the accumulator can keep gradients for a later step."""
+    """Sends the whole buffer, in the wire dtype. With `error_feedback` the accumulator keeps a residual."""
 
-    ends_pass = False
+    reduces_after_backward = False
     """Whether the reduction waits for the end of the backward pass."""
     compares_published = False
     """Whether a publication compares the weights with those of the last, so that it must know of writes by scripts."""
@@ -134,10 +134,10 @@ class DenseTransport(WeightTransport):
     skips_sync = False
     """Whether the gradient stays on this rank until a later step sends it."""
 
-    def __init__(self, wire: UnitWire, *, carries: bool = False):
+    def __init__(self, wire: UnitWire, *, error_feedback: bool = False):
         super().__init__(wire.replica_group.communicator, wire.name, wire.index)
         self._layout, self._pool, self._dtypes = wire.layout, wire.pool, wire.dtypes
-        self._carries = carries
+        self._error_feedback = error_feedback
         factors = wire.dtypes.averaging.factors(wire.replica_group.grad_divisor, accumulate=wire.dtypes.accumulate,
                                                 wire=wire.dtypes.wire)
         self._before, self._after = factors.before, factors.after
@@ -146,7 +146,7 @@ class DenseTransport(WeightTransport):
 
     def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
         """Return the accumulator of this rank's gradients; `resting` (size,) is their buffer where they rest PARTIAL."""
-        make = ResidualAccumulator if self._carries else GradAccumulator
+        make = ResidualAccumulator if self._error_feedback else GradAccumulator
         return make(self._layout, self._dtypes.accumulate, self._pool, factor=self._before, resting=resting, place=place,
                     resident=resident)
 
@@ -180,8 +180,8 @@ class DenseTransport(WeightTransport):
         """Give every rank the shards of the sum `whole` (1-D)."""
         return self._replicate_over(self._communicator, whole)
 
-    def gather_sum(self, whole: Tensor) -> None:
-        """Give every rank the shards of the sum `whole` (1-D), unrounded."""
+    def gather_shards(self, whole: Tensor) -> None:
+        """Give every rank the shards of `whole` (1-D), unrounded."""
         self._communicator.all_gather(whole, self._replicate_label).wait()
 
     def sum_over_replicas(self, own: Tensor, replicas: Communicator) -> None:
@@ -230,7 +230,7 @@ class RowsTransport(DenseTransport):
     rank, so rows are reduced when the pass ends.
     """
 
-    ends_pass = True
+    reduces_after_backward = True
     compares_published = True
     gathers_rows = True
 
@@ -275,7 +275,7 @@ class OneBitTransport(DenseTransport):
     is_compressible = True
 
     def __init__(self, wire: UnitWire):
-        super().__init__(wire, carries=True)
+        super().__init__(wire, error_feedback=True)
         self._before, self._after = self._before * self._after, 1.0
         self._copies = wire.replica_group.identical_grad_ranks
         self._shard_size = wire.layout.size // self._communicator.ranks
