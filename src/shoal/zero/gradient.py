@@ -60,6 +60,7 @@ class Gradient:
         self._gathered: Tensor | None = None
         partial = stage.gradient is PARTIAL
         self._own_range, self._ranks = own, wire.replica_group.communicator.ranks
+        self._replicates = not stage.shards_state and self._ranks > 1  # one rank's addend is the sum, unrounded
         self._span, self.rest = mirrored(
             wire.pool.device, store, layout.size if partial else len(own), wire.dtypes.accumulate,
             f"gradient of unit '{wire.name}'", offset_names(layout.names, 0 if partial else own.start))
@@ -164,7 +165,7 @@ class Gradient:
         flight = self._flight
         if flight is None or not flight.sum(self._pool):
             return
-        if self.reduced is not self.own:
+        if self._replicates:
             flight.start_replicating(self.reduced)
         else:
             self._flight = None
@@ -215,7 +216,7 @@ class Gradient:
         if not isinstance(self._span, ResidentSpan):
             raise UsageError("p.grad was read while gradients rest in another tier: set gradient_clipping to clip them, and "
                              "register hooks on parameters to read them, or leave offload_optimizer out")
-        if self.reduced.numel() == self.layout.size:
+        if not self.stage.shards_state or self._ranks == 1:
             return self.reduced
         whole = self._span.tensor
         if whole.numel() < self.layout.size:  # of its own: a script may keep a gradient
