@@ -78,7 +78,7 @@ class Piece:
     """The part of one named tensor that one rank saves or loads."""
 
     name: str
-    """The kind and the parameter name: `weight/h.0.attn.weight`, `master/...`, `exp_avg/...`, `buffer/...`."""
+    """The kind and the parameter name: `weight/h.0.attn.weight`, `exp_avg/...`, `buffer/...`."""
     shape: Shape
     """The shape of the full tensor."""
     start: int
@@ -119,8 +119,8 @@ def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Cover the row-major elements [start, stop) of a tensor of n dims with at most 2n - 1 boxes, in order.
 
     A row is one index of the first dim. The interval consists of the end of one row, whole rows, and the beginning of
-    another row. Each ragged end is an interval of a tensor with one dim less that touches its edge, so it adds at most
-    one box per dim.
+    another row. The end and the beginning are each covered in the same way, in a tensor of one dim less; since they touch
+    its edge, they add at most one box per dim.
     """
     if start >= stop:
         return

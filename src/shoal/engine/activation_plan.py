@@ -15,7 +15,7 @@ from shoal.engine.schema import Config
 from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.mesh.mesh import AXES
-from shoal.mesh.parameter_groups import COPIES, PASS
+from shoal.mesh.parameter_groups import AXES_OF_ONE_PASS, REPLICA_AXES
 from shoal.tier import Disk
 from shoal.tier.store import open_store
 from shoal.transport.collectives import Communicator
@@ -81,8 +81,8 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
         slices = Slices(groups.tensor, engine.recomputed)
     if section.budget is not None:
         blocks_of = {root: [block for block in engine.recomputed if block in set(root.modules())] for root in engine.roots}
-        budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*COPIES)), engine.moments,
-                        RESTING if moves else STAYING, most_of_pass=partial(_most, groups.communicator(*PASS)))
+        budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*REPLICA_AXES)), engine.moments,
+                        RESTING if moves else STAYING, most_of_pass=partial(_most, groups.communicator(*AXES_OF_ONE_PASS)))
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
 
 

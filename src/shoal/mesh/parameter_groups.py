@@ -24,11 +24,11 @@ from shoal.transport.collectives import Communicator
 _GroupKey = tuple[bool, tuple[int, ...], int]
 """Whether all tensor ranks hold the parameter whole, the pipeline ranks that share it (empty for one stage), and the
 pipeline rank that has its initial value."""
-SLICED_COPIES = ("replica", "shard", "sequence")
+SLICED_REPLICA_AXES = ("replica", "shard", "sequence")
 """The axes along which a parameter that tensor ranks slice is replicated."""
-COPIES = (*SLICED_COPIES, "tensor")
+REPLICA_AXES = (*SLICED_REPLICA_AXES, "tensor")
 """The axes along which any other parameter is replicated."""
-PASS = ("sequence", "tensor")
+AXES_OF_ONE_PASS = ("sequence", "tensor")
 """The axes along which ranks compute one pass together, with collectives within its blocks."""
 _CLEANUP_TIMEOUT = timedelta(seconds=10)
 """The wait for other ranks while this rank gives its model back after a failure."""
@@ -97,7 +97,7 @@ class ParameterGroups:
         """The tensor ranks; None where there is only one."""
         self.sequence = self.communicator("sequence") if mesh.size("sequence") > 1 else None
         """The ranks that share sequences; None where there is only one."""
-        self.buffers = self.data if self.sequence is None else self.communicator(*SLICED_COPIES)
+        self.buffers = self.data if self.sequence is None else self.communicator(*SLICED_REPLICA_AXES)
         """The ranks that have the same buffers: the data ranks, with all parts of their sequences."""
         self._replicas = self.communicator("replica") if hybrid and mesh.size("replica") > 1 else None
         local_keys = {self._key(name) for name in self._stages}
@@ -111,7 +111,7 @@ class ParameterGroups:
     def _create_group(self, key: _GroupKey, order: int) -> None:
         """Create the replica group of one key, where this rank is a member; every rank of the job calls it."""
         tensor_replicated, stages, source_stage = key
-        axes = COPIES if tensor_replicated else SLICED_COPIES
+        axes = REPLICA_AXES if tensor_replicated else SLICED_REPLICA_AXES
         separate = ("replica",) if self._replicas is not None else ()
         group = self.mesh.group_or_none(*(axis for axis in axes if axis not in separate), stages=stages)
         if group is not None:
@@ -138,7 +138,7 @@ class ParameterGroups:
     @property
     def is_first_copy(self) -> bool:
         """Whether this rank is the first among the ranks that hold the same unsliced tensors."""
-        return self.mesh.rank(*COPIES) == 0
+        return self.mesh.rank(*REPLICA_AXES) == 0
 
     @property
     def communicators(self) -> list[Communicator]:

@@ -23,7 +23,7 @@ __all__ = ["BackwardStepper"]
 
 
 class BackwardStepper:
-    """Steps a unit by `step_fn` when the backward pass within `context` has reduced its gradient."""
+    """Steps a unit by `step_fn` when a backward pass within `stepping` has reduced its gradient."""
 
     def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, scheduler: StepScheduler,
                  step_fn: StepFunction, *, native: bool, measures: bool):
@@ -82,7 +82,7 @@ class BackwardStepper:
 
     @property
     def on_reduced(self) -> OnReduced | None:
-        """The consumer of reduced gradients within `context`; None outside."""
+        """The consumer of reduced gradients within `stepping`; None outside."""
         return self._step_unit if self._active else None
 
     def finish(self) -> None:
@@ -90,17 +90,17 @@ class BackwardStepper:
         self._options = None
 
     def _step_unit(self, gradient: Gradient) -> bool:
-        """Step the unit of the reduced `gradient` unless this backward pass may still read its weights; return whether.
+        """Step the unit of the reduced `gradient` and return True; return False where this pass may still read its weights.
 
         All slots have a gradient, so every autograd node that reads the weights has run on this rank. The gradient is
         reduced, so the same holds on the other ranks. `step()` takes the remaining units: those that re-entrant recompute
         reads in passes of its own, that stay gathered, or whose slots lack a gradient on this rank.
         """
         unit, views = self._units[gradient]
-        whole = gradient.accumulator.slots_with_grad == (1 << len(unit.members)) - 1
+        complete = gradient.accumulator.slots_with_grad == (1 << len(unit.members)) - 1
         replicated = unit.replica_group.replicas is not None  # not yet reduced over the replicas
         in_use = (unit.reshards and not unit.is_released) or unit.memory.is_exposed
-        if not whole or gradient.late_recompute or replicated or in_use:
+        if not complete or gradient.late_recompute or replicated or in_use:
             unit.residency.unpin()
             return False
         if self._measures:

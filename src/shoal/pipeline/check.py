@@ -1,7 +1,8 @@
 """`check` validates a schedule before any rank runs it, and `simulate` refuses one that deadlocks.
 
 A schedule is valid if every stage runs, for every microbatch, one F and then either one B, or one I followed by one W; if
-each instruction is in the row of the stage's owner; and if no ranks wait for each other.
+a stage takes the microbatches in their order, in which messages arrive; if each instruction is in the row of the stage's
+owner; and if no ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ def _misplaced(schedule: PipelineSchedule, rank: int, instruction: Instruction, 
     for needed in instruction.dependencies(schedule.stages):
         if needed.stage == instruction.stage and needed not in seen:
             yield f"rank {rank} does {instruction} before {needed}"
+    for part in instruction.completes():
+        before = Instruction(part.stage, part.kind, part.microbatch - 1)
+        if part.microbatch and part.kind is not Op.WEIGHT and before not in seen:
+            yield f"rank {rank} does {instruction} before {before}; messages arrive in the order of microbatches"
 
 
 def _missing(schedule: PipelineSchedule, seen: set[Instruction]) -> Iterable[str]:

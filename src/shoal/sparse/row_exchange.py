@@ -7,7 +7,7 @@
 
 A row that no rank sends has a gradient of zero, and adding zeros changes no bit: the result is that of the dense collective,
 bit for bit. Each exchange begins with an all-gather of row counts, so that all ranks make the same choice between rows and
-the dense collective: rows, if those of the busiest rank, weighted by `ROW_COST`, are fewer bytes than the whole shard.
+the dense collective: rows, if those of the busiest rank, weighted by `ROW_COST`, are fewer bytes than that would send.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["ROW_COST", "RowExchange", "RowTable", "changed_rows", "coalesced", "
 
 ROW_COST = 2.5
 """The cost of a byte of a row relative to a byte of a whole shard: rows are sorted, gathered and scattered one by one.
-Measured at 1 Gbit/s (docs/sparse.md): a slower wire hides more of that, a faster one less."""
+Measured at 1 Gbit/s (docs/sparse.md). On a slower network the work weighs less beside the transfer, on a faster one more."""
 
 MOST_SKIPPED = 15
-"""The most publications in a row without a comparison, once nearly every row had changed."""
+"""Publications that may follow each other without comparing rows: where nearly all rows change, to compare is in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

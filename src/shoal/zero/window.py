@@ -22,8 +22,8 @@ class Window:
         """Gather at most `prefetch_elements` ahead of use, and no more than `live_elements`.
 
         A unit that is used again within `reuse_elements` stays gathered. Weights that rest in another tier are fetched
-        `fetch_units` ahead, of at most `fetch_elements` together. `all_units` of the engine, also those of other
-        windows, share the memory of weights that stay between passes.
+        `fetch_units` ahead, of at most `fetch_elements` together. `all_units` are those of all windows of the engine: when a
+        pass begins, the window gives up resident weights of any of them that the pass does not begin with.
         """
         self._prefetch_elements = min(prefetch_elements, live_elements)
         self._reuse_elements = reuse_elements
@@ -71,7 +71,7 @@ class Window:
         return between is not None and self._fit([unit, *between])
 
     def _between(self, unit: Unit) -> list[Unit] | None:
-        """Return the units used between now and the next use of `unit`; None if this forward and its backward have none."""
+        """Return the units used between now and the next use of `unit`; None if no use comes before the next step."""
         coming = [*self._expected[len(self._seen):], *self._orders.get("backward", [])]
         return coming[:coming.index(unit)] if unit in coming else None
 
@@ -87,7 +87,7 @@ class Window:
     def prefetch_first(self, name: str) -> None:
         """Start the first gathers of the pass `name` before it begins: of no more elements than the largest unit has.
 
-        Between a step and the next forward the rest of the memory is the script's.
+        More would take memory that the script uses between a step and the next forward.
         """
         self._unpin_others(name)
         self._expected = self._orders.get(name, [])
