@@ -6,9 +6,10 @@
     python benchmarks/gpu_steps.py  [--small]              2: a step of 1.1 B, and where its time goes
     python benchmarks/gpu_states.py [--small]              3: state on the host and on disk, 2 to 7 B
 
-There: `pip install --no-index --no-deps --find-links FOLDER shoal pydantic ...`, as `--pack` prints it. Each row runs in a
-process of its own, and the JSON is written after each, so that a row that fails, or the end of the ten minutes, costs only
-what is not measured yet. With --small the same code runs in seconds, on the CPU too.
+There: `pip install --no-index --no-deps --find-links FOLDER shoal pydantic ...`, as `--pack` prints it; `--python` names its
+Python. Each row runs in processes of its own, which end with it, and the JSON is written after each. A row tells
+what it has found so far (`tell`), so that one that fails or is out of time costs only what is not measured yet. With --small
+the same code runs in seconds, on the CPU too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +32,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Row", "Scale", "campaign", "missing"]
+__all__ = ["Row", "Scale", "campaign", "missing", "tell"]
 
 MINUTES = 9.5
 """Of a command; the rest of the ten is for the start."""
@@ -50,6 +54,7 @@ class Scale:
 
 
 Measured = dict[str, Any]
+_TOLD = "measured: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ def campaign(benchmark: str, file: str, what: str, rows: Mapping[str, Row]) -> N
         raise SystemExit(f"{benchmark}: needs a GPU; here is none. {'; '.join(missing())}. --small tries it on the CPU")
     scale = Scale(device=accelerator or torch.device("cpu"), small=options.small, path=options.path)
     if options.child:
-        sys.stdout.write(json.dumps(rows[options.child].run(scale)) + "\n")
+        tell(rows[options.child].run(scale))
         return
     Path(options.path).mkdir(parents=True, exist_ok=True)
     end, found = time.monotonic() + 60 * MINUTES, dict[str, Measured]()
@@ -97,15 +102,33 @@ def _options(what: str, rows: Mapping[str, Row]) -> argparse.Namespace:
 
 def _child(file: str, name: str, row: Row, seconds: float, options: argparse.Namespace) -> Measured:
     command = [sys.executable, file, "--child", name, "--path", options.path, *(["--small"] if options.small else [])]
-    try:
-        done = subprocess.run(command, text=True, capture_output=True, check=False, timeout=seconds,
-                              env={**os.environ, **(row.environment or {} if torch.cuda.is_available() else {})})
-    except subprocess.TimeoutExpired:
-        return {"failure": f"did not end within {seconds:.0f} s"}
-    if done.returncode:
-        return {"failure": next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "killed")[:160],
-                "stderr": done.stderr[-4000:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {**os.environ, **(row.environment or {} if torch.cuda.is_available() else {})}
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, text=True, stdout=output, stderr=errors, env=environment, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks of tests too
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        told = [json.loads(line.removeprefix(_TOLD)) for line in output if line.startswith(_TOLD) and line.endswith("\n")]
+        found, stderr = told[-1] if told else {}, errors.read()
+    if code is None:
+        return {**found, "failure": f"did not end within {seconds:.0f} s"}
+    if code:
+        return {**found, "failure": next((line for line in reversed(stderr.splitlines()) if line.strip()), "killed")[:160],
+                "stderr": stderr[-4000:]}
+    return found
+
+
+def tell(found: Measured) -> None:
+    """Report what a row has found so far; each report replaces the last."""
+    sys.stdout.write(f"{_TOLD}{json.dumps(found)}\n")
+    sys.stdout.flush()
 
 
 def _publish(benchmark: str, scale: Scale, found: dict[str, Measured], out: Path | None) -> None:
@@ -119,10 +142,10 @@ def _publish(benchmark: str, scale: Scale, found: dict[str, Measured], out: Path
 
 
 def _shown(measured: Measured) -> str:
-    if "failure" in measured:
-        return f"failed: {measured['failure']}"
-    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in measured.items() if not isinstance(value, (list, dict)))
+    failed = [f"failed: {measured['failure']}"] if "failure" in measured else []
+    return ", ".join(failed + [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                               for name, value in measured.items()
+                               if not isinstance(value, (list, dict)) and name not in ("failure", "stderr")])
 
 
 def missing() -> list[str]:
@@ -147,8 +170,8 @@ def pack(folder: Path, python: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pip: Sequence[str] = [sys.executable, "-m", "pip"]
     target = ["--python-version", python, "--platform", "manylinux2014_x86_64", "--platform", "manylinux_2_28_x86_64"]
-    subprocess.run([*pip, "download", "-q", "--no-deps", "--only-binary", ":all:", *target, "-d", str(folder), *CARRIED],
-                   check=True)
+    subprocess.run([*pip, "download", "-q", "--no-deps", "--only-binary", ":all:", *target, "-d", str(folder),
+                    "-c", str(Path(__file__).parents[1] / "constraints.txt"), *CARRIED], check=True)
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), str(Path(__file__).parents[1])], check=True)
     size = sum(file.stat().st_size for file in folder.iterdir())
     sys.stdout.write(f"{len(list(folder.iterdir()))} wheels, {size / 2**20:.1f} MiB. There:\n"

@@ -1,6 +1,6 @@
 """Campaign 1: the speeds of the machine, then whether training on its GPU is right.
 
-    python benchmarks/gpu_facts.py [--small] [--rows copies pages matmul cpu-step disk stages races delays tests]
+    python benchmarks/gpu_facts.py [--small] [--rows copies pages matmul cpu-step disk stages races delays tests-one_gpu ...]
 
     copies    GB/s between host and device, from pinned and from other memory
     pages     GB/s of page-locking
@@ -10,7 +10,7 @@
     stages    steps of each stage and tier beside a plain loop; none may wait for the device (`set_sync_debug_mode("error")`)
     races     the same under torch's sanitizer of streams (`TORCH_CUDA_SANITIZER=1`)
     delays    the same with random sleeps on every stream
-    tests     tests/gpu
+    tests-..  each file of tests/gpu
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def seconds_of(call: Callable[[], object], device: torch.device, rounds: int = 5
     for _ in range(rounds + 1):
         start = time.perf_counter()
         call()
-        _synchronize(device)
+        synchronize(device)
         found.append(time.perf_counter() - start)
     return statistics.median(found[1:])
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -211,9 +212,9 @@ def delays(scale: Scale) -> Measured:
     return stages(scale)
 
 
-def tests(scale: Scale) -> Measured:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, text=True,
-                          capture_output=True, check=False)
+def _tests(file: str) -> Measured:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/gpu/{file}"], cwd=ROOT,
+                          text=True, capture_output=True, check=False)
     if done.returncode not in (0, 1):  # 1: a test failed; others: pytest itself did
         raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1:]}")
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
@@ -225,7 +226,8 @@ ROWS = {
     "copies": Row(run=copies), "pages": Row(run=pages), "matmul": Row(run=matmul), "cpu-step": Row(run=cpu_step),
     "disk": Row(run=disk), "stages": Row(run=stages),
     "races": Row(run=stages, environment={"TORCH_CUDA_SANITIZER": "1"}), "delays": Row(run=delays),
-    "tests": Row(run=tests, seconds=300),
+    **{f"tests-{file.stem.removeprefix('test_')}": Row(run=lambda scale, file=file: _tests(file.name), seconds=200)
+       for file in sorted(ROOT.glob("tests/gpu/test_*.py"))},
 }
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_campaign import Measured, Row, Scale, campaign
-from gpu_facts import GIGA, TERA, matmul, matmul_rate, seconds_of
+from gpu_campaign import Measured, Row, Scale, campaign, tell
+from gpu_facts import GIGA, TERA, matmul, matmul_rate, seconds_of, synchronize
 from gpu_offload import _recomputed  # pyright: ignore[reportPrivateUsage]  the same model
 from torch import Tensor, nn
 from workloads import _example  # pyright: ignore[reportPrivateUsage]
@@ -124,29 +124,34 @@ def _fake() -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
 
 
-def measured(scale: Scale, system: System) -> Measured:
-    """Time steps of `system` at each batch, as far as memory holds them."""
+def measured(scale: Scale, system: System, batches: Sequence[int] = BATCHES, steps: int = STEPS) -> Measured:
+    """Time `steps` steps of `system` at each of `batches`, as far as memory holds them."""
     length, peak = (16 if scale.small else BLOCK), matmul_rate(scale)
     found: Measured = {"parameters": system.parameters}
-    for batch in (1,) if scale.small else BATCHES:
+    for batch in (1,) if scale.small else batches:
         x = torch.randint(256, (batch, length), device=scale.device)
         try:
-            found |= {f"{name} x{batch}": value for name, value in _steps(scale, system, x, peak).items()}
+            found |= {f"{name} x{batch}": value for name, value in _steps(scale, system, x, peak, steps).items()}
         except torch.OutOfMemoryError:
             return {**found, f"x{batch}": "out of memory"}
+        tell(found)
     return found
 
 
-def _steps(scale: Scale, system: System, x: Tensor, peak: float) -> Measured:
+def _steps(scale: Scale, system: System, x: Tensor, peak: float, steps: int) -> Measured:
     for _ in range(WARM):
         system.step(x)
+    synchronize(scale.device)
     mallocs, seconds = _mallocs(scale), list[float]()
-    for _ in range(STEPS):
-        seconds.append(seconds_of(lambda: system.step(x), scale.device, rounds=1))
+    for _ in range(steps):
+        start = time.perf_counter()
+        system.step(x)
+        synchronize(scale.device)
+        seconds.append(time.perf_counter() - start)
     mallocs = _mallocs(scale) - mallocs
     median = statistics.median(seconds)
     found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median,
-                       "mfu": system.flops * x.numel() / median / peak, "mallocs": mallocs / (2 * STEPS)}
+                       "mfu": system.flops * x.numel() / median / peak, "mallocs": mallocs / steps}
     if scale.device.type == "cuda":
         found |= {"busy": _busy(system, x), "waits": _waits(system, x), "GiB": torch.cuda.max_memory_reserved() / 2**30}
     return found

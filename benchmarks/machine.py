@@ -71,7 +71,11 @@ def _deepspeed() -> str:
 
 
 def _commit() -> str:
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
+                                check=False)
+    except OSError:  # no git
+        return "unknown"
     if not (commit := answer.stdout.strip()):
         return "unknown"
     edited = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src", "benchmarks"], cwd=ROOT, check=False).returncode

@@ -1,8 +1,9 @@
-"""Questions about the backward pass under way, which torch answers under private names alone: this file has all of them."""
+"""What torch tells of the backward pass under way, and of the hooks around saved tensors, under private names alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]  no public name
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_function_transform",
-           "in_gradient_transform", "is_reached", "keeps_graph", "run_backward", "saved_by_checkpoint"]
+           "in_gradient_transform", "is_reached", "isolated", "keeps_graph", "run_backward", "saved_by_checkpoint"]
 
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
 
@@ -58,6 +61,29 @@ def saved_by_checkpoint() -> bool:
     """Return whether what autograd saves here goes to torch's non-reentrant checkpoint, which drops and recomputes it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore  it has no annotation
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
+@contextmanager
+def isolated(device: torch.device) -> Generator[None]:
+    """Compute within the context as outside of all others, with gradients, on `device` and the host.
+
+    A probe of kernels may run at the first call of a layer. There a checkpoint or a rest would take the tensors that it
+    saves, a selective checkpoint would count its operations, and autocast would change its results.
+    """
+    with ExitStack() as stack:
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # pyright: ignore  else there are none
+            stack.enter_context(saved_tensors_hooks(_same, _same))
+        for kind in sorted({device.type, "cpu"}):
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def in_gradient_transform() -> bool:

@@ -39,7 +39,7 @@ def passes(backend: Any, tensors: list[Tensor], blocks: Blocks, bias: Tensor | N
     leaves = [each.clone().requires_grad_() for each in tensors]
     bias = None if bias is None else bias.clone().requires_grad_()
     output = attend(*leaves, blocks, bias=bias, backend=backend, **options)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype))
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output))
     result = [output.detach(), *(each.grad for each in leaves), *([] if bias is None else [bias.grad])]
     assert all(each is not None for each in result)
     return [each for each in result if each is not None]

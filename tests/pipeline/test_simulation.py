@@ -131,6 +131,7 @@ SPLIT = "0F0 0I0 0W0 0F1 0I1 0W1"
     ([SPLIT.replace("0I1 0W1", "0B1 0W1")], "rank 0 does 0W1 when 0W1 is done already; give it one B, or one I and one W"),
     (["0F0 0B1 0F1 0B0"], "rank 0 does 0B1 before 0F1"),
     ([SPLIT.replace("0I1 0W1", "0W1 0I1")], "rank 0 does 0W1 before 0I1"),
+    (["0F0 0F1 0I0 0B1 0W0"], "stage 0 does 0B1 and 0I0; give it B for all microbatches, or I and W"),
     (["0F1 0F0 0B0 0B1"], "rank 0 does 0F1 before 0F0; messages arrive in the order of microbatches"),
     (["0F0 0F1 0B1 0B0"], "rank 0 does 0B1 before 0I0; messages arrive in the order of microbatches"),
     (["0F0 0F1 0F2"], "rank 0 does 0F2; stages are 0 to 0, microbatches 0 to 1"),

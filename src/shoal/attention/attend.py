@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from shoal.attention import flex, gather, reference
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
+from shoal.autograd import isolated
 from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -275,16 +276,15 @@ def _triton_agrees(device: torch.device) -> bool:
     """Return whether Triton compiles here and gives the numbers of gather, by one small call; warn where it does not."""
     blocks = Blocks.of(torch.ones(1, 2, 2).tril(), 16)
     generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode(False):
-        operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
     results: list[list[Tensor]] = []
     try:
-        for backend in ("gather", "triton"):
-            with torch.inference_mode(False), torch.enable_grad():  # the first call may be one of an evaluation
+        with isolated(device):
+            operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
+            for backend in ("gather", "triton"):
                 query, key, value = (each.clone().requires_grad_() for each in operands[:3])
                 output = attend(query, key, value, blocks, dropout=0.5, seed=1, causal=True, backend=backend)
                 results.append([output, *torch.autograd.grad(output, (query, key, value), operands[3])])
-        largest = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+            largest = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
     except Exception as error:  # a compiler fails in many ways
         warn_once(f"attention on {device} is computed by torch operations: Triton's kernels failed: {error}")
         return False
@@ -388,7 +388,7 @@ def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
 
 
 def _any(hidden: list[Tensor]) -> Tensor | None:
-    if not hidden or not any(bool(each.any()) for each in hidden):
+    if not hidden or (hidden[0].device == HOST and not any(bool(each.any()) for each in hidden)):  # elsewhere it would wait
         return None
     result = hidden[0]
     for each in hidden[1:]:

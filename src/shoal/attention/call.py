@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,4 +70,9 @@ class AttentionCall:
     def row_keys(self, batches: int, device: torch.device) -> Tensor:
         """Return the dropout's key of each query (batches, heads, length)."""
         heads = torch.arange(self.first_head, self.first_head + self.heads, device=device)
-        return row_keys(self.seed, batches, heads, self.blocks.row_positions.to(device))
+        return row_keys(self.seed, batches, heads, _row_positions(self.blocks, device))
+
+
+@lru_cache(maxsize=64)
+def _row_positions(blocks: Blocks, device: torch.device) -> Tensor:
+    return blocks.row_positions.to(device)

@@ -8,7 +8,8 @@ flex_attention skips blocks of 128 positions, and hides single scores by a funct
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def serves(blocks: Blocks) -> bool:
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Return the output (batches, heads, length, dim); the call has neither dropout nor `bias`."""
     assert bias is None and not call.threshold and serves(call.blocks)
-    run = flex_attention if query.device == HOST else _compiled()
+    run = flex_attention if query.device == HOST else _compiled(call.blocks, call.causal, len(call.terms))
     mask = _block_mask(call.blocks, call.causal, query.device)
     output: Any = run(query, key, value, score_mod=_added(call), block_mask=mask, scale=call.scale,
                       enable_gqa=query.shape[1] != key.shape[1])
@@ -51,9 +52,19 @@ def coarse(blocks: Blocks) -> Tensor:
     return padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).any(4).any(2)
 
 
-@cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+@lru_cache(maxsize=64)
+def _compiled(blocks: Blocks, causal: bool, terms: int) -> Callable[..., Any]:
+    """Return a compiled function of its own: torch compiles one function for a few cases, and then no more."""
+    function: Any = flex_attention
+
+    def run(*operands: Tensor, **options: Any) -> Any:
+        return function(*operands, **options)
+
+    run.__code__ = run.__code__.replace(co_name=f"flex_{next(_numbers)}")  # torch counts by code object
+    return torch.compile(run, dynamic=False)
+
+
+_numbers = count()
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from shoal.engine.base import BaseEngine
 from shoal.engine.mesh_setup import aliases_of
 from shoal.errors import NotSupportedYet, PipelineError, UsageError
 from shoal.interrupts import uninterrupted
+from shoal.pipeline.check import check
 from shoal.pipeline.executor import Batches, Executor
 from shoal.pipeline.in_flight import moments
 from shoal.pipeline.links import Connector, Links
@@ -300,6 +301,7 @@ class PipelineEngine(BaseEngine):
                 raise UsageError(f"pipeline.schedule: got {name!r}, which puts stages on ranks {list(schedule.owner)}; the "
                                  f"module was built for {self.module.schedule!r}, which puts them on "
                                  f"{list(self.module.owner)}; pass schedule={name!r} to PipelineModule")
+            check(schedule)
             self._schedules[count] = schedule
         return self._schedules[count]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.attention.dropout import drop_rows, threshold
+from shoal.autograd import isolated
 from shoal.device import has_triton
 from shoal.log import warn_once
 from shoal.native.layers import DropMask
@@ -50,11 +51,10 @@ def _agrees(device: torch.device) -> bool:
     return largest < _CLOSE
 
 
-@torch.no_grad()
 def compared(device: torch.device) -> dict[str, float]:
     """Return by how much each of Triton's passes on `device` differs from torch, by one small call."""
     passes: Any = import_module("shoal.nn.triton_passes")
-    with torch.inference_mode(False):
+    with isolated(device), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         x, y, g = torch.randn(3, 10, 24, generator=generator).unbind()
         gain, bias = torch.randn(2, 24, generator=generator).unbind()
@@ -75,9 +75,9 @@ def compared(device: torch.device) -> dict[str, float]:
             "dropout_add_norm": (h, z, *passes.dropout_add_norm_backward(gt, bt, h, means, rates, gaint, biast, half)),
             "bias_gelu": (passes.bias_gelu(at, biast, tanh=False), *passes.bias_gelu_backward(gt, at, biast, tanh=False)),
             "cross_entropy": (losses, of_logits)}
-    apart = {name: [(got.float().cpu() - wanted).abs().max() for got, wanted in zip(results, expected[name], strict=True)]
-             for name, results in found.items()}
-    return {name: float(torch.stack(each).max()) for name, each in apart.items()}  # torch's max keeps NaN
+        pairs = {name: zip(results, expected[name], strict=True) for name, results in found.items()}
+        apart = {name: [(got.float().cpu() - wanted).abs().max() for got, wanted in each] for name, each in pairs.items()}
+        return {name: float(torch.stack(each).max()) for name, each in apart.items()}  # torch's max keeps NaN
 
 
 def _expected(x: Tensor, y: Tensor, g: Tensor, gain: Tensor, bias: Tensor, angles: Tensor,

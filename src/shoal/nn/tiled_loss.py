@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.autograd import keeps_graph
+from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import stretch
 from shoal.nn.cross_entropy import REDUCTIONS, Reduction, TokenLoss, check_targets, coded_targets, mean_of_counted
@@ -268,8 +269,9 @@ class _Gradients:
                 self._of_weight.addmm_(of_logits.t(), self._rows[tile])
             else:  # in parts that stay in the cache until they are added, so that no second tensor of that size is made
                 transposed = self._rows[tile].t().contiguous()
-                for words in range(0, len(self._of_weight), _PART):
-                    part = slice(words, words + _PART)
+                size = _PART if transposed.device == HOST else 32 * _PART  # few kernels, each with work for the device
+                for words in range(0, len(self._of_weight), size):
+                    part = slice(words, words + size)
                     self._of_weight[part] += self._products.linear(of_logits[:, part].t(), transposed)
         if self._of_bias is not None:
             self._of_bias += of_logits.sum(0, dtype=self._of_bias.dtype)

@@ -40,11 +40,17 @@ _TILE = 4096
 """The words of a row of logits that are in registers at a time."""
 
 
+def _width(columns: int) -> dict[str, int]:
+    """Return how many places a program has for a row of `columns`, and its warps: a thread holds up to 32 of them."""
+    wide = triton.next_power_of_2(columns)
+    return {"WIDE": wide, "num_warps": min(16, max(4, wide // 1024))}
+
+
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of a matrix (rows, columns), and the rate (rows,) of each row in fp32."""
     output, rates = torch.empty_like(x), torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     with selected(x.device):
-        _rms_norm[(x.shape[0],)](x, gain, output, rates, x.shape[1], eps, WIDE=triton.next_power_of_2(x.shape[1]))
+        _rms_norm[(x.shape[0],)](x, gain, output, rates, x.shape[1], eps, **_width(x.shape[1]))
     return output, rates
 
 
@@ -54,7 +60,7 @@ def rms_norm_backward(gradient: Tensor, x: Tensor, gain: Tensor, rates: Tensor) 
     of_x, of_gain = torch.empty_like(x), torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
     with selected(x.device):
         _rms_norm_backward[(programs,)](gradient, x, gain, rates, of_x, of_gain, x.shape[0], x.shape[1], programs,
-                                        WIDE=triton.next_power_of_2(x.shape[1]))
+                                        **_width(x.shape[1]))
     return of_x, of_gain.sum(0)
 
 
@@ -62,7 +68,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) up of matrices (rows, columns)."""
     output = torch.empty_like(gate)
     with selected(gate.device):
-        _swiglu[(gate.shape[0],)](gate, up, output, gate.shape[1], WIDE=triton.next_power_of_2(gate.shape[1]))
+        _swiglu[(gate.shape[0],)](gate, up, output, gate.shape[1], **_width(gate.shape[1]))
     return output
 
 
@@ -71,7 +77,7 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     with selected(gate.device):
         _swiglu_backward[(gate.shape[0],)](gradient, gate, up, of_gate, of_up, gate.shape[1],
-                                           WIDE=triton.next_power_of_2(gate.shape[1]))
+                                           **_width(gate.shape[1]))
     return of_gate, of_up
 
 
@@ -80,7 +86,7 @@ def rotary(x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool) -> Tensor:
     output = torch.empty_like(x)
     half = x.shape[1] // 2
     with selected(x.device):
-        _rotary[(x.shape[0],)](x, cosines, sines, output, cosines.shape[0], half, WIDE=triton.next_power_of_2(half),
+        _rotary[(x.shape[0],)](x, cosines, sines, output, cosines.shape[0], half, **_width(half),
                                BACK=back)
     return output
 
@@ -90,7 +96,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout: DropMask) -> Tensor
     output = torch.empty_like(x)
     with selected(x.device):
         _dropout_add[(x.shape[0],)](x, x if residual is None else residual, _keys(x, dropout), output, x.shape[1],
-                                    dropout.kept, WIDE=triton.next_power_of_2(x.shape[1]), DROPPED=dropout.threshold,
+                                    dropout.kept, **_width(x.shape[1]), DROPPED=dropout.threshold,
                                     ADDS=residual is not None)
     return output
 
@@ -103,7 +109,7 @@ def dropout_add_norm(x: Tensor, bias: Tensor | None, residual: Tensor, gain: Ten
     with selected(x.device):
         _dropout_add_norm[(x.shape[0],)](
             x, x if bias is None else bias, residual, gain, shift, _keys(x, dropout), output if sums is None else sums,
-            output, means, rates, x.shape[1], eps, dropout.kept, WIDE=triton.next_power_of_2(x.shape[1]),
+            output, means, rates, x.shape[1], eps, dropout.kept, **_width(x.shape[1]),
             DROPPED=dropout.threshold, BIASED=bias is not None, SUMMED=keep_sum)
     return sums, output, means, rates
 
@@ -122,7 +128,7 @@ def dropout_add_norm_backward(of_y: Tensor, of_h: Tensor | None, held: Tensor, m
         _dropout_add_norm_backward[(programs,)](
             of_y, of_y if of_h is None else of_h, held, rates if means is None else means, rates, gain, shift,
             _keys(held, dropout), of_residual, of_x, partial, held.shape[0], held.shape[1], programs, dropout.kept,
-            WIDE=triton.next_power_of_2(held.shape[1]), DROPPED=dropout.threshold, ADDS=of_h is not None,
+            **_width(held.shape[1]), DROPPED=dropout.threshold, ADDS=of_h is not None,
             INVERTS=means is None)
     return of_x, of_residual, partial.sum(0)
 
@@ -131,7 +137,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, tanh: bool) -> Tensor:
     """Return gelu(x + bias) of a matrix (rows, columns): the exact function, or its approximation by tanh."""
     output = torch.empty_like(x)
     with selected(x.device):
-        _bias_gelu[(x.shape[0],)](x, bias, output, x.shape[1], WIDE=triton.next_power_of_2(x.shape[1]), TANH=tanh)
+        _bias_gelu[(x.shape[0],)](x, bias, output, x.shape[1], **_width(x.shape[1]), TANH=tanh)
     return output
 
 
@@ -141,7 +147,7 @@ def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, *, tanh: bool)
     of_x, of_bias = torch.empty_like(x), torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
     with selected(x.device):
         _bias_gelu_backward[(programs,)](gradient, x, bias, of_x, of_bias, x.shape[0], x.shape[1], programs,
-                                         WIDE=triton.next_power_of_2(x.shape[1]), TANH=tanh)
+                                         **_width(x.shape[1]), TANH=tanh)
     return of_x, of_bias.sum(0)
 
 
@@ -155,7 +161,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, scales: Tensor | None, *, smo
     with selected(logits.device):
         _cross_entropy[(logits.shape[0],)](
             logits, targets, sums if scales is None else scales, losses, sums, logits.shape[1], smoothing, z_loss,
-            WIDE=min(_TILE, triton.next_power_of_2(logits.shape[1])), DIFFERENTIATES=scales is not None)
+            **_width(min(_TILE, logits.shape[1])), DIFFERENTIATES=scales is not None)
     return losses, sums
 
 

@@ -2,7 +2,7 @@
 
 A schedule is valid if every stage runs, for every microbatch, one F and then either one B, or one I followed by one W; if
 a stage takes the microbatches in their order, in which messages arrive; if each instruction is in the row of the stage's
-owner; and if no ranks wait for each other.
+owner; if a stage does B for all microbatches or for none; and if no ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _faults(schedule: PipelineSchedule) -> Iterable[str]:
             yield from _misplaced(schedule, rank, instruction, seen)
             seen.update((instruction, *instruction.completes()))
     yield from _missing(schedule, seen)
+    yield from _mixed(schedule)
 
 
 def _misplaced(schedule: PipelineSchedule, rank: int, instruction: Instruction, seen: set[Instruction]) -> Iterable[str]:
@@ -86,6 +87,15 @@ def _misplaced(schedule: PipelineSchedule, rank: int, instruction: Instruction, 
         before = Instruction(part.stage, part.kind, part.microbatch - 1)
         if part.microbatch and part.kind is not Op.WEIGHT and before not in seen:
             yield f"rank {rank} does {instruction} before {before}; messages arrive in the order of microbatches"
+
+
+def _mixed(schedule: PipelineSchedule) -> Iterable[str]:
+    """A stage that splits backward keeps what its W need in every forward, so it splits the backward of each microbatch."""
+    for stage in range(schedule.stages):
+        found = {each.kind: each for row in schedule.rows for each in row if each.stage == stage}
+        if Op.BACKWARD in found and Op.INPUT in found:
+            yield (f"stage {stage} does {found[Op.BACKWARD]} and {found[Op.INPUT]}; give it B for all microbatches, or I "
+                   f"and W")
 
 
 def _missing(schedule: PipelineSchedule, seen: set[Instruction]) -> Iterable[str]:

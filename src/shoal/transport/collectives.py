@@ -325,9 +325,9 @@ class Communicator:
             work = launch()
         except RuntimeError as error:
             raise self.failure(what, error) from error
-        if self._launched is not None:
-            self._launched.add(work)
-        return _Native(self, what, work)
+        if self._launched is None or work is None:
+            return _Native(self, what, work)
+        return _Native(self, what, work, partial(self._launched.waited, self._launched.add(work)))
 
     def _check(self, what: object, tensor: Tensor) -> None:
         """Note, and in debug mode compare, the collective that this rank issues next."""
@@ -391,15 +391,19 @@ class _Pairwise:
 class _Native:
     """A native collective of the backend; `wait` makes the current stream wait for it."""
 
-    def __init__(self, communicator: Communicator, what: object, work: dist.Work | None):
+    def __init__(self, communicator: Communicator, what: object, work: dist.Work | None,
+                 waited: Callable[[], None] | None = None):
         self._communicator = communicator
         self._what = what
         self._work = work
+        self._waited = waited
 
     def wait(self) -> None:
         work, self._work = self._work, None
         try:
             if work is not None:
                 work.wait()
+                if self._waited is not None:
+                    self._waited()
         except RuntimeError as error:
             raise self._communicator.failure(self._what, error) from error

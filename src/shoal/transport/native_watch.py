@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
-from shoal.device import current_device
+from shoal.device import DeviceEvent, current_device, on_accelerator
 from shoal.transport.failure_board import OldestWait, abort_waits, interruptible_wait, watch_oldest
 
 __all__ = ["IssuedOrder", "LaunchedCollectives", "first_difference"]
@@ -33,24 +33,41 @@ class LaunchedCollectives(OldestWait):
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
-        self._works: deque[dist.Work] = deque()
+        self._running: dict[int, dist.Work | DeviceEvent] = {}
+        """The work or event that tells the end of each collective, by the number of its launch."""
+        self._launches = 0
         self._wait: interruptible_wait | None = None
-        self._awaited: dist.Work | None = None
+        self._awaited: int | None = None
         self._lock = threading.Lock()
         self.aborted = False
         """Whether another rank's failure has ended them all; what they wrote is undefined."""
         watch_oldest(self)
 
-    def add(self, work: dist.Work | None) -> None:
-        """Watch `work`, which was launched just now."""
-        if work is not None:
-            self._works.append(work)
+    def add(self, work: dist.Work) -> int:
+        """Watch `work`, which was launched just now; return its number."""
+        with self._lock:
+            self._launches += 1
+            self._running[self._launches] = work
+            return self._launches
+
+    def waited(self, number: int) -> None:
+        """Note that the current stream waits for a collective: an event there tells its end from now on.
+
+        A `Work` would keep the collective's tensors in memory until the next look at it.
+        """
+        device = current_device()
+        event = DeviceEvent(device) if on_accelerator(device) else None
+        with self._lock:
+            if event is None:  # on the host the wait has ended it
+                self._running.pop(number, None)
+            elif number in self._running:
+                self._running[number] = event  # in its place in the order
 
     def oldest(self) -> interruptible_wait | None:
         with self._lock:
-            while self._works and _has_ended(self._works[0]):
-                self._works.popleft()
-            first = self._works[0] if self._works else None
+            while self._running and _has_ended(next(iter(self._running.values()))):
+                del self._running[next(iter(self._running))]
+            first = next(iter(self._running), None)
             if first is not self._awaited:
                 self._awaited = first
                 self._wait = None if first is None else interruptible_wait(self._abort).begin()
@@ -58,16 +75,17 @@ class LaunchedCollectives(OldestWait):
 
     def _abort(self) -> None:
         self.aborted = True
-        self._works.clear()
+        with self._lock:
+            self._running.clear()
         with suppress(RuntimeError):  # a backend that cannot: its own timeout ends it
             self._group._get_backend(current_device()).abort()  # pyright: ignore[reportPrivateUsage]  no public name
         abort_waits(self._group)
 
 
-def _has_ended(work: dist.Work) -> bool:
+def _has_ended(end: dist.Work | DeviceEvent) -> bool:
     """Whether a collective is over; some backends raise the error of a failed one here, which its readers raise too."""
     try:
-        return work.is_completed()
+        return end.passed if isinstance(end, DeviceEvent) else end.is_completed()
     except RuntimeError:
         return True
 
