@@ -1,4 +1,4 @@
-"""What torch tells of the backward pass under way, and of the hooks around saved tensors, under private names alone."""
+"""Questions about the backward pass under way, and hooks around saved tensors, that torch answers under private names."""
 
 from __future__ import annotations
 
