@@ -106,6 +106,10 @@ def test_whole_values_are_read_and_written_on_two_ranks() -> None:
     assert run_ranks(2, full_values, CASES, False) == [True, True]
 
 
+def test_whole_values_are_read_where_a_rank_has_padding_alone() -> None:
+    assert run_ranks(4, full_values, CASES, False) == [True] * 4
+
+
 def test_16_bit_training_has_whole_values_of_its_fp32_state() -> None:
     assert run_ranks(2, full_values, [CASES[1], CASES[4]], True) == [True, True]
 

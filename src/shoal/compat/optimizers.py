@@ -162,9 +162,9 @@ class PublishedOptimizer(ShardedOptimizer):
     def bit16_groups(self) -> list[list[nn.Parameter]]:
         """The model's trained parameters, by optimizer group."""
         groups: list[dict[nn.Parameter, None]] = [{} for _ in self.param_groups]
-        for view in self.views.views:
-            for member in view.unit.members:
-                groups[view.group][member.parameter] = None
+        for unit in self._model.trainable:
+            for member in unit.members:
+                groups[member.group][member.parameter] = None
         return [list(group) for group in groups]
 
     fp16_groups = bf16_groups = bit16_groups

@@ -54,7 +54,7 @@ class ParameterState:
     def of(cls, optimizer: ShardedOptimizer, parameter: nn.Parameter) -> ParameterState | None:
         """Return the state of `parameter`, None if `optimizer` does not step it."""
         unit = owner_of(parameter)
-        if not isinstance(unit, TrainableUnit) or not any(view.unit is unit for view in optimizer.views.views):
+        if not isinstance(unit, TrainableUnit) or not optimizer.trains(unit):
             return None
         index = next(index for index, member in enumerate(unit.members) if member.parameter is parameter)
         return cls(optimizer=optimizer, unit=unit, slot=unit.layout.slots[index])
@@ -214,7 +214,7 @@ class ReplicatedState(Mapping[Tensor, dict[str, Any]]):
     @staticmethod
     def exists(optimizer: ShardedOptimizer) -> bool:
         """Whether every rank holds all of the state."""
-        return not any(view.unit.stage.shards_state for view in optimizer.views.views)
+        return not optimizer.shards_state
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         state = ParameterState.of(self._optimizer, parameter) if isinstance(parameter, nn.Parameter) else None

@@ -191,6 +191,15 @@ class ShardedOptimizer(Optimizer):
         """The global norm at the last step, before clipping and without the loss scale; a read waits for the device."""
         return None if self._norm is None else self._norm.value
 
+    def trains(self, unit: TrainableUnit) -> bool:
+        """Whether the optimizer steps `unit`, on this rank or another: a rank without a part of it has no view of it."""
+        return any(each is unit for each in self._model.trainable)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether some state rests on other ranks."""
+        return any(unit.stage.shards_state for unit in self._model.trainable)
+
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients since the last step."""
