@@ -94,7 +94,7 @@ FAULTS = (
     Fault(name="the order of collectives is not compared", where="transport.native_watch:IssuedOrder.add",
           removes="self._checksum = zlib.crc32(name.encode(), self._checksum)", program="issued in other orders"),
     Fault(name="collectives of a device are not watched", where="transport.native_watch:LaunchedCollectives.add",
-          removes="self._works.append(work)", program="abandoned"),
+          removes="self._running[self._launches] = work", program="abandoned"),
     Fault(name="collectives without their rank are not aborted", where="transport.native_watch:LaunchedCollectives._abort",
           removes="self._group._get_backend(current_device()).abort()", leaves="pass", program="abandoned"),
 )
