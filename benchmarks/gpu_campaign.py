@@ -6,10 +6,10 @@
     python benchmarks/gpu_steps.py  [--small]              2: a step of 1.1 B, and where its time goes
     python benchmarks/gpu_states.py [--small]              3: state on the host and on disk, 2 to 7 B
 
-There: `pip install --no-index --no-deps --find-links FOLDER shoal pydantic ...`, as `--pack` prints it; `--python` names its
-Python. Each row runs in processes of its own, which end with it, and the JSON is written after each. A row tells
-what it has found so far (`tell`), so that one that fails or is out of time costs only what is not measured yet. With --small
-the same code runs in seconds, on the CPU too.
+There: `pip install --no-index --no-deps --find-links FOLDER shoal pydantic ...`, as `--pack` prints it, with `--python` for
+the version of Python there. Each row runs in processes of its own, which end with it, and the JSON is written after each. A
+row tells what it has found so far (`tell`): one that fails, or has no time left, loses only what it has not measured yet.
+With --small the same code runs in seconds, on the CPU too.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ REQUESTS = 16  # the default of an engine: 8 each way
 class Replay:
     """Transfers of units with weights, gradients and two moments in fp32 on disk, stepped after or within backward.
 
-    `units` are their sizes in elements; `buffers` units have their weights in memory at once. `pieces` of state are in
+    `units` are their sizes in elements; `buffers` units have their weights in memory at once. `chunks` of state are in
     memory at once: as in an engine of that `buffer_count` about half of them are fetched ahead, across units, and the others
     are written.
     """
 
-    def __init__(self, folder: str, units: list[int], *, buffers: int, pieces: int, in_backward: bool = False):
-        self._fetches_ahead = (pieces - 1) // 2
-        self._commits_behind = pieces - 1 - self._fetches_ahead
-        self._pieces: deque[tuple[list[DiskSpan], int, int]] = deque()
+    def __init__(self, folder: str, units: list[int], *, buffers: int, chunks: int, in_backward: bool = False):
+        self._fetches_ahead = (chunks - 1) // 2
+        self._commits_behind = chunks - 1 - self._fetches_ahead
+        self._chunks: deque[tuple[list[DiskSpan], int, int]] = deque()
         self._fetched: deque[tuple[list[DiskSpan], int, int, list[Transfer]]] = deque()
         self._swap = Swap(folder, requests=REQUESTS, write_ahead=WRITE_AHEAD, page_pool=PAGE_POOL)
         self._units = [[DiskSpan(self._swap, size, torch.float32, "replay") for _ in range(4)] for size in units]
@@ -76,13 +76,13 @@ class Replay:
 
     def _begin(self, units: Sequence[list[DiskSpan]]) -> None:
         """Start fetching what steps of `units`, in this order, need first."""
-        self._pieces = deque((unit, start, min(start + CHUNK, unit[0].tensor.numel()))
+        self._chunks = deque((unit, start, min(start + CHUNK, unit[0].tensor.numel()))
                              for unit in units for start in range(0, unit[0].tensor.numel(), CHUNK))
         self._fill()
 
     def _fill(self) -> None:
-        while self._pieces and len(self._fetched) <= self._fetches_ahead:
-            unit, start, stop = self._pieces.popleft()
+        while self._chunks and len(self._fetched) <= self._fetches_ahead:
+            unit, start, stop = self._chunks.popleft()
             spans = unit[2:] if self._in_backward else unit  # within backward gradient and weights are in memory then
             self._fetched.append((unit, start, stop, [span.fetch(start, stop) for span in spans]))
 

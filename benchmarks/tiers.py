@@ -199,7 +199,7 @@ def _built(options: argparse.Namespace, folder: str) -> tuple[dict[str, shoal.En
     assert sharded is not None
     units = [unit.layout.size for unit in sharded.units]
     return engines, {
-        f"{way} apart": Replay(folder, units, buffers=3, pieces=CHUNKS, in_backward=in_backward)
+        f"{way} apart": Replay(folder, units, buffers=3, chunks=CHUNKS, in_backward=in_backward)
         for way, (in_backward, _) in DISKS.items()}
 
 

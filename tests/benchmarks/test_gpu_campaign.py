@@ -38,6 +38,34 @@ def test_a_campaign_writes_what_its_rows_have_measured(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["raw"]["matmul"]["TFLOP/s"] > 0
 
 
+SLOW = """
+import sys
+sys.path.insert(0, {benchmarks!r})
+from gpu_campaign import Row, campaign, tell
+
+def broken(scale):
+    tell({{"first": 1.0}})
+    tell({{"first": 1.0, "second": 2.0}})
+    raise ValueError("no third")
+
+def working(scale):
+    return {{"only": 3.0}}
+
+campaign("broken", __file__, "", {{"broken": Row(run=broken), "working": Row(run=working)}})
+"""
+
+
+def test_a_row_that_fails_keeps_what_it_has_told(tmp_path: Path) -> None:
+    script, out = tmp_path / "slow.py", tmp_path / "found.json"
+    script.write_text(SLOW.format(benchmarks=str(BENCHMARKS)))
+    command = [sys.executable, script, "--small", "--out", out, "--path", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = json.loads(out.read_text())["raw"]
+    assert done.returncode == 1 and found["working"] == {"only": 3.0}
+    assert found["broken"].pop("stderr")
+    assert found["broken"] == {"first": 1.0, "second": 2.0, "failure": "ValueError: no third"}
+
+
 def test_a_campaign_without_its_packages_ends_at_once(tmp_path: Path) -> None:
     code = (f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.argv = ['x', '--small']; import gpu_campaign as it; "
             f"it.CARRIED += ('no_such_package',); it.campaign('facts', '', '', {{}})")

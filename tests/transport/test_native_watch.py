@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -40,6 +41,22 @@ def _oldest() -> list[bool]:
 
 def test_the_oldest_collective_that_has_not_ended_is_watched() -> None:
     assert run_ranks(1, _oldest) == [[True] * 4]
+
+
+def _waited() -> list[bool]:
+    assert dist.group.WORLD is not None
+    launched = LaunchedCollectives(dist.group.WORLD)
+    first: Any = _Work()
+    second: Any = _Work()
+    number, held = launched.add(first), ref(first)
+    launched.add(second)
+    launched.waited(number)
+    del first
+    return [held() is None, launched.oldest() is not None]
+
+
+def test_a_collective_that_was_waited_for_is_freed_and_others_are_watched() -> None:
+    assert run_ranks(1, _waited) == [[True, True]]
 
 
 class _Broken:

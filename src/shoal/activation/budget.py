@@ -201,9 +201,8 @@ def _singular(plan: ActivationPlan) -> str:
 class Budget:
     """Chooses the plans of a model's blocks, from the bytes of its passes; never more than `limit` bytes on the device."""
 
-    def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]], most_of: Largest,
-                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING, *,
-                 most_of_pass: Largest = list[int]):
+    def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]], most_of: Largest, most_of_pass: Largest,
+                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING):
         """`roots` are the modules that passes run through, with their blocks.
 
         `most_of` returns the largest of each number over the ranks that run the same blocks, `most_of_pass` over those that

@@ -212,22 +212,23 @@ class _RestingStorage:
 
         They stay as long as this copy: several nodes may have saved views of it.
         """
-        if self._restored is not None:
+        self.fetch()
+        if self._slices is None:
             group.fetch_ahead()
-        else:
-            self.fetch()
-            if self._slices is None:
-                group.fetch_ahead()
+        if self._restored is None:
             arriving, self._arriving = self._arriving or DONE, None
             arriving.wait()
-            if self._slices is None:
-                self._restored = self._resting.clone()
-            else:
-                gathering, self._gathering = self._gathering or self._slices.gather(self._resting), None
-                self._restored = gathering.wait()[:self._bytes]
-                group.fetch_ahead()  # one all-gather is in flight at a time
+            self._restored = self._gathered()
             self._span.commit(changed=False)
+        group.fetch_ahead()  # of slices now: one all-gather is in flight at a time
         return self._restored
+
+    def _gathered(self) -> Tensor:
+        """Return the bytes of the storage in memory of their own, those of other ranks too."""
+        if self._slices is None:
+            return self._resting.clone()
+        gathering, self._gathering = self._gathering or self._slices.gather(self._resting), None
+        return gathering.wait()[:self._bytes]
 
     def __del__(self) -> None:
         if self._gathering is not None:

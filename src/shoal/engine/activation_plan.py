@@ -81,11 +81,13 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
         slices = Slices(groups.tensor, engine.recomputed)
     if section.budget is not None:
         blocks_of = {root: [block for block in engine.recomputed if block in set(root.modules())] for root in engine.roots}
-        budget = Budget(section.budget, blocks_of, partial(_most, groups.communicator(*REPLICA_AXES)), engine.moments,
-                        RESTING if moves else STAYING, most_of_pass=partial(_most, groups.communicator(*AXES_OF_ONE_PASS)))
+        most_of, most_of_pass = (partial(_most, groups.communicator(*axes)) for axes in (REPLICA_AXES, AXES_OF_ONE_PASS))
+        budget = Budget(section.budget, blocks_of, most_of, most_of_pass, engine.moments, RESTING if moves else STAYING)
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
 
 
 def _most(communicator: Communicator, numbers: list[int]) -> list[int]:
     """Return the largest of each number over the ranks."""
+    if communicator.ranks == 1:  # once a pass: no wait for a device
+        return numbers
     return communicator.gather_words(torch.tensor(numbers, device=communicator.words_device)).amax(0).tolist()

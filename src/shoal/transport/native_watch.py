@@ -68,7 +68,7 @@ class LaunchedCollectives(OldestWait):
             while self._running and _has_ended(next(iter(self._running.values()))):
                 del self._running[next(iter(self._running))]
             first = next(iter(self._running), None)
-            if first is not self._awaited:
+            if first != self._awaited:
                 self._awaited = first
                 self._wait = None if first is None else interruptible_wait(self._abort).begin()
             return self._wait
