@@ -219,7 +219,7 @@ class Team:
 
     def _last_words(self, number: int) -> str:
         lines = [line for line in self._logs[number].read_text(errors="replace").splitlines() if line.strip()]
-        return f"rank {number}: {lines[-1] if lines else 'died without a word'}"
+        return f"rank {number}: {lines[-1] if lines else 'died without an error'}"
 
 
 def measure(names: Sequence[str], plan: Plan, *, peers: Iterable[str], tell: Callable[[str], None]) -> list[Result]:

@@ -108,7 +108,7 @@ def _peer(elements: int, threads: int, tell: Callable[[str], None]) -> Generator
                 child.wait()
                 log.seek(0)
                 words = [line.strip() for line in log if line.strip()]
-                yield f"skipped: {words[-1] if words else 'it died without a word'}"
+                yield f"skipped: {words[-1] if words else 'it died without an error'}"
         finally:
             child.kill()
 

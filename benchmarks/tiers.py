@@ -137,7 +137,7 @@ class Peer:
         if not (line := self._child.stdout.readline()):
             self._log.seek(0)
             words = [line.strip() for line in self._log if line.strip()]
-            self.failure = words[-1] if words else "it died without a word"
+            self.failure = words[-1] if words else "it died without an error"
         return line
 
 

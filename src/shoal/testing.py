@@ -130,7 +130,7 @@ def _collect(connections: list[Connection], seconds: float) -> list[Any]:
             try:
                 ok, value = pickle.loads(connection.recv_bytes())
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word (killed, aborted, or os._exit)") from None
+                raise RankFailed(f"rank {rank} died without an error (killed, aborted, or os._exit)") from None
             if not ok:
                 raise RankFailed(f"rank {rank} raised:\n{value}")
             results[rank] = value

@@ -256,6 +256,19 @@ def object_and_name() -> list[str]:
     return records
 
 
+def schedule_alone() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    shoal.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "scheduler": {"type": "WarmupLR"}})
+    return records
+
+
+def test_a_schedule_without_an_optimizer_gives_a_warning() -> None:
+    assert any(text.startswith("scheduler: has no effect without an optimizer") for text in run_ranks(1, schedule_alone)[0])
+
+
 def test_an_optimizer_object_beside_a_configured_one_gives_a_warning() -> None:
     assert "optimizer: initialize was given an object, which is used; 'AdamW' of the configuration is not" in run_ranks(
         1, object_and_name)[0]

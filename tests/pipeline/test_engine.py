@@ -122,11 +122,14 @@ def test_stages_exchange_any_value_of_changing_shape() -> None:
 
 def evaluated(case: Case) -> list[Any]:
     engine = shoal.initialize(model=case.module(), config=case.settings)[0]
+    next(engine.module.children()).eval()
+    modes = [module.training for module in engine.module.modules()]
     odd = [tuple(part[:1] for part in microbatch(9, number, 0, length=5)) for number in range(3)]
     loss, logits = engine.eval_batch(iter(odd), return_logits=True, num_micro_batches=3)
     losses = engine.eval_batch(iter(odd), reduce_output=None, num_micro_batches=3)
     only, outputs = engine.eval_batch(iter(odd), return_logits=True, compute_loss=False, num_micro_batches=3)
     quiet = engine.eval_batch(iter(odd), bcast_loss=False, num_micro_batches=3)
+    assert [module.training for module in engine.module.modules()] == modes
     trained = engine.train_batch(data(0, 0)).item()
     shape = None if logits is None else tuple(logits.shape)
     same = outputs is None or torch.equal(outputs, logits)
@@ -177,7 +180,7 @@ def refusals() -> list[str]:
     del settings["optimizer"]
     unoptimized = shoal.initialize(model=Case(stages=2).module(), config=settings)[0]
     messages.append(error_of(lambda: unoptimized.train_batch(data(0, 0))))
-    for config in ({"pipeline": {"stages": 1}}, {"pipeline": {"schedule": "zbv"}}, {"pipeline": {"schedule": "2f2b"}}):
+    for config in ({"pipeline": {"stages": 1}}, {"pipeline": {"schedule": "ZBV"}}, {"pipeline": {"schedule": "2f2b"}}):
         messages.append(error_of(lambda config=config: shoal.initialize(model=Case(stages=2).module(),
                                                                         config={**Case().settings, **config})))
     return messages
@@ -192,7 +195,7 @@ def test_calls_that_a_pipeline_does_not_support_are_refused() -> None:
         "eval_batch: reduce_output: got 'sum'; choose 'avg' or None",
         "train_batch: the engine has no optimizer; give initialize one, or name one in the configuration",
         "initialize: the pipeline axis has 1 ranks by pipeline.stages and 2 by PipelineModule; give both the same, or leave",
-        "zbv", "2f2b",
+        "pass schedule='zbv' to PipelineModule", "2f2b",
     ), strict=True):
         assert words in text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
@@ -17,8 +18,10 @@ from shoal.data.order import permutation
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, GuardError
 from shoal.recording.page import PAGES
-from shoal.resilience.guard import LEAST, History
+from shoal.resilience.guard import LEAST, Guard, History, Samples
+from shoal.resilience.settings import GuardSettings
 from shoal.testing import run_ranks
+from shoal.transport.collectives import Communicator
 
 STEPS = 20
 """About three epochs of seven steps."""
@@ -146,6 +149,29 @@ def test_a_record_that_cannot_be_written_is_logged_and_the_ranks_rewind(tmp_path
         assert found[0][rank]["ended"].startswith("GuardRewind: step 14: ")
         assert any("another attempt will not know of this step" in text for text in found[0][rank]["messages"])
         assert found[1][rank]["ended"] == ""
+
+
+def verdict_on_a_replay(path: str, norm: float) -> str:
+    """Return what a guard says of a step and its replay, in which only the global `norm` is another."""
+    assert dist.group.WORLD is not None
+    ranks, ended = Communicator(dist.group.WORLD, timeout=20), ""
+    for measured in (float("inf"), norm):
+        guard = Guard(Path(path), GuardSettings(), ranks)
+        guard.load_state_dict({"gradient norm": [1.0] * LEAST})
+        guard.note_loss(torch.tensor(1.0))
+        with pytest.raises(GuardError) as raised:
+            guard.judge(7, measured, torch.tensor(1.0), lambda: [Samples(epoch=0, ids=[3])])
+        ended = str(raised.value)
+    return ended
+
+
+@pytest.mark.parametrize(("norm", "words"), [
+    (1e9, "its replay gave another result: the ranks' own losses and gradients were the same, so it was in their sum"),
+    (float("nan"), "the data is at fault"),
+])
+def test_an_error_in_the_sum_over_ranks_skips_no_sample(tmp_path: Path, norm: float, words: str) -> None:
+    for rank, found in enumerate(run_ranks(2, verdict_on_a_replay, str(tmp_path / "record"), norm)):
+        assert words in found, rank
 
 
 def test_a_value_is_far_off_where_it_is_no_number_or_above_its_limit() -> None:

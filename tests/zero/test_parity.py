@@ -114,10 +114,12 @@ def total(parts: dict[tuple[int, int], Tensor], micros: int, *, ranks_first: boo
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_stage_trains_as_one_process_does(feature: str, stage: int) -> None:
     cases = cases_of(feature, stage)
-    for case, result in zip(cases, run_ranks(RANKS, sharded, cases, stage)[0], strict=True):
+    for case, result, *others in zip(cases, *run_ranks(RANKS, sharded, cases, stage), strict=True):
         expected = reference(case, ranks_first=STAGES[stage].shards_gradients)
         tolerance = 2e-6 if case.dtype == "fp32" else 2e-2
         assert result.losses == pytest.approx(expected.losses, rel=tolerance), case
+        for other in others:
+            assert all(torch.equal(other.weights[name], weight) for name, weight in result.weights.items()), case
         for name, weight in expected.weights.items():
             if case.dtype == "fp32" and not case.clipping:  # one rounding of a weight below 4: torch fuses multiply and add
                 assert (result.weights[name] - weight).abs().max() <= 2**-21, (case, name)

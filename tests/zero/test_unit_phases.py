@@ -1,4 +1,4 @@
-"""Every legal transition of a unit's phase is taken by some program, and a lost unit raises the error of its step."""
+"""Every legal transition of a phase but those to LOST is taken by some program; a lost unit raises its step's error."""
 
 from __future__ import annotations
 

@@ -138,7 +138,10 @@ def _gather(parameter: nn.Parameter, unit: Unit) -> Callable[..., list[GatherHan
 def _gather_coalesced(parameter: nn.Parameter, unit: Unit) -> Callable[..., GatherHandle]:
     def all_gather_coalesced(params: Iterable[nn.Parameter], safe_mode: bool = False,
                              quantize: bool = False) -> GatherHandle:
-        """Begin to gather parameters with all of their units, and return the handle to wait on."""
+        """Begin to gather parameters with all of their units, and return the handle to wait on.
+
+        `safe_mode` has no effect: all checks are made in any case. `quantize` has none either: weights travel unrounded.
+        """
         return GatherHandle(_units(params))
 
     return all_gather_coalesced

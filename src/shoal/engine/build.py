@@ -174,6 +174,8 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
         hand_over(optimizer, sharded_optimizer)
     _warn_of_unused("optimizer", optimizer, settings.optimizer.type)
     _warn_of_unused("scheduler", lr_scheduler, settings.scheduler.type)
+    if optimizer is None and settings.optimizer.type is None and (lr_scheduler is not None or settings.scheduler.type):
+        warn_once("scheduler: has no effect without an optimizer; give initialize one, or name one in the configuration")
     if isinstance(optimizer, Optimizer) and model_parameters is not None:
         warn_once("initialize: model_parameters has no effect beside an optimizer instance, whose own groups count")
     if not isinstance(model, PipelineModule) and settings.pipeline != PipelineSettings():

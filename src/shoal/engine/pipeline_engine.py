@@ -27,7 +27,7 @@ from shoal.pipeline.in_flight import moments
 from shoal.pipeline.links import Connector, Links
 from shoal.pipeline.microbatch_source import MicrobatchSource
 from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, make_schedule
+from shoal.pipeline.schedules import SCHEDULES, PipelineSchedule, forward_only, known_schedule, make_schedule
 from shoal.tree import tree_map
 from shoal.zero.hooks import Hooks
 from shoal.zero.sharded import TiedBuffer
@@ -167,12 +167,13 @@ class PipelineEngine(BaseEngine):
         batches = self._draw(data_iter, count, call)
         if self.optimizer is not None:
             self.optimizer.finish_deferred_steps()
-        training = self.module.training
+        modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
             results = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=keep_outputs)
         finally:
-            self.module.train(training)
+            for module, training in modes.items():  # parents first: a script may keep some parts in evaluation
+                module.train(training)
         loss: Any = None
         if compute_loss:
             losses = [value.detach().float().reshape(()) for _, value in results]
@@ -289,8 +290,8 @@ class PipelineEngine(BaseEngine):
     def _schedule(self, count: int) -> PipelineSchedule:
         """Return the schedule of a step of `count` microbatches. Raises `UsageError` if the module's stages do not fit."""
         if count not in self._schedules:
-            name = self.settings.pipeline.schedule or self.module.schedule
-            if name in SCHEDULES and not SCHEDULES[name].allows_stages(self.module.stages_per_rank):
+            name = known_schedule(self.settings.pipeline.schedule or self.module.schedule)
+            if not SCHEDULES[name].allows_stages(self.module.stages_per_rank):
                 raise UsageError(f"pipeline.schedule: got {name!r}; the module was built for {self.module.schedule!r}, with "
                                  f"{self.module.stages_per_rank} stages on each rank: pass schedule={name!r} to "
                                  f"PipelineModule, which decides what each rank builds")

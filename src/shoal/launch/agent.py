@@ -211,7 +211,7 @@ class Agent(LocalElasticAgent):
         nodes = cast(int, worker_group.group_world_size)
         if nodes > 1 and self._sends_heartbeats:
             self._heartbeats = Heartbeats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
-                                self._leave_cut_off)
+                                          self._leave_cut_off)
         with nullcontext() if self._spare is None else self._spare.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         write_record(self._memory, JobRecord(
@@ -406,10 +406,13 @@ def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit code of child `pid`, minus the signal that killed it, or None if it runs. Does not reap it."""
+    """Return the exit code of child `pid`, minus the signal that killed it, or None if it runs. Does not reap it.
+
+    A child that torch's agent has reaped counts as 0: the agent reports its failure itself.
+    """
     try:
         fact = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it has exited and been reaped
+    except ChildProcessError:
         return 0
     if fact is None:
         return None

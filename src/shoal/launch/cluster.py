@@ -176,7 +176,7 @@ class Cluster:
     def _lose(self, node: Node) -> None:
         if not node.has_ended:
             reason = self._reason(node)
-            node.lost = ((reason or "the process there ended without a word") if node.facts is None else
+            node.lost = ((reason or "the process there ended without output") if node.facts is None else
                          "the connection broke" + (f": {reason}" if reason else ""))
 
     def _reason(self, node: Node) -> str:
@@ -192,7 +192,7 @@ class Cluster:
             self.send(Beat())
         for node in self.nodes:
             if node.facts is not None and not node.has_ended and now - node.last_heard > self.job.quiet:
-                node.lost = f"no word from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
+                node.lost = f"no message from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
 
     def _await(self) -> None:
         """Wait until every host runs, or can be done without. Raises `LaunchError` with one line for each that does not."""

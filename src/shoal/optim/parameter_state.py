@@ -142,8 +142,7 @@ class ParameterState:
         """Finish what is under way, and say whether there is state of this kind."""
         if self.unit.pending is not None:
             self.unit.pending.finish()
-        if not self.unit.is_released:
-            self.unit.gather()
+        self.unit.finish_gather()
         if kind == GRADIENT:
             self.unit.gradient.wait_reduced()
             return self.unit.gradient.has_sum

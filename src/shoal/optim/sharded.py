@@ -331,7 +331,7 @@ class ShardedOptimizer(Optimizer):
         step_pass = StepPass(step=(native and self._native_step_fn) or self._step_fn, factor=factor, options=options)
         if (layers := self._layerwise) is not None:
             self._scheduler.run_measuring_pass(slots_with_grad, views, layers.measure(factor, options),
-                                    lambda: layers.reduce_sums(slots_with_grad, views, options))
+                                                lambda: layers.reduce_sums(slots_with_grad, views, options))
             step_pass = layers.apply(factor, options)
         for unit, mask in slots_with_grad.items():
             unit.versions.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)

@@ -32,7 +32,7 @@ from shoal.config.problem import nearest
 from shoal.errors import UsageError
 from shoal.pipeline.instruction import Instruction, Op
 
-__all__ = ["SCHEDULES", "PipelineSchedule", "Recipe", "forward_only", "make_schedule"]
+__all__ = ["SCHEDULES", "PipelineSchedule", "Recipe", "forward_only", "known_schedule", "make_schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +321,17 @@ _TORCH = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv"}
 """torch's names, in lower case and without the prefix `Schedule`."""
 
 
+def known_schedule(name: str) -> str:
+    """Return the key of `SCHEDULES` for `name`, in any case, or torch's name. Raises `UsageError` for others."""
+    plain = name.lower().removeprefix("schedule")
+    known = _TORCH.get(plain, plain)
+    if known not in SCHEDULES:
+        near = nearest(name, SCHEDULES)
+        raise UsageError(f"pipeline schedule: got {name!r}; {f'did you mean {near!r}? It is ' if near else 'choose '}one of "
+                         f"{', '.join(SCHEDULES)}")
+    return known
+
+
 def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None,
                   in_flight: int | None = None) -> PipelineSchedule:
     """Make the schedule called `name`, in any case, or by the name of torch's class.
@@ -328,12 +339,7 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: 
     `stages_per_rank` defaults to the schedule's minimum. `in_flight` is how many microbatches a rank may hold at once, None
     for the schedule's default. Raises `UsageError` for an unknown name, and for numbers that the schedule does not allow.
     """
-    plain = name.lower().removeprefix("schedule")
-    known = _TORCH.get(plain, plain)
-    if known not in SCHEDULES:
-        near = nearest(name, SCHEDULES)
-        raise UsageError(f"pipeline schedule: got {name!r}; {f'did you mean {near!r}? It is ' if near else 'choose '}one of "
-                         f"{', '.join(SCHEDULES)}")
+    known = known_schedule(name)
     _at_least_one(ranks=ranks, microbatches=microbatches)
     recipe = SCHEDULES[known]
     each = recipe.min_stages if stages_per_rank is None else stages_per_rank

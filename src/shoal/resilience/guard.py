@@ -3,7 +3,7 @@
     1.  The step is refused before it changes a weight. What was measured is noted, and every rank raises `GuardRewind`: the
         job restarts from its last copy, and comes to the same step with the same samples.
     2a. The step is in order this time: hardware. The log names the ranks that measured something else before.
-    2b. It is far off again, and a rank has another result than before: hardware too. The step is replayed once more.
+    2b. It is far off again, and the result of the job or of a rank is another: hardware too. The step is replayed once more.
     2c. It is far off again in the same way: data. Its samples are noted, and the job restarts without them.
 
 Far off is a value that is not finite, or that lies above the median of the last steps by many times their median absolute
@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from math import isclose, isfinite
+from math import inf, isclose, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -150,7 +150,7 @@ class Guard:
                 self._report_hardware(suspect, measured, "Training goes on")
                 self._record.suspect = None
                 self._write()
-            elif _differing(suspect, measured):
+            elif not _is_same_result(suspect, measured):
                 self._replay_again(suspect, measured, objection)
             else:
                 self._skip(step, objection, list(samples()))
@@ -268,6 +268,12 @@ def _differing(before: _Measured, now: _Measured) -> list[int] | None:
         return None
     return [rank for rank in range(len(now.losses)) if not (_same(before.losses[rank], now.losses[rank])
                                                             and _same(before.gradients[rank], now.gradients[rank]))]
+
+
+def _is_same_result(before: _Measured, now: _Measured) -> bool:
+    """Whether two results of one step are one: of the job, and of each rank where the ranks are as many as before."""
+    losses = (inf if before.loss is None else before.loss, inf if now.loss is None else now.loss)
+    return _same(before.norm, now.norm) and _same(*losses) and not _differing(before, now)
 
 
 def _culprit(before: _Measured, now: _Measured) -> str:

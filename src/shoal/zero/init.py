@@ -154,7 +154,8 @@ class Init:
         device = process_group.device()
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
         unit = _TemporaryUnit(name, (Member(name=name, parameter=parameter),), STAGES[3],
-                       ReplicaGroup(self._communicator, self._communicator.ranks), dtype, device, self._scope, self._store)
+                              ReplicaGroup(self._communicator, self._communicator.ranks), dtype, device, self._scope,
+                              self._store)
         unit.session = self
         values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=device)
         values[:parameter.numel()].copy_(parameter.detach().reshape(-1))

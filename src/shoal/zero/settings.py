@@ -32,7 +32,7 @@ class ZeroSettings(Section):
 
     reduce_bucket_size: Positive = 500_000_000
     """Maximum elements of one reduction message, over all ranks; larger units are split. Messages are also split at 4 MiB;
-    NCCL splits messages itself."""
+    NCCL splits messages itself. Rows of sparse gradients and compressed gradients are not split."""
 
     allgather_bucket_size: Positive = 500_000_000
     """Maximum elements of one all-gather message, likewise."""

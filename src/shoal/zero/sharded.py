@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from shoal.zero.shared_memory import refuse_shared_memory
 from shoal.zero.trainable_unit import TrainableUnit, UnitDtypes
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold, Scope
-from shoal.zero.unit_transport import GradientDtypes
+from shoal.zero.unit_transport import GradientDtypes, Transports
 from shoal.zero.window import Window
 
 
@@ -55,10 +55,8 @@ class ShardingPlan:
     """Units whose weights are fetched from another tier ahead of use."""
     read_elements: int = sys.maxsize
     """Elements of such units together."""
-    compressed: bool = False
-    """Gradients and weights may be compressed: state rests as at stage 1, whichever of 0 to 2 is asked for."""
-    by_rows: bool = False
-    """Embeddings whose gradient is rows exchange rows alone."""
+    transports: Transports = field(default_factory=Transports)
+    """With compression, state rests as at stage 1, whichever of 0 to 2 is asked for."""
     activations: SavedActivations | None = None
     """Where saved tensors that are not weights rest until backward; None: on the device."""
     in_backward: bool = False
@@ -74,8 +72,8 @@ class ShardingPlan:
             live=zero.stage3_max_live_parameters, persistent_below=zero.stage3_param_persistence_threshold,
             persistent_at_most=zero.stage3_model_persistence_threshold, reuse=zero.stage3_max_reuse_distance,
             reads=param.buffer_count - 1, read_elements=param.buffer_count * param.buffer_size,
-            in_backward=bool(zero.offload_optimizer.step_in_backward), compressed=compressed, by_rows=by_rows,
-            activations=activations)
+            in_backward=bool(zero.offload_optimizer.step_in_backward), activations=activations,
+            transports=Transports(compressed=compressed, by_rows=by_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +117,7 @@ class ShardedModel:
         `begin_pass` is called at the begin of each backward pass of a root.
         """
         refuse_shared_memory(self.model, lambda tensor: tensor.requires_grad and tensor in groups)
-        row = COMPRESSED if plan.compressed else STAGES[plan.stage]
+        row = COMPRESSED if plan.transports.compressed else STAGES[plan.stage]
         persistent_below = 0 if row.persistent is row else plan.persistent_below
         specs = partition(self.model, groups, self.parameter_groups.group_of, persistent_below=persistent_below,
                           persistent_at_most=plan.persistent_at_most, roots=roots, aliases=self.aliases)
@@ -254,13 +252,13 @@ class ShardedModel:
             tiers = replace(tiers, weight=Memory(device=self.storage.device))
         if not spec.trainable:
             return Unit(spec.name, spec.members, stage, spec.replica_group, compute, self.storage.device, self.scope,
-                        tiers.weight, columns=spec.columns)
+                        tiers.weight, columns=spec.columns, transports=plan.transports)
         same = compute == policy.compute
         dtypes = UnitDtypes(compute=compute, gradient=GradientDtypes(
             accumulate=policy.accumulate if same else compute, wire=policy.reduce if same else compute,
             averaging=policy.averaging))
         return TrainableUnit(spec.name, spec.members, stage, spec.replica_group, dtypes, self.pool, self.scope, tiers,
-                             columns=spec.columns, by_rows=plan.by_rows, compressed=plan.compressed)
+                             columns=spec.columns, transports=plan.transports)
 
     def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass],
               explicit_passes: bool) -> Hooks:

@@ -24,14 +24,7 @@ from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.placement import Stage, master_dtype
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Member, Phase, Scope
-from shoal.zero.unit_transport import (
-    DenseTransport,
-    GradientDtypes,
-    OneBitTransport,
-    RowsTransport,
-    UnitWire,
-    WeightTransport,
-)
+from shoal.zero.unit_transport import GradientDtypes, Transports, UnitWire, WeightTransport
 
 __all__ = ["TrainableUnit", "UnitDtypes"]
 
@@ -49,13 +42,12 @@ class TrainableUnit(Unit):
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, replica_group: ReplicaGroup,
                  dtypes: UnitDtypes, pool: Pool, scope: Scope, tiers: Tiers, *, columns: int | None = None,
-                 by_rows: bool = False, compressed: bool = False):
-        """With `by_rows` the rows of an embedding of `columns` columns travel alone; with `compressed` one-bit transport."""
+                 transports: Transports | None = None):
         super().__init__(name, members, stage, replica_group, dtypes.compute, pool.device, scope, tiers.weight,
-                         columns=columns)
+                         columns=columns, transports=transports)
         wire = UnitWire(name=name, index=self.index, layout=self.layout, replica_group=replica_group, dtypes=dtypes.gradient,
                         pool=pool)
-        self.transport = _transport(wire, dtypes.compute, columns if by_rows else None, compressed=compressed)
+        self.transport = self._transports.trainable(wire, dtypes.compute, columns)
         self.gradient = Gradient(wire, stage, self.transport, tiers.state, self.shard_range)
         self.master_range: Final = self.shard_range if stage.shards_state else range(self.layout.size)
         """The elements of the buffer whose master rests on this rank."""
@@ -194,12 +186,3 @@ class TrainableUnit(Unit):
         super().close()
         for span in (self.state.master, *self.state.moments.values(), self.gradient.rest):
             span.close()
-
-
-def _transport(wire: UnitWire, dtype: torch.dtype, columns: int | None, *, compressed: bool) -> DenseTransport:
-    """Return the transport of a unit of weights of `dtype`; `columns` are those of an embedding whose rows travel alone."""
-    if compressed and OneBitTransport.suits(wire.replica_group, dtype):
-        return OneBitTransport(wire)
-    if columns is not None and not compressed:
-        return RowsTransport(wire, columns=columns)
-    return DenseTransport(wire, error_feedback=compressed)

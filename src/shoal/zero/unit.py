@@ -30,7 +30,7 @@ from shoal.zero.layout import Layout
 from shoal.zero.ownership import GradReader, set_owner
 from shoal.zero.placement import Stage
 from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters
-from shoal.zero.unit_transport import WeightTransport
+from shoal.zero.unit_transport import Transports, WeightTransport
 from shoal.zero.weight_memory import WeightMemory
 
 __all__ = ["Unit"]
@@ -43,7 +43,8 @@ class Unit:
     """Whether an engine may take the parameters over."""
 
     def __init__(self, name: str, members: tuple[Member, ...], stage: Stage, replica_group: ReplicaGroup,
-                 dtype: torch.dtype, device: torch.device, scope: Scope, weights: Store, *, columns: int | None = None):
+                 dtype: torch.dtype, device: torch.device, scope: Scope, weights: Store, *, columns: int | None = None,
+                 transports: Transports | None = None):
         """An embedding of `columns` columns is cut between rows. `weights` is the tier in which weights rest."""
         self.name, self.stage, self.members = name, stage, members
         self.replica_group, self.communicator = replica_group, replica_group.communicator
@@ -72,6 +73,7 @@ class Unit:
         """The reader of the parameters' `grad` at present."""
         self.phase = Phase.GATHERED
         self._gathers_over_ranks = self.is_sharded and self.communicator.ranks > 1  # else the whole rests here
+        self._transports = transports or Transports()
         self._scope = scope
         self._holds, self._contexts = Hold.NONE, 0
         self._loading: Transfer = DONE
@@ -96,7 +98,7 @@ class Unit:
     @cached_property
     def weight_transport(self) -> WeightTransport:
         """The transport that gathers the weights."""
-        return WeightTransport(self.communicator, self.name, self.index)
+        return self._transports.frozen(self.communicator, self.name, self.index)
 
     @property
     def high_precision(self) -> Span:
@@ -205,6 +207,15 @@ class Unit:
             self._shrink()
         self._start_loading()
         self._start_gather()
+        self._arrive()
+
+    def finish_gather(self) -> None:
+        """Wait for the gather or the publication under way, if there is one. Starts none, so that one rank may call it."""
+        if self.phase is Phase.IN_FLIGHT:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Wait for what is under way, and let the weights be read."""
         with torch.no_grad():
             self._loading.wait()
         if self._handle is not None:
@@ -260,8 +271,7 @@ class Unit:
         with torch.no_grad():
             if self.phase is Phase.LOADING:  # where a deferred step is pending, another rank has not started this fetch:
                 self._loading.wait()  # no collective
-            elif self.phase is Phase.IN_FLIGHT:
-                self.gather()
+            self.finish_gather()
             if self.keeps_writes and any(self.versions.since):
                 self.memory.mark_dirty()
             self._shrink()
@@ -280,10 +290,8 @@ class Unit:
 
     def finish_transfers(self) -> None:
         """Wait for a fetch or a gather under way, and release what it brought."""
-        phase = self.phase
-        if phase is Phase.IN_FLIGHT:
-            self.gather()
-        if phase in (Phase.LOADING, Phase.IN_FLIGHT):
+        if self.phase in (Phase.LOADING, Phase.IN_FLIGHT):
+            self.finish_gather()
             self.release()
 
     def hold(self, reason: Hold) -> None:

@@ -4,6 +4,7 @@
     DenseTransport     reduce-scatter the whole buffer, all-gather the sum or the stepped weights
     RowsTransport      an embedding: exchange only the rows that a step touches, where these are fewer bytes
     OneBitTransport    one bit an element and one scale a block (docs/compression.md)
+    Transports         which of them a unit gets
 
 `Unit` asks its transport to gather, `TrainableUnit` to publish, `Gradient` to reduce and to replicate. A transport keeps
 neither weights nor gradient: it fills the shards of other ranks in the unit's buffer, reads the accumulator's closed buffer,
@@ -29,8 +30,8 @@ from shoal.transport.collectives import Communicator, Label
 from shoal.zero.grad_accumulator import GradAccumulator, Pool, ResidualAccumulator, RowsAccumulator
 from shoal.zero.layout import Layout
 
-__all__ = ["COMPRESSIBLE", "DenseTransport", "GradientDtypes", "InFlight", "OneBitTransport", "RowsTransport", "UnitWire",
-           "WeightTransport"]
+__all__ = ["COMPRESSIBLE", "DenseTransport", "GradientDtypes", "InFlight", "OneBitTransport", "RowsTransport", "Transports",
+           "UnitWire", "WeightTransport"]
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that one-bit compression takes; others travel uncompressed."""
@@ -388,3 +389,25 @@ class _HandleWithCallback:
         self._transfer.wait()  # if it fails, every later wait fails with it
         callback, self._callback = self._callback, None
         callback()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transports:
+    """The choice of a transport for each unit of a model."""
+
+    compressed: bool = False
+    """Gradients and weights may be compressed."""
+    by_rows: bool = False
+    """Embeddings whose gradient is rows exchange rows alone."""
+
+    def frozen(self, communicator: Communicator, unit: str, index: int) -> WeightTransport:
+        """Return the transport of a unit that is not trained."""
+        return WeightTransport(communicator, unit, index)
+
+    def trainable(self, wire: UnitWire, dtype: torch.dtype, columns: int | None) -> DenseTransport:
+        """Return the transport of a unit of weights of `dtype`; an embedding has `columns`."""
+        if self.compressed and OneBitTransport.suits(wire.replica_group, dtype):
+            return OneBitTransport(wire)
+        if self.by_rows and columns is not None and not self.compressed:
+            return RowsTransport(wire, columns=columns)
+        return DenseTransport(wire, error_feedback=self.compressed)
