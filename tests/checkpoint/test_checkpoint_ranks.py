@@ -10,6 +10,7 @@ from checkpoint_cases import SHARDINGS, assert_equal_state, save, state, whole
 
 from shoal.checkpoint import Piece, Ranks, Writer, read, snapshot, writer
 from shoal.checkpoint.rank_file import Staging
+from shoal.checkpoint.ranks import SHORT
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.testing import run_ranks
 
@@ -20,6 +21,23 @@ def save_sharded(folder: str, sharding: str) -> None:
     pieces = list(SHARDINGS[sharding](state(), rank, ranks))
     writer.write(folder, "step7", pieces, step=7, shared={"from": rank},
                  private={"rank": rank, "rng": torch.full((3,), rank)}, file_bytes=256).wait()
+
+
+def messages(sizes: list[list[int]]) -> list[tuple[list[int], list[int], bool]]:
+    """Gather messages of these sizes by rank; return what arrived, by size, and whether the bytes are those of the rank."""
+    ranks, found = Ranks.join(), []
+    for by_rank in sizes:
+        message = bytes([ranks.rank + 1]) * by_rank[ranks.rank]
+        everywhere, on_first = ranks.all_gather(message), ranks.gather(message)
+        right = all(each == bytes([rank + 1]) * len(each) for got in (everywhere, on_first) for rank, each in enumerate(got))
+        found.append(([*map(len, everywhere)], [*map(len, on_first)], right))
+    return found
+
+
+def test_messages_of_any_length_arrive_whole() -> None:
+    sizes = [[0, 0, 0], [SHORT, 1, 0], [0, SHORT + 1, SHORT], [3 * SHORT, SHORT - 1, 5000]]
+    for rank, found in enumerate(run_ranks(3, messages, sizes)):
+        assert found == [(by_rank, [] if rank else by_rank, True) for by_rank in sizes]
 
 
 def blank(piece: Piece, dtype: torch.dtype | None = None) -> Piece:

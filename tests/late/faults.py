@@ -56,7 +56,7 @@ FAULTS = (
           removes="event.stream_wait()", program="stepped on the host"),
     Fault(name="a collective is not waited for", where="transport.collectives:_Native.wait",
           removes="work.wait()", program="sharded"),
-    Fault(name="weights are used before they are gathered", where="zero.unit:Unit.gather",
+    Fault(name="weights are used before they are gathered", where="zero.unit:Unit._arrive",
           removes="self._handle.wait()", program="sharded"),
     Fault(name="addends are summed before they arrive", where="transport.reduction:Reduction.wait",
           removes="self._transfer.wait()", program="sharded"),

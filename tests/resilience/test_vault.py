@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.checkpoint import tags, verify
 from shoal.engine.schema import Config
 from shoal.errors import CheckpointError, ConfigError
 from shoal.recording.page import PAGES
@@ -107,8 +108,27 @@ def test_a_newer_checkpoint_on_disk_is_loaded_instead(tmp_path: Path) -> None:
     assert [each["first"] for each in run_ranks(2, train, memory, disk, 7, 1)] == [7, 7]
 
 
+def files_of_copies(memory: str, stop: int) -> tuple[set[int], list[str]]:
+    """Train to `stop`; return the inodes of all files of this rank, and the faults that reading the generations finds."""
+    train(memory, "/nonexistent", stop, 2)
+    torch.distributed.barrier()
+    inodes = {path.stat().st_ino for path in Path(memory).rglob("rank*-*.safetensors")}
+    inodes |= {path.stat().st_ino for path in Path(memory, "staged-vault0").glob("*/*")}
+    faults = [fault for tag in tags(Path(memory, "vault0")) for fault in verify(tag.path.parent, tag.name).faults]
+    return inodes, faults
+
+
+def test_copies_take_turns_in_three_files_of_each_rank(tmp_path: Path) -> None:
+    for inodes, faults in run_ranks(2, files_of_copies, str(tmp_path), 20):
+        assert len(inodes) == 2 * 3
+        assert faults == []
+    for inodes, faults in run_ranks(3, files_of_copies, str(tmp_path), 30):  # a restart with another number of ranks
+        assert len(inodes) == 3 * 3
+        assert faults == []
+
+
 def in_no_room(memory: str) -> str:
-    vault.shutil = namedtuple("shutil", "disk_usage")(lambda path: namedtuple("usage", "free")(1000))  # type: ignore
+    vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(1000)  # type: ignore
     try:
         train(memory, "/nonexistent", 3, 2)
     except CheckpointError as error:
@@ -118,7 +138,7 @@ def in_no_room(memory: str) -> str:
 
 def test_a_vault_larger_than_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
     for message in run_ranks(2, in_no_room, str(tmp_path)):
-        assert message.startswith("resilience.vault: needs 0.0 MB on a node (3 generations, ")
+        assert message.startswith("resilience.vault: needs 0.0 MB on a node (2 generations, ")
         assert "remove resilience.vault and save checkpoints" in message
 
 

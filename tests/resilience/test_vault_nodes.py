@@ -204,7 +204,7 @@ def no_room(root: str) -> str:
 
 def test_a_node_without_room_is_an_error_of_all_ranks(tmp_path: Path) -> None:
     for message in run_ranks(2, no_room, str(tmp_path)):
-        assert "on a node (3 generations, and what the next is written from)" in message
+        assert "on a node (2 generations, and the next)" in message
 
 
 def write_and_read_the_record(root: str) -> list[int]:

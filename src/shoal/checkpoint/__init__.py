@@ -8,8 +8,10 @@ from shoal.checkpoint.extra_state import SUFFIX as EXTRA_STATE
 from shoal.checkpoint.extra_state import extra_states, load_extra_states
 from shoal.checkpoint.folder import Tag, latest, tags
 from shoal.checkpoint.inspection import inspect, verify
+from shoal.checkpoint.memory_file import FilePool
 from shoal.checkpoint.nodes import Nodes
 from shoal.checkpoint.piece import Piece, boxes
+from shoal.checkpoint.rank_file import LinkedStaging
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.snapshot import Snapshot, read, read_unpublished
 from shoal.checkpoint.spread_snapshot import SpreadSnapshot
@@ -19,6 +21,8 @@ from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, wait_for_sa
 __all__ = [
            "EXTRA_STATE",
            "FILE_BYTES",
+           "FilePool",
+           "LinkedStaging",
            "Nodes",
            "PendingSave",
            "Piece",

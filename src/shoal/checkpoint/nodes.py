@@ -9,15 +9,14 @@ Each file is on two nodes. Losing one node, or several that are not neighbours, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from shoal.checkpoint.index import File
+from shoal.checkpoint.memory_file import map_file
 from shoal.checkpoint.ranks import Ranks
 
 __all__ = ["Nodes", "copy_to_partners"]
@@ -79,20 +78,9 @@ def copy_to_partners(ranks: Ranks, nodes: Nodes, folder: Path, files: Iterable[F
             if (partner := nodes.partner(file.rank)) is not None and ranks.rank in (file.rank, partner)]
 
     def opened() -> list[Tensor]:
-        return [_mapped(folder / file.name, file.size, new=partner == ranks.rank) for file, partner in mine]
+        return [map_file(folder / file.name, file.size, new=partner == ranks.rank) for file, partner in mine]
 
     data = ranks.run_collectively(failure, opened)
     ranks.exchange(
         sent=[(tensor, partner) for tensor, (_, partner) in zip(data, mine, strict=True) if partner != ranks.rank],
         received=[(tensor, file.rank) for tensor, (file, partner) in zip(data, mine, strict=True) if partner == ranks.rank])
-
-
-def _mapped(path: Path, size: int, *, new: bool) -> Tensor:
-    """Return the bytes of a file as a tensor that is mapped to it."""
-    if new:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
-        finally:
-            os.close(descriptor)
-    return torch.from_file(str(path), shared=new, size=size, dtype=torch.uint8)

@@ -1,5 +1,7 @@
 """A rank copies its pieces to a staging buffer, then streams each file from the buffer to disk.
 
+Where checkpoints are in memory themselves, pieces are staged in the file that becomes a part of the checkpoint.
+
 Training continues once the copy is done. The buffer is kept between saves, and only grows. What is on an accelerator reaches
 it through a small ring of page-locked memory. Files are slices of the buffer, so a save holds one copy of the rank's state.
 State that is offloaded to disk is staged one file at a time, each in the same buffer. A save that its caller waits for is
@@ -26,13 +28,14 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.index import File, Range
+from shoal.checkpoint.memory_file import FilePool
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.tensor_file import BLOCK, CODES, Entry, checksums, header, memory, widest_first, write_all
 from shoal.device import on_accelerator
 from shoal.errors import CheckpointError
 from shoal.tier.streams import PinnedRing
 
-__all__ = ["Staged", "StagedFile", "Staging", "WrittenFile", "disk_full", "write_rank_file"]
+__all__ = ["LinkedStaging", "Staged", "StagedFile", "Staging", "WrittenFile", "disk_full", "write_rank_file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +46,8 @@ class StagedFile:
     """The pieces without their data, which training may have changed since."""
     data: list[memoryview]
     """One for each piece."""
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [Entry(key=_key(p), dtype=p.data.dtype, shape=(p.stop - p.start,)) for p in self.pieces]
+    path: Path | None = None
+    """The file that has these bytes already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +93,13 @@ class Staging:
     @torch.no_grad()
     def _stage(self, group: list[Piece], start: int, *, in_place: bool = False) -> StagedFile:
         """Copy the pieces of one file to byte `start` of the buffer; if `in_place`, but for those in host memory."""
-        at, data = start, list[memoryview]()
+        at, data = 0, list[memoryview]()
+        buffer, path = self._memory(group, start)
         for piece in group:
             if in_place and _readable(piece):
                 data.append(memory(piece.data.detach().view(torch.uint8)))
                 continue
-            part = self._buffer[at:at + _bytes(piece)]
+            part = buffer[at:at + _bytes(piece)]
             with nullcontext() if piece.hold is None else piece.hold(False):
                 if on_accelerator(piece.data):
                     self._ring(piece.data.device).download(piece.data, part)
@@ -109,7 +111,11 @@ class Staging:
             at += _bytes(piece)
         for ring in self._rings.values():
             ring.finish()
-        return StagedFile(pieces=[_without_data(piece) for piece in group], data=data)
+        return StagedFile(pieces=[_without_data(piece) for piece in group], data=data, path=path)
+
+    def _memory(self, group: list[Piece], start: int) -> tuple[Tensor, Path | None]:
+        """Return the memory for the data of one file, and the file that has this memory."""
+        return self._buffer[start:], None
 
     def _ring(self, device: torch.device) -> PinnedRing:
         if device not in self._rings:
@@ -120,6 +126,29 @@ class Staging:
         if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = torch.empty(size, dtype=torch.uint8)
+
+
+class LinkedStaging(Staging):
+    """Files that successive checkpoints link to, and reuse: what is staged is not copied again."""
+
+    def __init__(self, pool: FilePool, rank: int) -> None:
+        """`pool` has the files of this `rank`, in the file system of the checkpoints."""
+        super().__init__()
+        self._pool = pool
+        self._rank = rank
+
+    def copy(self, pieces: Iterable[Piece], file_bytes: int, *, streamed: bool = False) -> Staged:
+        """Copy `pieces`, also those that may stay where they rest, for they become a part of the checkpoint here."""
+        return super().copy(pieces, file_bytes)
+
+    def _memory(self, group: list[Piece], start: int) -> tuple[Tensor, Path | None]:
+        head = _header(group, self._rank)
+        path, file = self._pool.take(len(head) + sum(map(_bytes, group)))
+        file[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        return file[len(head):], path
+
+    def _reserve(self, size: int) -> None:
+        pass  # each file is its own memory
 
 
 def _groups(pieces: list[Piece], file_bytes: int) -> list[list[Piece]]:
@@ -162,6 +191,11 @@ def _without_data(piece: Piece) -> Piece:
                  data=torch.empty(0, dtype=piece.data.dtype), offset=box and tuple(box.offset), size=box and tuple(box.size))
 
 
+def _header(pieces: Iterable[Piece], rank: int) -> bytes:
+    entries = [Entry(key=_key(p), dtype=p.data.dtype, shape=(p.stop - p.start,)) for p in pieces]
+    return header(entries, {"format": "pt", "rank": str(rank)})
+
+
 def _key(piece: Piece) -> str:
     box = "" if piece.offset is None else f"@{piece.offset}+{piece.size}".replace(" ", "")
     return f"{piece.name}{box}[{piece.start}:{piece.stop}]"
@@ -176,17 +210,18 @@ class WrittenFile:
 
 
 def write_rank_file(path: Path, staged: StagedFile, rank: int, *, read_back: bool) -> WrittenFile:
-    """Write `staged` to the new file `path` and sync it.
+    """Write `staged` to the new file `path` and sync it, or link it where a file has its bytes.
 
     Raises OSError, and CheckpointError if `read_back` finds other bytes on the disk.
     """
-    head = header(staged.entries, {"format": "pt", "rank": str(rank)})
+    head = _header(staged.pieces, rank)
     size = len(head) + sum(map(len, staged.data))
     file = File(name=path.name, rank=rank, size=size, header=len(head), checksum=zlib.crc32(head))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    if staged.path is not None:
+        os.link(staged.path, path)
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if staged.path is None else 0), 0o666)
     try:
-        write_all(descriptor, head)
-        for data in staged.data:
+        for data in [memoryview(head), *staged.data] if staged.path is None else []:
             write_all(descriptor, data)
         ranges = _ranges(file, staged)  # overlaps with the write-back of the page cache
         os.fsync(descriptor)

@@ -25,6 +25,9 @@ from shoal.errors import CheckpointError, ShoalError
 
 __all__ = ["Ranks"]
 
+SHORT = 120
+"""Bytes of a message that travel with its size; most messages say that nothing failed, and are empty."""
+
 T = TypeVar("T")
 
 
@@ -58,18 +61,21 @@ class Ranks:
         """Return the messages of all ranks, in rank order, on all ranks."""
         if self._group is None:
             return [message]
-        sizes = self._sizes(message)
-        width = max(1, *sizes)
+        sizes, begins = self._begins(message)
+        width = max(sizes) - SHORT
+        if width <= 0:
+            return begins
         received = [torch.empty(width, dtype=torch.uint8) for _ in sizes]
         # group methods, because dist.all_gather fails once the default group is destroyed
-        self._wait(self._group.allgather([received], [_padded(message, width)]))
-        return [_bytes(data, size) for data, size in zip(received, sizes, strict=True)]
+        self._wait(self._group.allgather([received], [_padded(message[SHORT:], width)]))
+        return [begin + _bytes(data, max(0, size - SHORT))
+                for begin, data, size in zip(begins, received, sizes, strict=True)]
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in rank order, on rank 0, and an empty list on other ranks."""
         if self._group is None:
             return [message]
-        sizes = self._sizes(message)
+        sizes, _ = self._begins(message)
         width = max(1, *sizes)
         received = [torch.empty(width, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else []
         options = dist.GatherOptions()
@@ -105,11 +111,15 @@ class Ranks:
             raise CheckpointError(f"{failure}: {_joined(errors)}") from cause
         return result[0]
 
-    def _sizes(self, message: bytes) -> list[int]:
+    def _begins(self, message: bytes) -> tuple[list[int], list[bytes]]:
+        """Return the sizes of the messages of all ranks, and up to `SHORT` bytes of each."""
         assert self._group is not None
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        self._wait(self._group.allgather([sizes], [torch.tensor([len(message)])]))
-        return [int(size) for size in sizes]
+        record = _padded(len(message).to_bytes(8, "little") + message[:SHORT], 8 + SHORT)
+        received = [torch.empty_like(record) for _ in range(self.count)]
+        self._wait(self._group.allgather([received], [record]))
+        records = [bytes(memory(each)) for each in received]
+        sizes = [int.from_bytes(each[:8], "little") for each in records]
+        return sizes, [each[8:8 + min(size, SHORT)] for each, size in zip(records, sizes, strict=True)]
 
     def _wait(self, work: dist.Work) -> None:
         try:

@@ -135,14 +135,15 @@ def wait_for_saves() -> None:
 class Writer:
     """Saves checkpoints one at a time and reuses the staging buffer."""
 
-    def __init__(self, ranks: Ranks | None = None, nodes: Nodes | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, nodes: Nodes | None = None, staging: Staging | None = None) -> None:
         """Write with `ranks` (see `Ranks.join`); None means this process only.
 
-        All ranks write to one folder, unless `nodes` says that each node has a folder of its own.
+        All ranks write to one folder, unless `nodes` says that each node has a folder of its own. `staging` is where this
+        rank's state is copied first; None: a buffer.
         """
         self.ranks = ranks or Ranks()
         self._nodes = nodes or Nodes.shared(self.ranks.count)
-        self._staging = Staging()
+        self._staging = staging or Staging()
         self._pending: PendingSave | None = None
 
     def wait(self) -> None:

@@ -1,7 +1,8 @@
 """A vault keeps two generations of the training state in memory that the nodes' agents own, and that outlives the ranks.
 
 A generation is a checkpoint, in a folder of a memory file system: pieces with checksums, visible once all ranks have written
-theirs, so that any number of ranks can load it. Each node has the files of its own ranks and copies of those of the node
+theirs, so that any number of ranks can load it. A rank writes into a file that the generation links to, and that a later one
+reuses once this one is removed. Each node has the files of its own ranks and copies of those of the node
 before it (`checkpoint/nodes.py`): the vault survives the loss of one node. It is lost with the only agent, or with two
 neighbouring nodes. A damaged generation is removed when the damage is found, and never read again.
 """
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint import Nodes, Ranks, SpreadSnapshot, Writer, tags
+from shoal.checkpoint import FilePool, LinkedStaging, Nodes, Ranks, SpreadSnapshot, Writer, tags
 from shoal.checkpoint.folder import files_here, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
 from shoal.checkpoint.piece import Piece
@@ -41,8 +42,8 @@ class VaultBytes:
 
     @property
     def needed(self) -> int:
-        """Bytes of all generations, and of the copies that ranks write the next one from."""
-        return (self.own + self.kept) * (GENERATIONS + 1) + self.own
+        """Bytes of all generations, and of the next one."""
+        return (self.own + self.kept) * (GENERATIONS + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,12 @@ class Vault:
         Raises `CheckpointError` on every rank where it has not.
         """
         if self._writer is None:
+            if self._nodes.is_first(self._ranks.rank):
+                shutil.rmtree(self._staged, ignore_errors=True)  # of ranks that have ended
             self._check_room(self._measure(pieces))
-            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes)
+            rank = self._ranks.rank
+            staging = LinkedStaging(FilePool(self._staged / str(rank)), rank)
+            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, staging)
         return self._writer
 
     def wait_until_ended(self) -> None:
@@ -132,6 +137,11 @@ class Vault:
                 if tag.step > step:
                     shutil.rmtree(tag.path, ignore_errors=True)
 
+    @property
+    def _staged(self) -> Path:
+        """The folder of the files that this node's ranks write, and that generations link to."""
+        return self.folder.with_name(f"staged-{self.folder.name}")
+
     def _path(self, generation: Generation) -> Path:
         """Return the folder of a generation on this node, which may be missing."""
         return locate(self.folder, generation.name) or self.folder / generation.name
@@ -165,7 +175,7 @@ class Vault:
         free = min(shutil.disk_usage(self.folder).free, _available()) + held
         by_rank = self._ranks.gather_objects((size.needed, free))
         needed, free = max(by_rank, key=lambda each: each[0] - each[1])
-        shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS + 1} generations, and what the next is written from)"
+        shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS} generations, and the next)"
         if needed > free:
             raise CheckpointError(f"resilience.vault: needs {shown}, and {free / 1e6:,.1f} MB of memory are free in "
                                   f"{self.folder}; train on more nodes, enlarge /dev/shm, or remove resilience.vault and "
