@@ -5,8 +5,8 @@
 Ranks train the GPT of 30 M. At a steady rate, in faults a minute, one of them gets SIGKILL. Shoal goes on from its copies in
 memory. The peer is DDP under torchrun: it saves the model and AdamW by DCP's async_save into a folder in memory, and loads
 the newest one that is complete. Both keep two. Goodput is the number of steps that count, times the time of a step, over the
-time from the first step to the end. The time of a step is the median of a run of the same system without faults or copies,
-just before. Steps that are taken again do not count.
+time from the first step to the end. Steps taken again do not count. The time of a step is the mean of the medians of two
+runs of the same system without faults or copies, before and after: the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
@@ -170,18 +170,25 @@ def measure(options: argparse.Namespace, system: str, rate: float) -> dict[str, 
     """Run a job without faults or copies, then one with them; return its goodput and what it is made of."""
     folder = Path(tempfile.mkdtemp(prefix="shoal-goodput-", dir="/dev/shm"))
     try:
-        plain = folder / "plain"
-        plain.mkdir()
-        start(options, system, plain, PLAIN_STEPS).wait()
-        moments = [moment for moment, _ in notes(plain)]
-        seconds = statistics.median(after - before for before, after in pairwise(moments[5:]))
-        return disturb(options, system, rate, folder, seconds)
+        before = undisturbed(options, system, folder / "before")
+        found = disturb(options, system, rate, folder)
+        after = undisturbed(options, system, folder / "after")
+        step = (before + after) / 2
+        return {**found, "goodput": found["steps"] * step / found["seconds"], "step": step, "before": before, "after": after}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def disturb(options: argparse.Namespace, system: str, rate: float, folder: Path, seconds: float) -> dict[str, float]:
-    """Run a job, and kill a rank at the rate; `seconds` is the time of a step without faults and copies."""
+def undisturbed(options: argparse.Namespace, system: str, folder: Path) -> float:
+    """Run a job without faults or copies; return the median time of a step in seconds."""
+    folder.mkdir()
+    start(options, system, folder, PLAIN_STEPS).wait()
+    moments = [moment for moment, _ in notes(folder)]
+    return statistics.median(after - before for before, after in pairwise(moments[5:]))
+
+
+def disturb(options: argparse.Namespace, system: str, rate: float, folder: Path) -> dict[str, float]:
+    """Run a job, and kill a rank at the rate."""
     chance, faults = random.Random(options.seed), 0
     job = start(options, system, folder, None)
     try:
@@ -205,17 +212,16 @@ def disturb(options: argparse.Namespace, system: str, rate: float, folder: Path,
         job.wait()
     found = [each for each in notes(folder) if each[0] <= over]
     steps = found[-1][1] - found[0][1]
-    return {"goodput": steps * seconds / (over - began), "steps": steps, "seconds": over - began, "faults": faults,
-            "step": seconds, "again": len(found) - 1 - steps}
+    return {"steps": steps, "seconds": over - began, "faults": faults, "again": len(found) - 1 - steps}
 
 
 def report(options: argparse.Namespace, found: dict[tuple[str, float], dict[str, float]]) -> int:
     """Print and keep the table."""
-    rows = [(system, f"{rate:g}", f"{row['faults']:.0f}", f"{row['step']:.3f}", f"{row['steps']:.0f}", f"{row['again']:.0f}",
-             f"{row['goodput']:.1%}") for (system, rate), row in found.items()]
-    sheet = Sheet(title=f"Goodput over {options.minutes:g} minutes",
-                  columns=("system", "faults a minute", "faults", "s a step", "steps that count", "taken again", "goodput"),
-                  rows=tuple(rows))
+    rows = [(system, f"{rate:g}", f"{row['faults']:.0f}", f"{row['before']:.3f}, {row['after']:.3f}", f"{row['steps']:.0f}",
+             f"{row['again']:.0f}", f"{row['goodput']:.1%}") for (system, rate), row in found.items()]
+    sheet = Sheet(title=f"Goodput over {options.minutes:g} minutes", rows=tuple(rows),
+                  columns=("system", "faults a minute", "faults", "s a step, before and after", "steps that count",
+                           "taken again", "goodput"))
     targets = [Target(what=f"goodput at {rate:g} faults a minute", measured=row["goodput"], low=ASKED[rate],
                       high=float("inf")) for (system, rate), row in found.items() if system == "shoal" and rate in ASKED]
     note = (f"{options.ranks} ranks, {options.workload}, microbatch {MICROBATCH} x {LENGTH}; copies every {options.every} "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint import tags, verify
+from shoal.checkpoint.memory_file import FilePool
 from shoal.engine.schema import Config
 from shoal.errors import CheckpointError, ConfigError
 from shoal.recording.page import PAGES
@@ -125,6 +128,35 @@ def test_copies_take_turns_in_three_files_of_each_rank(tmp_path: Path) -> None:
     for inodes, faults in run_ranks(3, files_of_copies, str(tmp_path), 30):  # a restart with another number of ranks
         assert len(inodes) == 3 * 3
         assert faults == []
+
+
+def train_in_lost_memory(memory: str) -> tuple[list[int], list[str]]:
+    """Train to step 12; before the copy of step 4 rank 1 has no room, before that of step 8 its files are gone.
+
+    Return the steps that have copies in the end, and the warnings.
+    """
+    take, taken = FilePool.take, 0
+
+    def fail_once(pool: FilePool, size: int) -> tuple[Path, Tensor]:
+        nonlocal taken
+        taken += 1
+        if torch.distributed.get_rank() == 1 and taken == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if torch.distributed.get_rank() == 1 and taken == 4:
+            shutil.rmtree(Path(memory, "staged-vault0", "1"))
+        return take(pool, size)
+
+    FilePool.take = fail_once
+    warnings = train(memory, "/nonexistent", 12, 2)["warnings"]
+    torch.distributed.barrier()
+    return [tag.step for tag in tags(Path(memory, "vault0"))], warnings
+
+
+def test_a_copy_without_room_is_logged_and_later_ones_are_made(tmp_path: Path) -> None:
+    for rank, (steps, warnings) in enumerate(run_ranks(2, train_in_lost_memory, str(tmp_path))):
+        assert steps == [10, 12]
+        failed = [text for text in warnings if "no space is left" in text]
+        assert failed, (rank, warnings)
 
 
 def in_no_room(memory: str) -> str:

@@ -8,7 +8,6 @@ from shoal.checkpoint.extra_state import SUFFIX as EXTRA_STATE
 from shoal.checkpoint.extra_state import extra_states, load_extra_states
 from shoal.checkpoint.folder import Tag, latest, tags
 from shoal.checkpoint.inspection import inspect, verify
-from shoal.checkpoint.memory_file import FilePool
 from shoal.checkpoint.nodes import Nodes
 from shoal.checkpoint.piece import Piece, boxes
 from shoal.checkpoint.rank_file import LinkedStaging
@@ -21,7 +20,6 @@ from shoal.checkpoint.writer import FILE_BYTES, PendingSave, Writer, wait_for_sa
 __all__ = [
            "EXTRA_STATE",
            "FILE_BYTES",
-           "FilePool",
            "LinkedStaging",
            "Nodes",
            "PendingSave",

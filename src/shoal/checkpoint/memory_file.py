@@ -29,6 +29,9 @@ def map_file(path: Path, size: int, *, new: bool) -> Tensor:
                 os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
             else:
                 os.ftruncate(descriptor, size)
+        except OSError:
+            os.unlink(path)
+            raise
         finally:
             os.close(descriptor)
     return torch.from_file(str(path), shared=new, size=size, dtype=torch.uint8)
@@ -50,6 +53,8 @@ class FilePool:
 
         Raises OSError where memory has no room for it.
         """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files = {path: file for path, file in self._files.items() if path.exists()}
         unused = [path for path in self._files if path.stat().st_nlink == 1]
         found = next((path for path in unused if self._files[path].numel() == size), None)
         for path in unused:

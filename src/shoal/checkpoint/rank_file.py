@@ -131,19 +131,26 @@ class Staging:
 class LinkedStaging(Staging):
     """Files that successive checkpoints link to, and reuse: what is staged is not copied again."""
 
-    def __init__(self, pool: FilePool, rank: int) -> None:
-        """`pool` has the files of this `rank`, in the file system of the checkpoints."""
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Have the files of this `rank` in `folder`, which is its own and on the file system of the checkpoints."""
         super().__init__()
-        self._pool = pool
-        self._rank = rank
+        self._folder, self._rank = folder, rank
+        self._pool = FilePool(folder)
 
     def copy(self, pieces: Iterable[Piece], file_bytes: int, *, streamed: bool = False) -> Staged:
-        """Copy `pieces`, also those that may stay where they rest, for they become a part of the checkpoint here."""
+        """Copy `pieces`, also those that may stay where they rest, for they become a part of the checkpoint here.
+
+        Raises CheckpointError also where memory has no room.
+        """
         return super().copy(pieces, file_bytes)
 
     def _memory(self, group: list[Piece], start: int) -> tuple[Tensor, Path | None]:
         head = _header(group, self._rank)
-        path, file = self._pool.take(len(head) + sum(map(_bytes, group)))
+        size = len(head) + sum(map(_bytes, group))
+        try:
+            path, file = self._pool.take(size)
+        except OSError as error:
+            raise CheckpointError(disk_full(error, self._folder, size) or f"{self._folder}: {error}") from error
         file[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         return file[len(head):], path
 

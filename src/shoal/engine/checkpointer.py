@@ -6,7 +6,8 @@ the state is copied. A failure of the write is raised by the next `save`, by `wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -143,15 +144,15 @@ class Checkpointer:
         pieces = self._pieces(training, "step", exclude_frozen=False)
         writer = self._vault.writer(pieces)
         away = _is_away(pieces)
-        try:
+        with _copy_may_fail():
+            writer.wait()  # for the last copy: whether it failed or not, every rank begins this one
+        with _copy_may_fail():
             pending = writer.write(
                 self._vault.folder, f"step{step}", pieces, step=step, keep_last=GENERATIONS, read_back=False,
                 file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": rng.capture()},
                 shared=self._shared_values(training, self._client_state, exclude_frozen=False))
             if away:
                 pending.wait()
-        except CheckpointError as error:
-            logger.warning("resilience.vault: a copy failed, and training goes on without it: %s", error)
 
     def _pieces(self, training: TrainingObjects, call: str, *, exclude_frozen: bool) -> list[Piece]:
         """Return the state of this rank at rest."""
@@ -428,3 +429,12 @@ class Checkpointer:
 def _is_away(pieces: list[Piece]) -> bool:
     """Whether some pieces do not rest in memory, so that they are written from where they are, while the caller waits."""
     return any(piece.hold is not None for piece in pieces)
+
+
+@contextmanager
+def _copy_may_fail() -> Generator[None]:
+    """Log the failure of a copy to the vault, and let training go on."""
+    try:
+        yield
+    except CheckpointError as error:
+        logger.warning("resilience.vault: a copy failed, and training goes on without it: %s", error)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint import FilePool, LinkedStaging, Nodes, Ranks, SpreadSnapshot, Writer, tags
+from shoal.checkpoint import LinkedStaging, Nodes, Ranks, SpreadSnapshot, Writer, tags
 from shoal.checkpoint.folder import files_here, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
 from shoal.checkpoint.piece import Piece
@@ -85,8 +85,7 @@ class Vault:
                 shutil.rmtree(self._staged, ignore_errors=True)  # of ranks that have ended
             self._check_room(self._measure(pieces))
             rank = self._ranks.rank
-            staging = LinkedStaging(FilePool(self._staged / str(rank)), rank)
-            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, staging)
+            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, LinkedStaging(self._staged / str(rank), rank))
         return self._writer
 
     def wait_until_ended(self) -> None:
