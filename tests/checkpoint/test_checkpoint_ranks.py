@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import SHARDINGS, assert_equal_state, save, state, whole
 
-from shoal.checkpoint import Piece, Ranks, Writer, read, snapshot, writer
-from shoal.checkpoint.rank_file import Staging
+from shoal.checkpoint import Piece, Ranks, Writer, read, snapshot, verify, writer
+from shoal.checkpoint.rank_file import LinkedStaging, Staging
 from shoal.checkpoint.ranks import SHORT
 from shoal.errors import CheckpointError, RanksDisagree, UsageError
 from shoal.testing import run_ranks
@@ -38,6 +38,45 @@ def test_messages_of_any_length_arrive_whole() -> None:
     sizes = [[0, 0, 0], [SHORT, 1, 0], [0, SHORT + 1, SHORT], [3 * SHORT, SHORT - 1, 5000]]
     for rank, found in enumerate(run_ranks(3, messages, sizes)):
         assert found == [(by_rank, [] if rank else by_rank, True) for by_rank in sizes]
+
+
+def save_linked(folder: str, sharding: str, sizes: list[int]) -> int:
+    """Save once for each of `sizes`, the bytes of a file, in files of a pool; return how many this rank had in all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pool = Path(folder, f"pool{rank}")
+    writer, inodes = Writer(Ranks.join(), staging=LinkedStaging(pool, rank)), set[int]()
+    for number, size in enumerate(sizes):
+        pieces = list(SHARDINGS[sharding](state(), rank, ranks))
+        writer.write(folder, f"step{number}", pieces, step=number, file_bytes=size, keep_last=2, read_back=False).wait()
+        dist.barrier()
+        inodes |= {path.stat().st_ino for path in pool.iterdir()}
+    return len(inodes)
+
+
+def test_linked_files_of_one_save_are_apart_and_serve_later_saves(tmp_path: Path) -> None:
+    for name, sizes in (("same", [64] * 8), ("changing", [64, 256, 1 << 20, 64])):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = run_ranks(2, save_linked, str(folder), "flat", sizes)
+        tag = folder / f"step{len(sizes) - 1}"
+        assert verify(folder, tag.name).faults == []
+        for same, _ in run_ranks(3, load_plain, str(folder), "columns"):
+            assert all(same)
+        for rank, count in enumerate(found):
+            files = len(list(tag.glob(f"rank{rank:05d}-*")))
+            assert files > 1
+            if name == "same":
+                assert count == 3 * files
+
+
+def load_plain(folder: str, sharding: str) -> tuple[list[bool], int]:
+    ranks = Ranks.join()
+    wanted = list(SHARDINGS[sharding](state(), ranks.rank, ranks.count))
+    found = [blank(piece) for piece in wanted]
+    with read(folder, ranks=ranks) as saved:
+        saved.fill(found)
+        step = saved.step
+    return [torch.equal(a.data, b.data) for a, b in zip(wanted, found, strict=True)], step
 
 
 def blank(piece: Piece, dtype: torch.dtype | None = None) -> Piece:

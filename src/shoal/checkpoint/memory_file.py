@@ -6,6 +6,7 @@ more is written anew: its pages exist already, so that nothing is allocated, zer
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from itertools import count
@@ -34,7 +35,12 @@ def map_file(path: Path, size: int, *, new: bool) -> Tensor:
             raise
         finally:
             os.close(descriptor)
-    return torch.from_file(str(path), shared=new, size=size, dtype=torch.uint8)
+    try:
+        return torch.from_file(str(path), shared=new, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        if new:
+            os.unlink(path)
+        raise OSError(errno.ENOMEM, str(error)) from error
 
 
 class FilePool:
@@ -44,24 +50,27 @@ class FilePool:
         """Remove what an earlier process left in `folder`; checkpoints keep what they link to."""
         self._folder = folder
         self._files: dict[Path, Tensor] = {}
+        self._unused: list[Path] = []
         self._numbers = count()
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+
+    def begin(self) -> None:
+        """Begin a checkpoint: it may take the files that no checkpoint links to. Those that the last one left go."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._unused:
+            path.unlink(missing_ok=True)
+        self._files = {path: file for path, file in self._files.items() if path.exists()}
+        self._unused = [path for path in self._files if path.stat().st_nlink == 1]
 
     def take(self, size: int) -> tuple[Path, Tensor]:
-        """Return a file of `size` bytes that no checkpoint links to, and its bytes (size,), of any contents.
+        """Return a file of `size` bytes that nothing else uses, and its bytes (size,), of any contents.
 
         Raises OSError where memory has no room for it.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._files = {path: file for path, file in self._files.items() if path.exists()}
-        unused = [path for path in self._files if path.stat().st_nlink == 1]
-        found = next((path for path in unused if self._files[path].numel() == size), None)
-        for path in unused:
-            if path != found:
-                path.unlink()
-                del self._files[path]
-        if found is None:
-            found = self._folder / str(next(self._numbers))
-            self._files[found] = map_file(found, size, new=True)
-        return found, self._files[found]
+        found = next((path for path in self._unused if self._files[path].numel() == size), None)
+        if found is not None:
+            self._unused.remove(found)
+            return found, self._files[found]
+        path = self._folder / str(next(self._numbers))
+        self._files[path] = map_file(path, size, new=True)
+        return path, self._files[path]

@@ -142,6 +142,10 @@ class LinkedStaging(Staging):
 
         Raises CheckpointError also where memory has no room.
         """
+        try:
+            self._pool.begin()
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
         return super().copy(pieces, file_bytes)
 
     def _memory(self, group: list[Piece], start: int) -> tuple[Tensor, Path | None]:
