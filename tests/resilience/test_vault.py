@@ -112,7 +112,7 @@ def test_a_newer_checkpoint_on_disk_is_loaded_instead(tmp_path: Path) -> None:
 
 
 def files_of_copies(memory: str, stop: int) -> tuple[set[int], list[str]]:
-    """Train to `stop`; return the inodes of all files of this rank, and the faults that reading the generations finds."""
+    """Train to `stop`; return the inodes of the files of all ranks, and the faults that reading the generations finds."""
     train(memory, "/nonexistent", stop, 2)
     torch.distributed.barrier()
     inodes = {path.stat().st_ino for path in Path(memory).rglob("rank*-*.safetensors")}

@@ -172,8 +172,8 @@ class PipelineEngine(BaseEngine):
         try:
             results = self._executor.evaluate(schedule, self.stage_id, batches, losses=compute_loss, outputs=keep_outputs)
         finally:
-            for module, training in modes.items():  # parents first: a script may keep some parts in evaluation
-                module.train(training)
+            for module in sorted(modes, key=lambda each: -sum(1 for _ in each.modules())):  # outer ones first: a script
+                module.train(modes[module])  # may keep some parts in evaluation
         loss: Any = None
         if compute_loss:
             losses = [value.detach().float().reshape(()) for _, value in results]

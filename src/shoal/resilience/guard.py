@@ -173,12 +173,14 @@ class Guard:
 
     def _measure(self, step: int, norm: float, gradient: Tensor) -> _Measured:
         total = float(torch.stack([loss.double().reshape(()).cpu() for loss in self._losses]).sum()) if self._losses else 0.0
-        own = torch.tensor([total, len(self._losses), gradient.item()], dtype=torch.float64)
+        own = torch.tensor([total, len(self._losses), gradient.item(), norm], dtype=torch.float64)
         self._losses.clear()
         words = own.view(torch.int64).to(self._ranks.words_device)
         rows = self._ranks.gather_words(words, "the loss and the norm of a step").cpu().view(torch.float64).tolist()
         count = sum(row[1] for row in rows)
-        return _Measured(step=step, loss=sum(row[0] for row in rows) / count if count else None, norm=norm,
+        norms = [row[3] for row in rows]  # the same, unless a rank is at fault: all of them judge the worst
+        return _Measured(step=step, loss=sum(row[0] for row in rows) / count if count else None,
+                         norm=next((each for each in norms if not isfinite(each)), max(norms)),
                          losses=[row[0] for row in rows], gradients=[row[2] for row in rows])
 
     def _objection(self, measured: _Measured) -> str | None:
