@@ -72,17 +72,19 @@ def test_inputs_that_rest_on_the_host_leave_the_device(ranks: int, choice: str) 
     assert all(map(torch.equal, found, plain)) and freed == [True] * LAYERS
 
 
-def apart() -> None:
-    """Give the second function of the first pass other inputs on each rank."""
+def apart(reversed_inputs: bool) -> None:
+    """Give the second function of the first pass other inputs on each rank: other values, or the same reversed."""
     checkpointing.configure(shoal.Mesh(tensor=2), partition_activations=True)
-    hidden = torch.ones(8, requires_grad=True)
-    for scale in (1.0, 2.0 + torch.distributed.get_rank()):
-        hidden = checkpointing.checkpoint(torch.mul, hidden * scale, 2.0)
+    hidden = checkpointing.checkpoint(torch.mul, torch.arange(8.0, requires_grad=True), 2.0)
+    if torch.distributed.get_rank() == 1:
+        hidden = hidden.flip(0) if reversed_inputs else hidden + 1
+    checkpointing.checkpoint(torch.mul, hidden, 2.0)
 
 
-def test_inputs_that_differ_between_tensor_ranks_are_refused() -> None:
+@pytest.mark.parametrize("reversed_inputs", [False, True])
+def test_inputs_that_differ_between_tensor_ranks_are_refused(reversed_inputs: bool) -> None:
     with pytest.raises(RankFailed, match="give different inputs to a mul"):
-        run_ranks(2, apart)
+        run_ranks(2, apart, reversed_inputs)
 
 
 def trained(recompute: bool) -> list[Tensor]:

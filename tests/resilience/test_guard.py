@@ -151,11 +151,11 @@ def test_a_record_that_cannot_be_written_is_logged_and_the_ranks_rewind(tmp_path
         assert found[1][rank]["ended"] == ""
 
 
-def verdict_on_a_replay(path: str, norm: float) -> str:
-    """Return what a guard says of a step and its replay, in which only the global `norm` is another."""
+def verdict_on_a_replay(path: str, norms: list[float]) -> str:
+    """Return what a guard says of a step and its replay, in which only the global norm is another; `norms` are by rank."""
     assert dist.group.WORLD is not None
     ranks, ended = Communicator(dist.group.WORLD, timeout=20), ""
-    for measured in (float("inf"), norm):
+    for measured in (float("inf"), norms[ranks.rank]):
         guard = Guard(Path(path), GuardSettings(), ranks)
         guard.load_state_dict({"gradient norm": [1.0] * LEAST})
         guard.note_loss(torch.tensor(1.0))
@@ -165,12 +165,15 @@ def verdict_on_a_replay(path: str, norm: float) -> str:
     return ended
 
 
-@pytest.mark.parametrize(("norm", "words"), [
-    (1e9, "its replay gave another result: the ranks' own losses and gradients were the same, so it was in their sum"),
-    (float("nan"), "the data is at fault"),
+IN_THE_SUM = "its replay gave another result: the ranks' own losses and gradients were the same, so it was in their sum"
+
+
+@pytest.mark.parametrize(("norms", "words"), [
+    ([1e9, 1e9], IN_THE_SUM), ([1.0, 1e9], IN_THE_SUM), ([float("nan"), float("nan")], "the data is at fault"),
+    ([1.0, float("inf")], "the data is at fault"),
 ])
-def test_an_error_in_the_sum_over_ranks_skips_no_sample(tmp_path: Path, norm: float, words: str) -> None:
-    for rank, found in enumerate(run_ranks(2, verdict_on_a_replay, str(tmp_path / "record"), norm)):
+def test_an_error_in_the_sum_over_ranks_skips_no_sample(tmp_path: Path, norms: list[float], words: str) -> None:
+    for rank, found in enumerate(run_ranks(2, verdict_on_a_replay, str(tmp_path / "record"), norms)):
         assert words in found, rank
 
 

@@ -6,9 +6,10 @@ more is written anew: its pages exist already, so that nothing is allocated, zer
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
+from collections import Counter
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -40,11 +41,14 @@ def map_file(path: Path, size: int, *, new: bool) -> Tensor:
     except RuntimeError as error:
         if new:
             os.unlink(path)
-        raise OSError(errno.ENOMEM, str(error)) from error
+        raise OSError(f"{path}: {error}") from error
 
 
 class FilePool:
-    """The files of one process in `folder`, which is on the file system of the checkpoints."""
+    """The files of one process in `folder`, which is on the file system of the checkpoints.
+
+    `begin` and `take` raise OSError where memory has no room.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Remove what an earlier process left in `folder`; checkpoints keep what they link to."""
@@ -54,19 +58,21 @@ class FilePool:
         self._numbers = count()
         shutil.rmtree(folder, ignore_errors=True)
 
-    def begin(self) -> None:
-        """Begin a checkpoint: it may take the files that no checkpoint links to. Those that the last one left go."""
+    def begin(self, sizes: Iterable[int]) -> None:
+        """Begin a checkpoint of files of `sizes` bytes; remove files of other sizes to which no checkpoint links."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._unused:
-            path.unlink(missing_ok=True)
         self._files = {path: file for path, file in self._files.items() if path.exists()}
-        self._unused = [path for path in self._files if path.stat().st_nlink == 1]
+        self._unused, wanted = [], Counter(sizes)
+        for path in [path for path in self._files if path.stat().st_nlink == 1]:
+            if wanted[self._files[path].numel()]:
+                wanted[self._files[path].numel()] -= 1
+                self._unused.append(path)
+            else:
+                path.unlink()
+                del self._files[path]
 
     def take(self, size: int) -> tuple[Path, Tensor]:
-        """Return a file of `size` bytes that nothing else uses, and its bytes (size,), of any contents.
-
-        Raises OSError where memory has no room for it.
-        """
+        """Return a file of `size` bytes that nothing else uses, and its bytes (size,), of any contents."""
         found = next((path for path in self._unused if self._files[path].numel() == size), None)
         if found is not None:
             self._unused.remove(found)

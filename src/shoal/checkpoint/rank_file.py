@@ -18,8 +18,8 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -82,7 +82,7 @@ class Staging:
         groups, in_place = _groups(nonempty, file_bytes), streamed
         streamed = streamed or any(piece.hold is not None for piece in nonempty)
         sizes = [sum(_bytes(piece) for piece in group if not (in_place and _readable(piece))) for group in groups]
-        self._reserve(max(sizes, default=0) if streamed else sum(sizes))
+        self._reserve(groups, max(sizes, default=0) if streamed else sum(sizes))
         files = (self._stage(group, 0, in_place=in_place) for group in groups)
         if not streamed:
             starts = accumulate(sizes, initial=0)
@@ -94,7 +94,8 @@ class Staging:
     def _stage(self, group: list[Piece], start: int, *, in_place: bool = False) -> StagedFile:
         """Copy the pieces of one file to byte `start` of the buffer; if `in_place`, but for those in host memory."""
         at, data = 0, list[memoryview]()
-        buffer, path = self._memory(group, start)
+        pieces = [_without_data(piece) for piece in group]
+        buffer, path = self._memory(pieces, start)
         for piece in group:
             if in_place and _readable(piece):
                 data.append(memory(piece.data.detach().view(torch.uint8)))
@@ -111,10 +112,10 @@ class Staging:
             at += _bytes(piece)
         for ring in self._rings.values():
             ring.finish()
-        return StagedFile(pieces=[_without_data(piece) for piece in group], data=data, path=path)
+        return StagedFile(pieces=pieces, data=data, path=path)
 
-    def _memory(self, group: list[Piece], start: int) -> tuple[Tensor, Path | None]:
-        """Return the memory for the data of one file, and the file that has this memory."""
+    def _memory(self, pieces: list[Piece], start: int) -> tuple[Tensor, Path | None]:
+        """Return the memory for the data of one file, from byte `start` of the buffer, and the file that is this memory."""
         return self._buffer[start:], None
 
     def _ring(self, device: torch.device) -> PinnedRing:
@@ -122,7 +123,8 @@ class Staging:
             self._rings[device] = PinnedRing(device)
         return self._rings[device]
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, groups: list[list[Piece]], size: int) -> None:
+        """Have memory for a save of these `groups`, one a file, of which at most `size` bytes are staged at once."""
         if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = torch.empty(size, dtype=torch.uint8)
@@ -142,24 +144,30 @@ class LinkedStaging(Staging):
 
         Raises CheckpointError also where memory has no room.
         """
-        try:
-            self._pool.begin()
-        except OSError as error:
-            raise CheckpointError(f"{self._folder}: {error}") from error
         return super().copy(pieces, file_bytes)
 
-    def _memory(self, group: list[Piece], start: int) -> tuple[Tensor, Path | None]:
-        head = _header(group, self._rank)
-        size = len(head) + sum(map(_bytes, group))
-        try:
-            path, file = self._pool.take(size)
-        except OSError as error:
-            raise CheckpointError(disk_full(error, self._folder, size) or f"{self._folder}: {error}") from error
+    def _memory(self, pieces: list[Piece], start: int) -> tuple[Tensor, Path | None]:
+        head = _header(pieces, self._rank)
+        with self._refused(self._size(pieces)):
+            path, file = self._pool.take(self._size(pieces))
         file[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         return file[len(head):], path
 
-    def _reserve(self, size: int) -> None:
-        pass  # each file is its own memory
+    def _reserve(self, groups: list[list[Piece]], size: int) -> None:
+        sizes = [self._size([_without_data(piece) for piece in group]) for group in groups]
+        with self._refused(sum(sizes)):
+            self._pool.begin(sizes)
+
+    def _size(self, pieces: list[Piece]) -> int:
+        """Return the bytes of the file of `pieces`, its header included."""
+        return len(_header(pieces, self._rank)) + sum(map(_bytes, pieces))
+
+    @contextmanager
+    def _refused(self, needed: int) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(disk_full(error, self._folder, needed) or f"{self._folder}: {error}") from error
 
 
 def _groups(pieces: list[Piece], file_bytes: int) -> list[list[Piece]]:

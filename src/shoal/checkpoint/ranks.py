@@ -61,7 +61,7 @@ class Ranks:
         """Return the messages of all ranks, in rank order, on all ranks."""
         if self._group is None:
             return [message]
-        sizes, begins = self._begins(message)
+        sizes, begins = self._first_exchange(message)
         width = max(sizes) - SHORT
         if width <= 0:
             return begins
@@ -75,7 +75,7 @@ class Ranks:
         """Return the messages of all ranks, in rank order, on rank 0, and an empty list on other ranks."""
         if self._group is None:
             return [message]
-        sizes, _ = self._begins(message)
+        sizes, _ = self._first_exchange(message)
         width = max(1, *sizes)
         received = [torch.empty(width, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else []
         options = dist.GatherOptions()
@@ -111,7 +111,7 @@ class Ranks:
             raise CheckpointError(f"{failure}: {_joined(errors)}") from cause
         return result[0]
 
-    def _begins(self, message: bytes) -> tuple[list[int], list[bytes]]:
+    def _first_exchange(self, message: bytes) -> tuple[list[int], list[bytes]]:
         """Return the sizes of the messages of all ranks, and up to `SHORT` bytes of each."""
         assert self._group is not None
         record = _padded(len(message).to_bytes(8, "little") + message[:SHORT], 8 + SHORT)
