@@ -70,6 +70,18 @@ def test_linked_files_of_one_save_are_apart_and_serve_later_saves(tmp_path: Path
                 assert count == 3 * files
 
 
+def test_linked_files_of_one_size_are_not_taken_twice_by_one_save(tmp_path: Path) -> None:
+    writer = Writer(staging=LinkedStaging(tmp_path / "pool", 0))
+    for step in range(6):
+        pieces = [Piece(name=f"weight/{i}", shape=(16,), start=0, stop=16, data=torch.full((16,), 10.0 * step + i))
+                  for i in range(4)]
+        writer.write(tmp_path / "saved", f"step{step}", pieces, step=step, file_bytes=64, keep_last=2).wait()
+        with read(tmp_path / "saved") as saved:
+            assert [saved.tensor(piece.name)[0].item() for piece in pieces] == [10 * step + i for i in range(4)]
+    files = list((tmp_path / "pool").iterdir())
+    assert len(files) == 3 * 4 and len({file.stat().st_size for file in files}) < 4
+
+
 def blank(piece: Piece, dtype: torch.dtype | None = None) -> Piece:
     data = torch.zeros(piece.data.shape, dtype=dtype or piece.data.dtype)
     return Piece(name=piece.name, shape=piece.shape, start=piece.start, stop=piece.stop, data=data, offset=piece.offset,
