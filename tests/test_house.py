@@ -25,7 +25,8 @@ PACKAGE = ROOT / "src" / "shoal"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    "ground": ("autograd", "version", "errors", "interrupts", "log", "tree"),
+    "ground": ("version", "errors", "interrupts", "log", "module_hooks", "tree"),
+    "torch": ("autograd",),
     "device": ("device",),
     "configuration": ("config",),
     "names": ("products", "registry"),

@@ -1,4 +1,5 @@
-"""Questions about the backward pass under way, and hooks around saved tensors, that torch answers under private names."""
+"""Questions about the backward pass under way, and hooks around saved tensors, that torch answers under private names; and
+second derivatives of autograd functions."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]  no public name
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["at_end_of_backward", "backward_liveness", "graph_task", "in_backward", "in_function_transform",
-           "in_gradient_transform", "is_reached", "isolated", "keeps_graph", "run_backward", "saved_by_checkpoint"]
+from shoal.errors import NotServed
+
+__all__ = ["at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients", "graph_task",
+           "in_backward", "in_function_transform", "in_gradient_transform", "is_reached", "isolated", "keeps_graph",
+           "run_backward", "saved_by_checkpoint"]
 
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
 
@@ -106,6 +110,28 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
     """
     Variable._execution_engine.run_backward(  # pyright: ignore  it has no annotation
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def check_first_derivative(what: str, instead: str) -> None:
+    """Raise `NotServed` in the backward of an autograd function, with create_graph=True.
+
+    torch's `once_differentiable` raises where the incoming gradient has a graph. Elsewhere, as at the end of a graph, it
+    drops what depends on the saved tensors without a word. So it serves linear functions, whose backward needs none.
+    """
+    if torch.is_grad_enabled():
+        raise NotServed(f"{what} has no second derivative, which create_graph=True asks for; {instead}")
+
+
+def differentiable_gradients(function: Callable[..., Tensor], operands: Sequence[Tensor | None],
+                             gradient: Tensor) -> list[Tensor | None]:
+    """Return the gradients of `operands` for that of `function(*operands)`, by a graph of torch's operations.
+
+    It is for the backward of an autograd function with create_graph=True, whose saved tensors are the operands.
+    """
+    aliases = [None if each is None else each.view_as(each) for each in operands]  # one tensor may be two operands
+    wanted = [each for each in aliases if each is not None and each.requires_grad]
+    found = iter(torch.autograd.grad(function(*aliases), wanted, gradient, create_graph=True))
+    return [next(found) if each is not None and each.requires_grad else None for each in aliases]
 
 
 def keeps_graph() -> bool:

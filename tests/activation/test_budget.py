@@ -288,6 +288,53 @@ def test_a_larger_batch_recomputes_more() -> None:
     assert grown.count("none") < same.count("none") and expected <= 4_000_000
 
 
+class _Skips(nn.Module):
+    """Blocks of which a pass may skip some, or which fail at one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2 * BLOCKS))
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...] = (), failing: int | None = None) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index == failing:
+                raise KeyError(index)
+            if index not in skipped:
+                x = block(x)
+        return x
+
+
+def _disturbed(rows: int, skipped: tuple[int, ...], failing: int | None) -> tuple[list[str], int, int]:
+    """Return the modes, the expected and the highest peak of passes after a first one that is unlike them."""
+    held = _LiveBytes()
+    torch.manual_seed(0)
+    engine: Any = shoal.initialize(model=_Skips(), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
+        "activation_checkpointing": {"budget": "4MB"}})[0]
+    try:
+        loss = engine(torch.randn(rows, WIDTH), skipped, failing).square().mean()
+        engine.backward(loss)
+        engine.step()
+    except KeyError:
+        assert failing is not None
+    held.watch(engine.activations.budget)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(ROWS, WIDTH)).square().mean())
+        engine.step()
+    found = engine.activations.budget
+    return _modes(found), found.expected, held.most
+
+
+@pytest.mark.parametrize(("rows", "skipped", "failing"), [(ROWS, (), 1), (ROWS, (), 2), (ROWS, (0, 1, 2), None),
+                                                          (ROWS, (1,), None), (ROWS // 4, (), None)])
+def test_a_first_pass_unlike_the_others_does_not_break_the_budget(rows: int, skipped: tuple[int, ...],
+                                                                  failing: int | None) -> None:
+    (plain, expected, _), = run_ranks(1, _disturbed, ROWS, (), None)
+    (modes, found, most), = run_ranks(1, _disturbed, rows, skipped, failing)
+    assert modes == plain and most <= 4_000_000
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 class _SavesMore(nn.Module):
     """Saves `extra` more bytes of each row on tensor rank 0, as where slices of a vocabulary are uneven."""
 

@@ -187,6 +187,27 @@ def test_cross_entropy_has_second_derivatives() -> None:
                                torch.func.grad(lambda z: F.cross_entropy(z, targets))(logits.detach()))
 
 
+def test_operands_of_two_dtypes_take_the_wider_one() -> None:
+    gate, up = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(3, 4)
+    torch.testing.assert_close(swiglu(gate, up), F.silu(gate.float()) * up)
+
+
+def test_a_broadcast_residual_is_that_of_whole_rows_with_dropout_too() -> None:
+    x, residual, gain, shift = torch.randn(3, 8), torch.randn(8), torch.randn(8), torch.randn(8)
+    found = dropout_add_norm(x, residual, gain, shift, dropout=0.5, seed=3)
+    torch.testing.assert_close(found, dropout_add_norm(x, residual.expand(3, 8).clone(), gain, shift, dropout=0.5, seed=3))
+
+
+def test_passes_compile_into_one_graph() -> None:
+    x, gain, angles = torch.randn(4, DIM), torch.randn(DIM), torch.randn(4, DIM // 2)
+
+    def all_of_them(x: Tensor) -> Tensor:
+        return rotary(swiglu(rms_norm(x, gain), x), angles.cos(), angles.sin())
+
+    compiled: Any = torch.compile(all_of_them, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), all_of_them(x))
+
+
 def test_cross_entropy_keeps_the_logits_and_serves_a_second_backward() -> None:
     logits = torch.randn(4, DIM, requires_grad=True)
     kept, loss = logits.detach().clone(), cross_entropy(logits, torch.arange(4))
@@ -213,6 +234,10 @@ def test_strided_operands_are_served() -> None:
      "dropout: got 1.0; give a probability"),
     (lambda: cross_entropy(torch.randn(2, 4), torch.tensor([0, 1]), reduction=cast(Any, "max")), "choose mean, sum, none"),
     (lambda: rotary(torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)), r"\(length, dim / 2\)"),
+    (lambda: rotary(torch.randn(4), torch.randn(2), torch.randn(2)), r"\(\.\.\., length, dim\)"),
+    (lambda: rms_norm(torch.ones(2, 4, dtype=torch.long), torch.ones(4)), "give a floating-point dtype"),
+    (lambda: swiglu(torch.ones(2, dtype=torch.long), torch.ones(2, dtype=torch.long)), "give a floating-point dtype"),
+    (lambda: bias_gelu(torch.randn(2, 4), torch.randn(4), approximate=cast(Any, "sigmoid")), "choose none, tanh"),
 ])  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises(UsageError, match=words):

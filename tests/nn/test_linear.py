@@ -96,6 +96,18 @@ def test_state_dict_copy_and_pickle_stay() -> None:
 
 
 @needs_onednn
+def test_a_model_that_was_unpickled_takes_kernels_again() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert set_linear_kernels(model, "onednn") == len(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert set_linear_kernels(twin, "onednn") == len(model)
+    assert set_linear_kernels(twin, "torch") == len(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    assert set_linear_kernels(model, "torch") == len(model)
+    assert not any("forward" in vars(module) for each in (model, twin) for module in each)
+
+
+@needs_onednn
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in its rules of forward mode
 def test_second_derivatives_and_function_transforms_are_torchs() -> None:
     plain, mine, x = pair()

@@ -1,9 +1,9 @@
 """A budget for saved tensors: the first pass measures the blocks, and each then keeps as much as the budget allows.
 
 In the first pass one block of each kind keeps its activations, one recomputes selectively, and the others fully, which gives
-the bytes of all three. Saved tensors are most at the end of forward, or while a block is recomputed in backward, when those
-of later blocks are free (`peak`). So the last blocks keep first: at the time that earlier ones are recomputed, their memory
-is free.
+the bytes of all three. Where a pass fails, or skips blocks, the next one measures what is missing. Saved tensors are most at
+the end of forward, or while a block is recomputed in backward, when those of later blocks are free (`peak`). So the last
+blocks keep first: at the time that earlier ones are recomputed, their memory is free.
 
     plans, in the order in which blocks take them      bytes on the device until backward     costs
     STAYING     FULL        recompute all              inputs                                 the forward again
@@ -31,7 +31,14 @@ from itertools import groupby
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shoal.activation.recompute import RecomputeMode, input_bytes, kept_bytes, recompute_blocks
+from shoal.activation.recompute import (
+    RecomputeMode,
+    forget_inputs,
+    input_bytes,
+    kept_bytes,
+    recompute_blocks,
+    watch_inputs,
+)
 from shoal.errors import ConfigError
 from shoal.log import logger
 
@@ -53,6 +60,10 @@ _MEASURED = {"inputs": (RecomputeMode.FULL, False), "selective": (RecomputeMode.
              "kept": (RecomputeMode.NONE, False), "staying_inputs": (RecomputeMode.FULL, True),
              "staying": (RecomputeMode.NONE, True)}
 """The numbers of a block: the mode in which each is measured, and whether only tensors count that a store does not take."""
+_PROBED = RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL
+"""The modes of the blocks of one kind in passes that measure: of the first, the second, and all others."""
+_MOST_PROBES = 8
+"""Passes after which a kind of block that has not run counts as none."""
 Largest = Callable[[list[int]], list[int]]
 """Returns the largest of each number over some ranks; a collective call."""
 
@@ -202,12 +213,14 @@ class Budget:
     """Chooses the plans of a model's blocks, from the bytes of its passes; never more than `limit` bytes on the device."""
 
     def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]], most_of: Largest, most_of_pass: Largest,
-                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING):
+                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING, *,
+                 alone: bool = False):
         """`roots` are the modules that passes run through, with their blocks.
 
         `most_of` returns the largest of each number over the ranks that run the same blocks, `most_of_pass` over those that
         compute one pass together, and so must recompute the same blocks. `moments` returns those of a step, which may
-        change from step to step.
+        change from step to step. With `alone` no other rank computes a pass with this one: then a batch that is larger than
+        all before has an effect at its first block, else in the next pass.
         """
         self.choices: list[list[ActivationPlan]] = []
         """The plans of each root's blocks; empty until a pass through every root is over."""
@@ -220,6 +233,8 @@ class Budget:
         self._moments_of_step = moments
         self._moments = moments()
         self._running: _MeasuredRoot | None = None
+        for blocks in roots.values() if alone else ():
+            watch_inputs(blocks, self._see_input)
 
     def see(self, tensor: Tensor, module: object, *, moves: bool = False) -> None:
         """Count a tensor that autograd saves within `module`, once for each storage and version.
@@ -230,7 +245,10 @@ class Budget:
             self._running.see(tensor, module, moves=moves)
 
     def end_forward(self) -> None:
-        """Count the storages that rest and whose originals others hold at the end of forward, as the caller its batch."""
+        """Count the storages that rest and whose originals others hold at the end of forward, as the caller its batch.
+
+        A pass whose forward did not end, by an error, is not measured.
+        """
         if self._running is not None:
             self._running.end_forward()
 
@@ -252,6 +270,12 @@ class Budget:
         has_changed = moments is not self._moments
         self._moments = moments
         if (before is not None and before.end_pass()) or (has_changed and self.choices):
+            self._apply()
+        self._running.begin_pass()
+
+    def _see_input(self, block: nn.Module, size: int) -> None:
+        """Choose again before a block whose input is larger than all before. Raises `ConfigError` for too small a budget."""
+        if self._running is not None and self._running.outgrows(block, size):
             self._apply()
 
     def _apply(self) -> None:
@@ -304,12 +328,38 @@ class _MeasuredRoot:
         self._sizes: Counter[int] = Counter()
         self._staying: Counter[int] = Counter()
         self._largest = self._held = 0
-        self.set([ActivationPlan(self._probe(index), rests) for index in range(len(self._blocks))])
+        self._concluded = False
+        self._samples: dict[tuple[object, RecomputeMode, bool], list[_Sample]] = {}
+        self._inputs: dict[int, int] = {}
+        """Bytes of the input of each block that ran, in the last pass in which it did."""
+        self._outside = self._probes = 0
+        self._probe(range(len(self._blocks)))
 
-    def _probe(self, index: int) -> RecomputeMode:
-        """Return the mode of recomputation of a block in the first pass."""
-        earlier = self._kinds[:index].count(self._kinds[index])
-        return (RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL)[min(earlier, 2)]
+    def begin_pass(self) -> None:
+        """Forget what a pass that did not end has saved."""
+        self._concluded = False
+        self._sizes, self._staying, self._held, self._rested = Counter(), Counter(), 0, []
+        self._seen.clear()
+        forget_inputs(self._blocks)
+
+    def outgrows(self, module: object, size: int) -> bool:
+        """Return whether an input of `size` bytes is larger than those measured, whose numbers then grow by as much."""
+        most = self._inputs.get(self._places.get(module, -1), 0)
+        if self.bytes is None or not 0 < most < size:
+            return False
+        self.bytes = _grown(self.bytes, size / most)
+        self._inputs = {index: -(-each * size // most) for index, each in self._inputs.items()}
+        return True
+
+    def _probe(self, order: Iterable[int]) -> None:
+        """Let the first block of each kind in `order` keep its activations, and the second recompute selectively."""
+        earlier: Counter[object] = Counter()
+        plans: dict[int, ActivationPlan] = {}
+        for index in order:
+            mode = _PROBED[min(earlier[self._kinds[index]], len(_PROBED) - 1)]
+            plans[index] = ActivationPlan(mode, self._rests)
+            earlier[self._kinds[index]] += 1
+        self.set([plans[index] for index in range(len(self._blocks))])
 
     def set(self, choice: Sequence[ActivationPlan]) -> None:
         """Have each block follow its plan from its next forward on."""
@@ -340,19 +390,20 @@ class _MeasuredRoot:
 
     def end_forward(self) -> None:
         """Count what rests and is held by others all the same."""
+        self._concluded = True
         rested, self._rested = self._rested, []
         self._held += sum(size for reference, size in rested if not reference.expired())
 
     def end_pass(self) -> bool:
         """Take over what a pass saved; return whether that calls for another choice."""
-        seen, self._sizes = self._sizes, Counter()
-        staying, self._staying = self._staying, Counter()
-        held, self._held = self._held, 0
-        self._seen.clear()
-        if not seen:  # a checkpoint of the script saves what the pass computes
+        seen, held = self._sizes, self._held
+        if not seen or not self._concluded:  # a checkpoint of the script saves what the pass computes, or it has failed
             return False
         if self.bytes is None:
-            self.bytes = self._measure(seen, staying, held)
+            lacks, = self._most_of([self._sample()])
+            if lacks and self._probes < _MOST_PROBES:
+                return False
+            self.bytes = self._measured()
             self.set([ActivationPlan(RecomputeMode.FULL, self._rests)] * len(self._blocks))  # until all roots are measured
             return True
         found, = self._most_of_pass([sum(seen.values()) + held])
@@ -361,24 +412,40 @@ class _MeasuredRoot:
             return True
         return False
 
-    def _measure(self, seen: Counter[int], staying: Counter[int], held: int) -> PassBytes:
-        found: dict[tuple[object, RecomputeMode, bool], list[_Sample]] = {}
-        for index, (module, kind) in enumerate(zip(self._blocks, self._kinds, strict=True)):
-            mode, inputs = self._probe(index), input_bytes(module)
+    def _sample(self) -> bool:
+        """Take samples of the blocks that ran; return whether a kind lacks one, for LayerDrop or an error skips blocks."""
+        self._probes += 1
+        ran: list[int] = []
+        for index, (module, kind, plan) in enumerate(zip(self._blocks, self._kinds, self._choice, strict=True)):
+            mode, inputs = plan.recompute, input_bytes(module)
+            if not inputs and not self._sizes[index]:
+                continue
+            ran.append(index)
+            self._inputs[index] = inputs
             if mode is RecomputeMode.SELECTIVE:
-                found.setdefault((kind, mode, False), []).append(_Sample(bytes=seen[index] + kept_bytes(module),
-                                                                         inputs=inputs))
+                self._samples.setdefault((kind, mode, False), []).append(
+                    _Sample(bytes=self._sizes[index] + kept_bytes(module), inputs=inputs))
                 mode = RecomputeMode.FULL  # where the hooks see it, it saves its inputs
-            for stays, sizes in ((False, seen), (True, staying)):
-                found.setdefault((kind, mode, stays), []).append(_Sample(bytes=sizes[index], inputs=inputs))
-        numbers = [min(each.scaled(input_bytes(module))
-                       for each in found.get((kind, mode, stays), found[kind, RecomputeMode.NONE, stays]))
-                   for module, kind in zip(self._blocks, self._kinds, strict=True) for mode, stays in _MEASURED.values()]
-        inputs = [*_MEASURED].index("inputs")  # of a block that recomputes they are there, whoever else saved them
-        for index, module in enumerate(self._blocks):
-            at = index * len(_MEASURED) + inputs
-            numbers[at] = max(numbers[at], input_bytes(module))
-        *numbers, outside, largest = self._most_of([*numbers, seen[-1] + held, self._largest])
+            for stays, sizes in ((False, self._sizes), (True, self._staying)):
+                self._samples.setdefault((kind, mode, stays), []).append(_Sample(bytes=sizes[index], inputs=inputs))
+        self._outside = max(self._outside, self._sizes[-1] + self._held)
+        self._probe([*ran, *(index for index in range(len(self._blocks)) if index not in ran)])
+        counts = Counter(self._kinds)
+        return any((kind, mode, False) not in self._samples for kind in counts for mode in _PROBED[:counts[kind]])
+
+    def _measured(self) -> PassBytes:
+        """Return the bytes of each block in each mode, the most over the ranks; 0 for a kind that never ran."""
+        most = {kind: max((self._inputs.get(index, 0) for index, each in enumerate(self._kinds) if each == kind))
+                for kind in self._kinds}
+        inputs = [self._inputs.get(index, most[kind]) for index, kind in enumerate(self._kinds)]
+        numbers = [min(each.scaled(size) for each in self._samples.get((kind, mode, stays), self._samples.get(
+                       (kind, RecomputeMode.NONE, stays), [_Sample(bytes=0, inputs=0)])))
+                   for size, kind in zip(inputs, self._kinds, strict=True) for mode, stays in _MEASURED.values()]
+        place = [*_MEASURED].index("inputs")  # of a block that recomputes they are there, whoever else saved them
+        for index, size in enumerate(inputs):
+            at = index * len(_MEASURED) + place
+            numbers[at] = max(numbers[at], size)
+        *numbers, outside, largest = self._most_of([*numbers, self._outside, self._largest])
         return PassBytes(outside=outside, largest=largest, blocks=tuple(
             BlockBytes(**dict(zip(_MEASURED, numbers[at:at + len(_MEASURED)], strict=True)))
             for at in range(0, len(numbers), len(_MEASURED))))

@@ -10,14 +10,14 @@ random numbers of the forward, updates no buffer, and appends to a cache of its 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from enum import Enum
 from functools import partial
 from inspect import signature
-from itertools import count
-from typing import Any
+from itertools import count, takewhile, zip_longest
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,10 +30,17 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import _detach_helper  # pyright: ignore[reportPrivateUsage]  as torch's selective checkpoint
 
 from shoal.activation.random_states import TRACKER, AllStates, ReenteredContext
+from shoal.errors import UsageError
 from shoal.log import warn_once
+from shoal.module_hooks import is_compiled, is_from, pre_hooks
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "input_bytes", "is_kept", "kept_bytes", "recompute_blocks"]
+__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "kept_bytes", "recompute_blocks",
+           "watch_inputs"]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RecomputeMode(Enum):
@@ -59,6 +66,11 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a block of Transformers gets a cache of keys and values, which it appends to."""
 
 
+def _outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a graph of torch.compile end before `function`, and another begin after it."""
+    return cast("Callable[P, T]", torch.compiler.disable(function))
+
+
 class _Block:
     """The hooks of a block, which stay on the module; without recompute they do nothing."""
 
@@ -68,11 +80,12 @@ class _Block:
         self.kept = 0
         """Bytes of outputs that the last forward kept with selective recompute."""
         self.input_bytes = 0
-        """Bytes of the first tensor among the arguments of the last forward."""
+        """Bytes of the first tensor among the arguments of the last forward that autograd recorded."""
         self._names = tuple(signature(module.forward).parameters)
         self._recomputes = False
+        self._watch: Callable[[nn.Module, int], None] | None = None
         self._forward: Generator[None] | None = None
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._place = module.register_forward_pre_hook(self._before, with_kwargs=True).id
         module.register_forward_hook(self._after, prepend=True, always_call=True)
 
     def __reduce__(self) -> tuple[type[_Block], tuple[nn.Module]]:
@@ -81,14 +94,30 @@ class _Block:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...],
                 kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            if self.recompute is RecomputeMode.NONE:
+                return None
+            if not is_compiled(module):
+                _refuse_graph(type(module).__name__)
+        return self._enter(module, args, kwargs)
+
+    @_outside_graphs
+    def _enter(self, module: nn.Module, args: tuple[Any, ...],
+               kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._recomputes:
             return self._with_own_cache(args, kwargs)  # those given may serve another recompute
+        if not torch.is_grad_enabled():
+            return None
         self.input_bytes = next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0)
-        if self.recompute is RecomputeMode.NONE or not torch.is_grad_enabled():
+        if self._watch is not None:
+            self._watch(module, self.input_bytes)  # it may choose another mode
+        if self.recompute is RecomputeMode.NONE:
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
-        self._forward = checkpoint_around(module, False, partial(self._contexts, module), "default", False, True,
+        held = _HeldArguments(type(module).__name__, self._names, own_args, own_kwargs)
+        self._forward = checkpoint_around(module, False, partial(self._contexts, module, held), "default", False, True,
                                           *own_args, **own_kwargs)
+        _running.append((module, self))
         next(self._forward)
         if own_kwargs is kwargs or not module.training:  # a script that generates reads what the block appends
             return None
@@ -97,9 +126,31 @@ class _Block:
         return self._with_own_cache(args, kwargs)
 
     def _after(self, module: nn.Module, args: object, output: object) -> None:
+        if not (torch.compiler.is_compiling() and self.recompute is RecomputeMode.NONE):
+            self._leave(module)
+
+    @_outside_graphs
+    def _leave(self, module: nn.Module) -> None:
+        if self._recomputes:  # a script differentiates within the block: the forward itself goes on
+            return
         forward, self._forward = self._forward, None
         if forward is not None:
+            _running.remove((module, self))
             next(forward, None)
+
+    def watch(self, callback: Callable[[nn.Module, int], None]) -> None:
+        """Call `callback` with the module and the bytes of its input at the begin of each forward that autograd records."""
+        self._watch = callback
+
+    def forget_input(self) -> None:
+        """Forget the input of the last forward."""
+        self.input_bytes = 0
+
+    def interrupt(self) -> None:
+        """End a forward that an interrupt has ended."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.close()
 
     def _with_own_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with copies of their caches, the same `kwargs` where there is none."""
@@ -109,29 +160,63 @@ class _Block:
         return ((*map(_own_cache, self._names, args), *args[len(self._names):]),
                 {name: _own_cache(name, value) for name, value in kwargs.items()})
 
-    def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def _contexts(self, module: nn.Module,
+                  held: _HeldArguments) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of a forward and of its recomputes: each backward through a kept graph has its own."""
         states = AllStates.of(TRACKER)
         outputs = _Outputs() if self.recompute is RecomputeMode.SELECTIVE else None
-        return self._forward_keeping(outputs), ReenteredContext(partial(self._recompute, module, states, outputs))
+        return self._forward_keeping(outputs), ReenteredContext(partial(self._recompute, module, states, outputs, held))
 
     @contextmanager
     def _forward_keeping(self, outputs: _Outputs | None) -> Generator[None]:
         if outputs is None:
             yield
             return
-        with _Keep(outputs):
+        with _Keep(outputs, lambda: self._recomputes):
             yield
         self.kept = outputs.drop_overwritten()
 
     @contextmanager
-    def _recompute(self, module: nn.Module, states: AllStates, outputs: _Outputs | None) -> Generator[None]:
+    def _recompute(self, module: nn.Module, states: AllStates, outputs: _Outputs | None,
+                   held: _HeldArguments) -> Generator[None]:
+        held.check()
         self._recomputes = True
         try:
-            with states.replayed(TRACKER), _buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
+            with (states.replayed(TRACKER), _buffers_apart(module), _without_hooks_before(module, self._place),
+                  nullcontext() if outputs is None else _Take(outputs)):
                 yield
         finally:
             self._recomputes = False
+
+
+@_outside_graphs
+def _refuse_graph(block: str) -> None:
+    """Raise `UsageError`: the graph around the block saved other tensors than the block, which runs again by itself."""
+    raise UsageError(f"activation_checkpointing: a {block} recomputes its activations within a larger graph of "
+                     f"torch.compile; compile the blocks, by engine.compile() or block.compile() for each, or leave "
+                     f"recompute and budget out: torch.compile chooses what a graph recomputes")
+
+
+class _HeldArguments:
+    """The tensors among a block's arguments that its checkpoint holds as they are, so that autograd checks no version.
+
+    They are keyword arguments, and tensors within lists, tuples, dicts and caches.
+    """
+
+    def __init__(self, block: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._block = block
+        positional = ((name, each) for name, each in zip_longest(names[:len(args)], args) if not isinstance(each, Tensor))
+        self._held = [(name, tensor, tensor._version) for name, value in (*positional, *kwargs.items())
+                      for tensor in tensors_within(value) if not tensor.is_inference()]
+
+    def check(self) -> None:
+        """Raise `UsageError` for a tensor that was written to after the forward."""
+        for name, tensor, version in self._held:
+            if tensor._version != version:
+                raise UsageError(f"activation_checkpointing: argument '{name}' of a {self._block}, of shape "
+                                 f"{tuple(tensor.shape)}, was written to in place after the block's forward, so that "
+                                 f"backward cannot compute the block again. Give the block a copy (`tensor.clone()`), or "
+                                 f"write after backward")
 
 
 def _own_cache(name: str, value: Any) -> Any:
@@ -151,6 +236,23 @@ def _buffers_apart(module: nn.Module) -> Generator[None]:
     finally:
         for each, name, buffer in buffers:
             setattr(each, name, buffer)
+
+
+@contextmanager
+def _without_hooks_before(module: nn.Module, place: int) -> Generator[None]:
+    """Within the context the module skips the hooks of scripts before the one at `place`: they made the saved arguments."""
+    hooks = pre_hooks(module)
+    before = takewhile(lambda key: key != place, hooks)
+    skipped = [key for key in before if not is_from(hooks[key], "shoal")]
+    kept = list(hooks.items())
+    for key in skipped:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        if skipped:
+            hooks.clear()
+            hooks.update(kept)
 
 
 class _Outputs:
@@ -208,11 +310,15 @@ class _SelectiveMode(TorchDispatchMode):
 
 
 class _Keep(_SelectiveMode):
-    """Keeps the outputs of products."""
+    """Keeps the outputs of products, but those of a recompute within the forward."""
+
+    def __init__(self, outputs: _Outputs, recomputes: Callable[[], bool]):
+        super().__init__(outputs)
+        self._recomputes = recomputes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if is_kept(func, args, kwargs or {}):
+        if is_kept(func, args, kwargs or {}) and not self._recomputes():
             self._outputs.keep(next(self._calls), output)
         return output
 
@@ -227,6 +333,17 @@ class _Take(_SelectiveMode):
 
 _blocks: WeakKeyDictionary[nn.Module, _Block] = WeakKeyDictionary()
 """The blocks of this process that have hooks."""
+_running: list[tuple[nn.Module, _Block]] = []
+"""The blocks with recompute whose forward has begun, outermost first."""
+
+
+def end_interrupted(root: nn.Module) -> None:
+    """End the forwards of blocks within `root` that an interrupt has ended: torch calls hooks for errors alone."""
+    if _running:
+        within = set(root.modules())
+        for module, block in [each for each in reversed(_running) if each[0] in within]:
+            _running.remove((module, block))
+            block.interrupt()
 
 
 def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> None:
@@ -243,5 +360,19 @@ def kept_bytes(module: nn.Module) -> int:
 
 
 def input_bytes(module: nn.Module) -> int:
-    """Return the bytes of the first tensor among the arguments of a block's last forward."""
+    """Return the bytes of the first tensor among the arguments of a block's last forward; 0 where it did not run."""
     return _blocks[module].input_bytes if module in _blocks else 0
+
+
+def watch_inputs(modules: Iterable[nn.Module], callback: Callable[[nn.Module, int], None]) -> None:
+    """Have the blocks among `modules` call `callback` with the bytes of their input before each forward of training."""
+    for module in modules:
+        if module in _blocks:
+            _blocks[module].watch(callback)
+
+
+def forget_inputs(modules: Iterable[nn.Module]) -> None:
+    """Forget the inputs of the blocks among `modules`: a pass begins."""
+    for module in modules:
+        if module in _blocks:
+            _blocks[module].forget_input()

@@ -12,7 +12,6 @@ elsewhere; flex runs where it is asked for.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
@@ -27,12 +26,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.attention import flex, gather, reference
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
-from shoal.autograd import isolated
+from shoal.autograd import check_first_derivative, isolated
 from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -116,9 +114,9 @@ class _Attend(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backend's backward, and sum the scores' gradient to the shape of the bias."""
+        check_first_derivative("block-sparse attention", "take backend='reference', which has all scores in memory")
         query, key, value, output, sums, *terms = ctx.saved_tensors
         call = replace(ctx.call, terms=tuple(Term(tensor=tensor, multiplies=multiplies)
                                                    for tensor, multiplies in zip(terms, ctx.multiplies, strict=True)))

@@ -61,7 +61,7 @@ def use_tiled_loss(model: nn.Module, *, loss: TiledLoss | None = None, kernels: 
     language.set_output_embeddings(tiled)
     language.loss_function = deferral.loss
     tiled.register_forward_pre_hook(deferral.before_head, with_kwargs=True)
-    tiled.register_forward_hook(deferral.after_head)
+    tiled.register_forward_hook(deferral.after_head, prepend=True)  # what another hook makes of it is not the same tensor
     model.register_forward_pre_hook(deferral.before_model, with_kwargs=True)
     model.register_forward_hook(deferral.after_model, always_call=True)
 

@@ -12,7 +12,8 @@ goes to the layer's own forward:
 | cross attention, returned attention probabilities | |
 | a dropout of 1 | |
 | attention of another implementation than eager and SDPA | block-sparse or split sequences stay so |
-| layers whose linear modules were replaced | tensor-parallel ones, or adapters |
+| layers whose linear modules or norms were replaced | tensor-parallel ones, or adapters |
+| hooks on modules within the layer | theirs, and those of `weight_norm`, `spectral_norm` and `prune` |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
+from shoal.module_hooks import has_hooks
 from shoal.nn.layer_form import Affine, LayerForm, LayerWeights, transformer_layer
 from shoal.nn.passes import Gelu, check_invertible
 from shoal.nn.probe import Choice, choose
@@ -35,6 +37,8 @@ __all__ = ["inject_transformer_layers", "restore_transformer_layers"]
 
 _GELUS: Mapping[str, Gelu] = MappingProxyType({"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"})
 _OLDEST = 5
+_AFFINE = 2
+"""The parameters of a norm that the fused layer serves: gain and shift."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,13 @@ def _not_served(layer: Any, kind: _Kind, given: Mapping[str, Any]) -> str | None
         return f"its attention is {implementation!r}"
     if any(type(layer.get_submodule(path)).__name__ != kind.linear_class for path in kind.linears):
         return "its linear modules were replaced"
+    for path in kind.norms:
+        norm = layer.get_submodule(path)
+        if type(norm) is not nn.LayerNorm or len(list(norm.parameters())) != _AFFINE:
+            return "its norms were replaced"
+    hooked = [name for name, module in layer.named_modules() if name and has_hooks(module, "shoal", "transformers")]
+    if hooked:
+        return f"its {hooked[0]} has hooks"
     return None
 
 

@@ -146,7 +146,7 @@ def _attention(x: Tensor, mask: Tensor | None, weights: LayerWeights, form: Laye
     """Return the context (batch, length, hidden)."""
     projected = [linear(x, each.weight, each.bias, products) for each in weights.qkv]
     parts = projected[0].chunk(3, -1) if len(projected) == 1 else projected
-    query, key, value = (part.unflatten(-1, (form.heads, -1)).transpose(1, 2) for part in parts)
+    query, key, value = (part.unflatten(-1, (form.heads, part.shape[-1] // form.heads)).transpose(1, 2) for part in parts)
     if x.device.type == "cpu" and x.dtype != torch.float64:
         context = _on_host(query, key, value, mask, form, seed)
     else:  # on accelerators fused kernels, which save no probabilities; their dropout is by a counter too

@@ -35,7 +35,7 @@ _PLAIN = (Tensor, nn.Parameter)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
     """Return x W^T + b as `F.linear` does, by `products` forward and backward."""
     if (torch.compiler.is_compiling() or not _is_plain(x, weight) or in_function_transform()
-            or torch.is_autocast_enabled("cpu") or current_queue() is not None):
+            or torch.is_autocast_enabled("cpu") or current_queue() is not None or x.shape[-1:] != weight.shape[-1:]):
         return F.linear(x, weight, bias)
     return cast(Tensor, _Linear.apply(x, weight, bias, products))
 
@@ -114,11 +114,13 @@ def _forward(choice: Choice) -> Callable[[nn.Linear, Tensor], Tensor]:
 _FORWARDS = {"auto": _forward("auto"), "onednn": _forward("onednn")}
 
 
-def _linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield each `nn.Linear` whose forward is torch's, or one of these."""
+def _linears(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield each `nn.Linear` whose forward is torch's, and each module with one of these."""
     for module in model.modules():
         own = vars(module).get("forward")
-        if type(module) is nn.Linear and (own is None or getattr(own, "__func__", None) in _FORWARDS.values()):
+        function = getattr(own, "__func__", None)
+        plain = own is None or function is nn.Linear.forward  # an attribute of a module that was unpickled
+        if (type(module) is nn.Linear and plain) or function in _FORWARDS.values():
             yield module
 
 

@@ -15,18 +15,18 @@ same by its own operations.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shoal.attention.dropout import drop_rows, threshold
+from shoal.autograd import check_first_derivative, differentiable_gradients
 from shoal.errors import UsageError
 from shoal.native import layers as native
 from shoal.native.layers import NO_DROPOUT, DropMask
@@ -42,11 +42,16 @@ Gelu = Literal["none", "tanh"]
 
 SMALLEST_GAIN = 1e-3
 """An invertible norm multiplies rounding errors of its output by 1 / gain: 1000 times at most."""
+_INVERTIBLE = "an invertible layer norm, which keeps its output alone,", "set normalize_invertible to false"
 
 
 def dropout_add(x: Tensor, residual: Tensor, *, dropout: float, seed: int) -> Tensor:
     """Return residual + dropout(x), both (..., columns); with the same `seed` the same elements are dropped."""
-    return cast(Tensor, _DropoutAdd.apply(x, residual, dropout, seed)) if dropout else residual + x
+    if not dropout:
+        return residual + x
+    if x.shape != residual.shape:
+        x, residual = torch.broadcast_tensors(x, residual)
+    return cast(Tensor, _DropoutAdd.apply(x, residual, dropout, seed))
 
 
 def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tensor:
@@ -98,7 +103,7 @@ def dropout_add_norm_with_sum(x: Tensor, residual: Tensor, gain: Tensor, shift: 
 
 def _check_columns(name: str, x: Tensor, **operands: Tensor | None) -> None:
     for key, operand in operands.items():
-        if operand is not None and operand.shape != x.shape[-1:]:
+        if operand is not None and (x.dim() == 0 or operand.shape != x.shape[-1:]):
             raise UsageError(f"{name}: got x {tuple(x.shape)} and a {key} {tuple(operand.shape)}; the {key} is "
                              f"{tuple(x.shape[-1:])}")
 
@@ -106,6 +111,8 @@ def _check_columns(name: str, x: Tensor, **operands: Tensor | None) -> None:
 def bias_gelu(u: Tensor, bias: Tensor, *, approximate: Gelu = "none") -> Tensor:
     """Return gelu(u + bias) of `u` (..., columns) and `bias` (columns,)."""
     _check_columns("bias_gelu", u, bias=bias)
+    if approximate not in get_args(Gelu):
+        raise UsageError(f"bias_gelu: approximate: got {approximate!r}; choose {', '.join(get_args(Gelu))}")
     if fused_passes(u, bias) is None:
         return F.gelu(u + bias, approximate=approximate)
     return cast(Tensor, _BiasGelu.apply(u, bias, approximate))
@@ -156,10 +163,28 @@ class _DropoutAdd(torch.autograd.Function):
         return drop(x, residual, dropout, seed)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        of_x = drop(gradient, None, ctx.dropout, ctx.seed) if ctx.needs_input_grad[0] else None
-        return of_x, gradient, None, None
+        return _dropped(gradient, ctx.dropout, ctx.seed) if ctx.needs_input_grad[0] else None, gradient, None, None
+
+
+class _Drop(torch.autograd.Function):
+    """Dropout by itself, which is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: float, seed: int) -> Tensor:
+        ctx.dropout, ctx.seed = dropout, seed
+        return drop(x, None, dropout, seed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _dropped(gradient, ctx.dropout, ctx.seed), None, None
+
+
+def _dropped(x: Tensor, dropout: float, seed: int) -> Tensor:
+    """Return dropout(x), which autograd differentiates where it records."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, _Drop.apply(x, dropout, seed))
+    return drop(x, None, dropout, seed)
 
 
 class _InvertibleNorm(torch.autograd.Function):
@@ -170,8 +195,8 @@ class _InvertibleNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        check_first_derivative(*_INVERTIBLE)
         y, rate, gain, shift = ctx.saved_tensors
         centred = (y - shift).div_(gain).div_(rate)  # h - mean
         of_h, of_gain, of_shift = torch.ops.aten.native_layer_norm_backward(
@@ -190,14 +215,15 @@ class _DropoutAddNorm(torch.autograd.Function):
             eps=eps, dropout=dropout, keep_sum=keep_sum or not invertible)
         h, y = None if h is None else _shaped(h, x), _shaped(y, x)
         ctx.save_for_backward(y if invertible else h, None if invertible else means, rates, gain, shift)
-        ctx.dropout, ctx.passes = dropout, passes
+        ctx.dropout, ctx.passes, ctx.eps, ctx.invertible = dropout, passes, eps, invertible
         ctx.set_materialize_grads(False)
-        return h if keep_sum else None, y
+        return h, y  # what is saved is an output, so that a second derivative leads through it
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_h: Tensor | None, of_y: Tensor | None) -> tuple[Tensor | None, ...]:
         held, means, rates, gain, shift = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _DropoutAddNorm._recorded(ctx, of_h, of_y)
         shape, held = held.shape, _rows(held)
         of_y = torch.zeros_like(held) if of_y is None else _rows(of_y)
         of_x, of_residual, partial = ctx.passes.dropout_add_norm_backward(
@@ -209,6 +235,28 @@ class _DropoutAddNorm(torch.autograd.Function):
                 of_gain, of_shift, None, None, None, None, None)
 
 
+    @staticmethod
+    def _recorded(ctx: Any, of_h: Tensor | None, of_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients with a graph of their own."""
+        if ctx.invertible:
+            check_first_derivative(*_INVERTIBLE)
+        h, _, _, gain, shift = ctx.saved_tensors
+        of_gain = of_shift = None
+        of_sum = of_h
+        if of_y is not None:
+            def norm(h: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+                return F.layer_norm(h, gain.shape, gain, shift, ctx.eps)
+
+            through, of_gain, of_shift = differentiable_gradients(norm, (h, gain, shift), of_y)
+            of_sum = through if of_h is None or through is None else through + of_h
+        if of_sum is None:
+            return (None,) * 10
+        dropout: DropMask = ctx.dropout
+        of_x = _dropped(of_sum, dropout.threshold / 2**32, dropout.seed) if dropout.threshold else of_sum
+        of_bias = of_x.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return of_x, of_bias, of_sum, of_gain, of_shift, None, None, None, None, None
+
+
 class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, bias: Tensor, approximate: Gelu) -> Tensor:
@@ -217,9 +265,10 @@ class _BiasGelu(torch.autograd.Function):
         return _gelu(u, bias, approximate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         u, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *differentiable_gradients(partial(_plain_gelu, approximate=ctx.approximate), (u, bias), gradient), None
         return *_gelu_backward(gradient, u, bias, ctx.approximate), None
 
 
@@ -232,9 +281,15 @@ class _GeluLinear(torch.autograd.Function):
         return products.linear(_gelu(u, inner_bias, approximate), weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         u, weight, inner_bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            def product(u: Tensor, weight: Tensor, inner_bias: Tensor | None) -> Tensor:
+                return F.linear(_plain_gelu(u, inner_bias, approximate=ctx.approximate), weight)
+
+            of_u, of_weight, of_inner = differentiable_gradients(product, (u, weight, inner_bias), gradient)
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+            return of_u, of_weight, of_bias, None, None, of_inner
         of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
             of_weight = ctx.products.gradient_of_weight(gradient, _gelu(u, inner_bias, ctx.approximate))
@@ -243,6 +298,10 @@ class _GeluLinear(torch.autograd.Function):
         of_gelu = ctx.products.gradient_of_input(gradient, weight)
         of_u, of_inner = _gelu_backward(of_gelu, u, inner_bias, ctx.approximate)
         return of_u, of_weight, of_bias, None, None, of_inner
+
+
+def _plain_gelu(u: Tensor, bias: Tensor | None, *, approximate: Gelu) -> Tensor:
+    return F.gelu(u if bias is None else u + bias, approximate=approximate)
 
 
 def _gelu(u: Tensor, bias: Tensor | None, approximate: Gelu) -> Tensor:

@@ -17,19 +17,19 @@ Label smoothing is that of torch's `cross_entropy`; the z-loss is that of PaLM (
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from shoal.autograd import keeps_graph
+from shoal.autograd import check_first_derivative, differentiable_gradients, keeps_graph
 from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import stretch
@@ -67,9 +67,12 @@ class TiledLoss:
             raise UsageError(f"tiled loss: reduction: got {self.reduction!r}; choose {', '.join(REDUCTIONS)}")
         if not 0 <= self.label_smoothing <= 1:
             raise UsageError(f"tiled loss: label_smoothing: got {self.label_smoothing}; it lies between 0 and 1")
-        if not self.z_loss >= 0:
-            raise UsageError(f"tiled loss: z_loss: got {self.z_loss}; it is 0 or more")
-        if self.rows is not None and not (isinstance(self.rows, int) and self.rows >= 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not 0 <= self.z_loss < math.inf:
+            raise UsageError(f"tiled loss: z_loss: got {self.z_loss}; it is a number of 0 or more")
+        if type(self.ignore_index) is not int:
+            raise UsageError(f"tiled loss: ignore_index: got {self.ignore_index!r}; give the target of tokens that do not "
+                             f"count, as -100")
+        if self.rows is not None and not (type(self.rows) is int and self.rows >= 1):
             raise UsageError(f"tiled loss: rows: got {self.rows}; give 1 or more tokens, or None")
         if self.recompute is False and self.reduction == "none":
             raise UsageError("tiled loss: recompute: got False beside reduction 'none', whose gradients are not known in "
@@ -154,6 +157,13 @@ class _LossCall:
         foreign = (local < 0) | (local >= self.shape[0]) | ~self.counted[tile]
         return local.masked_fill(foreign, 0), foreign
 
+    def whole(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the losses of all tokens by torch's operations on whole logits."""
+        logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        form = TokenLoss(smoothing=self.loss.label_smoothing, z_loss=self.loss.z_loss)
+        targets = coded_targets(self.targets, self.counted, logits.shape[-1])
+        return form.by_torch(logits.to(wide_dtype(logits.dtype)), targets, self.counted)
+
     def losses(self, logits: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
         """Return the loss and the logsumexp over all words of each token, from this rank's fp32 `logits`."""
         return self._fused(logits, tile) or self._losses(logits, tile)
@@ -226,19 +236,25 @@ class _TiledLoss(torch.autograd.Function):
             else:
                 losses[tile], sums[tile] = problem.losses(logits, tile)
         if not ctx.taken:
-            ctx.save_for_backward(rows, weight, bias, sums)
+            ctx.save_for_backward(hidden, weight, bias, sums)
             return losses
         ctx.save_for_backward(*gradients.finish())
         return mean_of_counted(losses, problem.counted) if problem.loss.reduction == "mean" else losses.sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         problem: _LossCall = ctx.problem
+        if ctx.taken or problem.words is not None:
+            check_first_derivative("the tiled loss", "take TiledLoss(recompute=True), or whole logits where the words are "
+                                                     "sliced over tensor ranks")
         if ctx.taken:
             found = [_scaled(each, gradient) for each in ctx.saved_tensors]
+        elif torch.is_grad_enabled():  # with all logits in memory
+            hidden, weight, bias, _ = ctx.saved_tensors
+            return *differentiable_gradients(problem.whole, (hidden, weight, bias), gradient), None
         else:
-            rows, weight, bias, sums = ctx.saved_tensors
+            hidden, weight, bias, sums = ctx.saved_tensors
+            rows = hidden.reshape(-1, hidden.shape[-1])
             gradients = _Gradients(rows, weight, bias, ctx.needs_input_grad[:3], problem.products)
             for tile in problem.tiles():
                 logits = problem.products.linear(rows[tile], weight, bias).to(sums.dtype)

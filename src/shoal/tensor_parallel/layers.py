@@ -17,7 +17,6 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from shoal.autograd import is_reached
+from shoal.autograd import check_first_derivative, is_reached
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import TensorSlice, divided
 from shoal.pipeline.split_backward import WeightGradQueue, WeightGradTask, current_queue
@@ -295,6 +293,9 @@ def row(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | N
     return cast(Tensor, _RowProduct.apply(*_in_one_dtype(x, weight, bias), axis, dim, products))
 
 
+_SLICED = "a product over the ranks of a tensor axis", "take a mesh without tensor ranks"
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None,
@@ -305,8 +306,8 @@ class _ColumnProduct(torch.autograd.Function):
         return products.linear(x if dim is None else gathered(x, axis, dim), weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        check_first_derivative(*_SLICED)
         x, weight = ctx.saved_tensors
         axis, dim = ctx.axis, ctx.dim
         wants_x, wants_weight, wants_bias = _wanted(ctx)
@@ -339,8 +340,8 @@ class _RowProduct(torch.autograd.Function):
         return summed(addend, axis, dim).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        check_first_derivative(*_SLICED)
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = _wanted(ctx)
         if ctx.dim is not None:

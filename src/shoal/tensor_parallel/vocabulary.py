@@ -13,7 +13,6 @@ sum of scores. They are gathered and added in rank order, so that the loss has t
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from shoal.autograd import check_first_derivative
 from shoal.errors import UsageError
 from shoal.mesh.tensor_slice import TensorSlice, stretch
 from shoal.tensor_parallel.axis import Axis, eager
@@ -224,8 +223,8 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        check_first_derivative("the cross entropy over slices of words", "take a mesh without tensor ranks")
         scores, logarithm, local, foreign, ignored = ctx.saved_tensors
         gradient = gradient.masked_fill(ignored, 0)
         if scores.dtype.itemsize == 1:

@@ -147,7 +147,7 @@ class Hooks:
     def _end_call(self, module: nn.Module, args: object, output: object) -> None:
         """End the forward pass with its outermost call, which may have raised."""
         if module is self._outermost and not in_backward():
-            if module is self._model:
+            if module is self._model and output is not None:  # None: it raised
                 self._saved.see_output(output)
             self._finish(concluded=output is not None)
 

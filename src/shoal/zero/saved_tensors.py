@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.activation import RestingView, SavedActivations
+from shoal.activation import RestingView, SavedActivations, end_interrupted
 from shoal.activation.saved import version_witness
 from shoal.autograd import in_backward, saved_by_checkpoint
 from shoal.errors import TierError, UsageError
@@ -121,6 +121,7 @@ class SavedTensorTracker:
         self._unit_of = {module: found[0] for module, found in within.items() if found}
         self._running: list[nn.Module] = []  # whose forward has begun, outermost first
         self._hooks: saved_tensors_hooks | None = None
+        self._root: nn.Module | None = None
 
     def __bool__(self) -> bool:
         return bool(self._weights) or self._activations is not None
@@ -132,6 +133,7 @@ class SavedTensorTracker:
         expects as much from the recompute, whose forward hooks gather within backward.
         """
         self.end()  # of a forward that was interrupted: torch may not have said so
+        self._root = root
         self._running = list(self._unit_of)[:1]  # what runs in none of them counts as in the first
         if self._activations is not None:
             self._activations.begin_pass(root)
@@ -145,7 +147,9 @@ class SavedTensorTracker:
             self._activations.see_output(output)
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, after those that an interrupt has left within them."""
+        if self._root is not None:
+            end_interrupted(self._root)
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
