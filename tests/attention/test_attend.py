@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from shoal.attention import Blocks, attend
 from shoal.attention.attend import BACKENDS
+from shoal.attention.call import HIDES
 from shoal.errors import UsageError
 from shoal.native import attention as native
 
@@ -57,12 +58,24 @@ def padded(batches: int, length: int, block: int) -> Tensor:
     return mask
 
 
+def least(batches: int, length: int, block: int) -> Tensor:
+    """Return a mask that hides as `padded` does, by finite numbers, and all keys of the last sample."""
+    mask = padded(batches, length, block).clamp(min=HIDES)
+    mask[-1] = torch.finfo(torch.float32).min
+    return mask
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "key padding": {"key_padding": lambda b, n, k: padded(b, n, k)},
     "key padding that multiplies": {
         "key_padding": lambda b, n, k: (padded(b, n, k) == 0).float(), "key_padding_mode": "mul"},
+    "key padding of the least numbers": {"key_padding": lambda b, n, k: least(b, n, k)},
+    "mask of the least number of fp16": {
+        "mask": lambda b, n, k: torch.zeros(n, n).half().masked_fill(torch.ones(n, n).triu(n // 2).bool(), HIDES)},
+    "bias of the least number": {
+        "bias": lambda b, n, k: torch.zeros(n, n).masked_fill(torch.arange(n) % 7 != 0, -1e9), "causal": True},
     "mask of bool": {"mask": lambda b, n, k: torch.rand(n, n, generator=torch.Generator().manual_seed(5)) < 0.8},
     "mask of bf16": {"mask": lambda b, n, k: torch.randn(n, n, generator=torch.Generator().manual_seed(5)).bfloat16()},
     "causal mask that multiplies": {"causal": True, "mask_mode": "mul",
@@ -125,6 +138,31 @@ def test_rows_that_see_nothing_give_zeros_and_no_nan(backend: Any) -> None:
     assert not output[:, :, 32:48].any() and not to_query[:, :, 32:48].any()
     assert not output[1].any() and not to_key[1].any() and not to_value[1].any()
     assert output[0, :, :32].all() and not any(each.isnan().any() for each in (output, to_query, to_key, to_value))
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("name", ["key_padding", "mask", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_addend_of_the_least_fp16_or_less_hides_as_minus_infinity(backend: Any, name: str, dtype: torch.dtype) -> None:
+    blocks = random_blocks(1, 5, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    shape = (2 if name == "key_padding" else blocks.length, blocks.kv_length)
+    hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    hidden[1] = True  # a sample or a row that sees nothing
+    for number in (HIDES, torch.finfo(dtype).min):
+        given, infinite = (torch.zeros(shape, dtype=dtype).masked_fill(hidden, each) for each in (number, -torch.inf))
+        got, expected = (passes(backend, tensors, blocks, **{name: each}) for each in (given, infinite))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert not (got[0][1] if name == "key_padding" else got[0][:, :, 1]).any()
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+def test_an_addend_just_above_the_least_fp16_is_added(backend: Any) -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    query, key, value = operands(blocks, 2, 2, 16)
+    mask = torch.full((2, 64), -65503.0)
+    torch.testing.assert_close(attend(query, key, value, blocks, key_padding=mask, backend=backend),
+                               attend(query, key, value, blocks, backend=backend), rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("backend", FAST)

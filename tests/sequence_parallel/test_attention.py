@@ -59,6 +59,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     exchange: Any = "auto"
     backend: Any = "auto"
+    least: bool = False
+    """Whether padding is added as the least number of fp32, and hides all of the last sample."""
     masked: bool = False
     """Whether there is a mask of each query and key, and a bias of each head, which has a gradient."""
 
@@ -79,7 +81,10 @@ class Case:
         padding = torch.ones(BATCH, LENGTH, dtype=torch.bool)
         padding[0, -40:] = False
         padding[1, :20] = False
-        return {"causal": self.causal, "key_padding": padding if self.padded else None, "dropout": self.dropout, "seed": 11,
+        added = torch.zeros(BATCH, LENGTH).masked_fill(~padding, torch.finfo(torch.float32).min)
+        added[-1] = torch.finfo(torch.float32).min
+        padding = added if self.least else padding if self.padded else None
+        return {"causal": self.causal, "key_padding": padding, "dropout": self.dropout, "seed": 11,
                 "mask": mask, "backend": self.backend}
 
 
@@ -124,6 +129,8 @@ CASES = [
       for layout in ("ones", "bigbird", "each head its own") for exchange in ("heads", "blocks")),
     *(Case(layout, 6, 3, padded=True, dropout=0.1, exchange="blocks", backend="gather")
       for layout in ("bigbird", "each head its own")),
+    *(Case(layout, least=True, exchange=exchange, backend=backend)
+      for layout in ("longformer", "each head its own") for exchange, backend in (("heads", "auto"), ("blocks", "gather"))),
     Case("dense", 3, 1, causal=True, padded=True, dropout=0.3),
     Case("dense", 1, 1),
     Case("longformer", 5, 5, dtype=torch.bfloat16, exchange="blocks"),

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shoal.attention import flex, gather, reference
 from shoal.attention.blocks import Blocks
-from shoal.attention.call import AttentionCall, Term
+from shoal.attention.call import HIDES, AttentionCall, Term
 from shoal.autograd import check_first_derivative, isolated
 from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
@@ -55,7 +55,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
 
     `key_padding` (batches, kv_length) and `mask` (length, kv_length) are added to the scores ("add"); or hide keys where
     they are 0 ("mul"). A mask of dtype bool hides where it is False. `bias` (batches or 1, heads or 1, length, kv_length),
-    or without the first or the first two of these, is added to the scores, and has a gradient.
+    or without the first or the first two of these, is added to the scores, and has a gradient. An added value of -65504 or
+    less hides its key as -inf does.
 
     `dropout` is the probability with which an attention probability is set to zero. `seed` determines which ones (drawn
     from torch's generator of the host unless given). `first_head` is the number of the first of these heads in the whole
@@ -381,7 +382,7 @@ def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
     top = tensor.amax(-1)
     if term.tensor.is_floating_point() and bool(top.isnan().any()):
         raise UsageError(f"attend: {name} has NaN; where nothing is to be masked give 0 in mode 'add', 1 in mode 'mul'")
-    hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top == -torch.inf
+    hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top <= HIDES
     return hides if hides.dim() == 3 else hides.squeeze(-1)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.attention.attend import Mode
 from shoal.attention.blocks import Blocks
+from shoal.attention.call import addend
 from shoal.errors import NotServed, UsageError
 
 __all__ = ["MatMul", "Softmax"]
@@ -98,7 +99,7 @@ class Softmax(_OfLayout):
         self._check_sparse(x)
         scores = x.float() * scale
         if rpe is not None:
-            scores = scores + self._tiles(rpe)
+            scores = scores + addend(self._tiles(rpe))
         if key_padding_mask is not None:
             columns = key_padding_mask.unflatten(-1, (self.layout.shape[2], self.block))[:, self.columns, None]
             scores = scores + _added(columns, key_padding_mask_mode)
@@ -122,5 +123,5 @@ class Softmax(_OfLayout):
 
 def _added(mask: Tensor, mode: Mode) -> Tensor:
     if mode == "add" and mask.dtype != torch.bool:
-        return mask.float()
+        return addend(mask)
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask == 0, -torch.inf)

@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shoal.attention.dropout import row_keys, threshold
 
 if TYPE_CHECKING:
     from shoal.attention.blocks import Blocks
 
-__all__ = ["AttentionCall", "Term"]
+__all__ = ["HIDES", "AttentionCall", "Term", "addend"]
+
+HIDES = -65504.0
+"""An addend of this or less, the least number of fp16, hides its key as -inf does.
+
+Models write "minus infinity" as the least number of some dtype. In a row that sees only such keys it would swallow the scores,
+and the log-sum-exp in fp32 would lose the number of keys. The C++ kernel has the same number.
+"""
+
+
+def addend(values: Tensor) -> Tensor:
+    """Return what `values` of a mask or bias add to scores, in fp32: -inf where they hide. Gradients flow to the others."""
+    return F.threshold(values.float(), HIDES, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +43,7 @@ class Term:
     def added(self, values: Tensor) -> Tensor:
         """Return the addend to scores of some `values` of the tensor, in fp32."""
         if not self.multiplies:
-            return values.float()
+            return addend(values)
         return torch.zeros(values.shape, device=values.device).masked_fill_(values == 0, -torch.inf)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from shoal.attention.blocks import Blocks
-from shoal.attention.call import AttentionCall
+from shoal.attention.call import HIDES, AttentionCall
 from shoal.device import HOST
 
 __all__ = ["attention", "coarse", "serves"]
@@ -91,7 +91,8 @@ def _added(call: AttentionCall) -> Callable[..., Tensor] | None:
         for term in call.terms:
             batches, heads, rows, _ = term.tensor.shape
             of_score = term.tensor[batch if batches > 1 else 0, head if heads > 1 else 0, row if rows > 1 else 0, column]
-            added = torch.where(of_score == 0, -torch.inf, 0.0) if term.multiplies else of_score
+            added = (torch.where(of_score == 0, -torch.inf, 0.0) if term.multiplies else
+                     torch.where(of_score <= HIDES, -torch.inf, of_score))
             value = value + added
         return value
     return score

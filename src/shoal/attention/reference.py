@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.attention.call import AttentionCall
+from shoal.attention.call import AttentionCall, addend
 from shoal.attention.dropout import keep
 
 __all__ = ["attention"]
@@ -18,7 +18,7 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bi
     wide_key, wide_value = (each.float().repeat_interleave(group, dim=1) for each in (key, value))
     scores = query.float() @ wide_key.transpose(-1, -2) * call.scale
     if bias is not None:
-        scores = scores + bias.float()
+        scores = scores + addend(bias)
     for term in call.terms[call.biased:]:
         scores = scores + term.added(term.tensor)
     visible = blocks.layout.to(query.device).repeat_interleave(blocks.block, 1).repeat_interleave(blocks.block, 2)

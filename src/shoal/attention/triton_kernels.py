@@ -24,11 +24,12 @@ from torch import Tensor
 from triton import knobs
 
 from shoal.attention.blocks import Blocks
-from shoal.attention.call import AttentionCall
+from shoal.attention.call import HIDES, AttentionCall
 from shoal.device import selected
 
 __all__ = ["INTERPRETED", "backward", "forward"]
 
+_LEAST = tl.constexpr(HIDES)
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels, on the host."""
 
@@ -161,10 +162,13 @@ def _kept_there(keys, batch, head, heads, length, rows, places, DROPPED: tl.cons
 
 @triton.jit
 def _with_term(scores, term, batch_stride, head_stride, row_stride, batch, head, rows, places, MULTIPLIES: tl.constexpr):
-    """Add a term to a tile of scores; or hide the scores where it is 0."""
+    """Add a term to a tile of scores, and hide those to which it adds HIDES or less; or hide the scores where it is 0."""
     at = term + batch * batch_stride + head * head_stride + rows[:, None] * row_stride + places[None, :]
     values = tl.load(at)
-    return tl.where(values == 0, float("-inf"), scores) if MULTIPLIES else scores + values.to(tl.float32)
+    if MULTIPLIES:
+        return tl.where(values == 0, float("-inf"), scores)
+    added = values.to(tl.float32)
+    return tl.where(added <= _LEAST, float("-inf"), scores + added)
 
 
 @triton.jit

@@ -52,6 +52,7 @@ typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kHides = -65504.0f;  // an addend of this or less hides its key: HIDES of attention/call.py
 constexpr int64_t kUnit = 16;      // blocks are multiples of it, and so are head dims
 constexpr int64_t kChunkKeys = 64; // keys whose scores are held at a time, at least: blocks of 16 go four at a time
 constexpr uint32_t kGolden = 0x9E3779B9u;
@@ -149,7 +150,8 @@ inline float element(const void* data, int32_t dtype, int64_t i) {
 
 inline float added(const Term& term, int64_t i) {
     const float value = element(term.data, term.dtype, i);
-    return term.multiplies ? (value == 0.0f ? -kInfinity : 0.0f) : value;
+    if (term.multiplies) return value == 0.0f ? -kInfinity : 0.0f;
+    return value <= kHides ? -kInfinity : value;
 }
 
 // --- The three products ---
