@@ -117,6 +117,18 @@ def test_lengths_of_queries_and_keys_may_differ(backend: Any) -> None:
     close(passes(backend, tensors, blocks), passes("reference", tensors, blocks))
 
 
+@pytest.mark.parametrize("backend", ["gather", "auto"])
+@pytest.mark.parametrize("value_dim", [1, 8, 40])
+@pytest.mark.parametrize("layout_heads", [1, 4])
+def test_values_may_be_of_another_dim_than_keys(backend: Any, value_dim: int, layout_heads: int) -> None:
+    blocks = random_blocks(layout_heads, 5, 16)
+    query, key, value = operands(blocks, 4, 2, 24)
+    tensors = [query, key, torch.randn(*value.shape[:3], value_dim, generator=torch.Generator().manual_seed(4))]
+    got = passes(backend, tensors, blocks, dropout=0.1, seed=2, causal=True)
+    close(got, passes("reference", tensors, blocks, dropout=0.1, seed=2, causal=True))
+    assert got[0].shape == (2, 4, blocks.length, value_dim)
+
+
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_operands_of_16_bits_are_computed_in_fp32(backend: Any, dtype: torch.dtype) -> None:
@@ -240,6 +252,14 @@ def test_small_blocks_are_computed_by_gather_with_one_warning(caplog: pytest.Log
     for _ in range(2):
         close(passes("auto", tensors, blocks), passes("reference", tensors, blocks))
     assert sum("takes multiples of 16" in each.message for each in caplog.records) == 1
+
+
+def test_the_warning_of_a_fallback_names_the_dim_of_values(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = random_blocks(1, 5, 16)
+    query, key, value = operands(blocks, 2, 2, 16)
+    attend(query, key, value[..., :11], blocks)
+    assert [each.message for each in caplog.records if "values of dim 11 and keys of dim 16" in each.message]
+    assert not any("takes multiples of 16" in each.message for each in caplog.records)
 
 
 def _bad(**changes: Any) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Case:
     layout: str
     heads: int = 4
     kv_heads: int = 4
+    value_dim: int = DIM
     causal: bool = False
     padded: bool = False
     dropout: float = 0.0
@@ -69,8 +70,8 @@ class Case:
 
     def operands(self) -> list[Tensor]:
         generator = torch.Generator().manual_seed(3)
-        counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        return [torch.randn(BATCH, count, LENGTH, DIM, generator=generator).to(self.dtype) for count in counts]
+        shapes = ((self.heads, DIM), (self.kv_heads, DIM), (self.kv_heads, self.value_dim), (self.heads, self.value_dim))
+        return [torch.randn(BATCH, heads, LENGTH, dim, generator=generator).to(self.dtype) for heads, dim in shapes]
 
     def bias(self) -> Tensor | None:
         generator = torch.Generator().manual_seed(4)
@@ -132,7 +133,8 @@ CASES = [
     *(Case(layout, least=True, exchange=exchange, backend=backend)
       for layout in ("longformer", "each head its own") for exchange, backend in (("heads", "auto"), ("blocks", "gather"))),
     Case("dense", 3, 1, causal=True, padded=True, dropout=0.3),
-    Case("dense", 1, 1),
+    *(Case("bigbird", 6, 2, value_dim=5, exchange=exchange) for exchange in ("heads", "blocks")),
+    Case("dense", value_dim=24, causal=True), Case("dense", 1, 1),
     Case("longformer", 5, 5, dtype=torch.bfloat16, exchange="blocks"),
     Case("longformer", 5, 1, dtype=torch.bfloat16, exchange="heads"),
     Case("window", causal=True), Case("bigbird", padded=True),
@@ -167,10 +169,10 @@ def test_the_bytes_sent_are_those_of_the_formula(ranks: int) -> None:
             if case.exchange == "blocks":
                 assert blocks is not None
                 plan = block_plan(blocks.lower if case.causal else blocks, case.heads, case.kv_heads, rank, ranks)
-                sent = plan.sent_bytes(BATCH, DIM, DIM, size)
+                sent = plan.sent_bytes(BATCH, DIM, case.value_dim, size)
             else:
                 heads = heads_plan(case.heads, case.kv_heads, rank, ranks)
-                sent = heads.sent_bytes(BATCH, LENGTH // ranks, DIM, DIM, size)
+                sent = heads.sent_bytes(BATCH, LENGTH // ranks, DIM, case.value_dim, size)
             assert results[number][-1].tolist() == [sent.forward, sent.backward], (case, rank)
 
 

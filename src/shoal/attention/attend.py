@@ -47,11 +47,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
            key_padding: Tensor | None = None, key_padding_mode: Mode = "add", mask: Tensor | None = None,
            mask_mode: Mode = "add", bias: Tensor | None = None, dropout: float = 0.0, seed: int | None = None,
            first_head: int = 0, backend: Backend = "auto") -> Tensor:
-    """Return softmax(scale * query key^T + masks) value over the visited `blocks`: (batches, heads, length, dim).
+    """Return softmax(scale * query key^T + masks) value over the visited `blocks`: (batches, heads, length, value dim).
 
     `query` is (batches, heads, length, dim); `key` and `value` are (batches, kv_heads, kv_length, dim), where kv_heads
-    divides heads and query head h reads key head h // (heads / kv_heads). All have one dtype, of 16 or 32 bits. `scale` is
-    1 / sqrt(dim) unless given. With `causal`, a query sees no later key.
+    divides heads and query head h reads key head h // (heads / kv_heads). Values may have a dim of their own. All have one
+    dtype, of 16 or 32 bits. `scale` is 1 / sqrt(dim) unless given. With `causal`, a query sees no later key.
 
     `key_padding` (batches, kv_length) and `mask` (length, kv_length) are added to the scores ("add"); or hide keys where
     they are 0 ("mul"). A mask of dtype bool hides where it is False. `bias` (batches or 1, heads or 1, length, kv_length),
@@ -234,8 +234,14 @@ def _choose(backend: Backend, call: AttentionCall, query: Tensor, key: Tensor, v
         return "triton" if tiles and _triton_agrees(query.device) else "gather"
     if served and native.available():
         return "native"
-    warn_once(f"attention with blocks of {call.blocks.block} is computed by torch operations: the C++ kernel "
-              + ("could not be built" if served else f"takes multiples of {native.UNIT}"))
+    if served:
+        warn_once("attention is computed by torch operations: the C++ kernel could not be built")
+    elif call.blocks.block % native.UNIT:
+        warn_once(f"attention with blocks of {call.blocks.block} is computed by torch operations: the C++ kernel takes "
+                  f"multiples of {native.UNIT}")
+    else:
+        warn_once(f"attention with values of dim {value.shape[-1]} and keys of dim {query.shape[-1]} is computed by torch "
+                  f"operations: the C++ kernel takes values as wide as keys")
     return "gather"
 
 

@@ -20,8 +20,8 @@ __all__ = ["HIDES", "AttentionCall", "Term", "addend"]
 HIDES = -65504.0
 """An addend of this or less, the least number of fp16, hides its key as -inf does.
 
-Models write "minus infinity" as the least number of some dtype. In a row that sees only such keys it would swallow the scores,
-and the log-sum-exp in fp32 would lose the number of keys. The C++ kernel has the same number.
+Models write "minus infinity" as the least number of some dtype. In a row that sees only such keys it would swallow the
+scores, and the log-sum-exp in fp32 would lose the number of keys. The C++ kernel has the same number.
 """
 
 

@@ -131,10 +131,11 @@ def _cut(blocks: Blocks, tensor: Tensor) -> Tensor:
 
 
 def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, laid out as `query` is, and the log-sum-exp (batches, heads, length) in fp32."""
+    """Return the output, laid out as `query` where as wide, and the log-sum-exp (batches, heads, length) in fp32."""
     blocks = call.blocks
     q, k, v = (_cut(blocks, each) for each in (query, key, value))
-    output = torch.zeros_like(query)
+    wide = value.shape[3]
+    output = torch.zeros_like(query) if wide == query.shape[3] else query.new_zeros(*query.shape[:3], wide)
     sums = torch.full(query.shape[:3], -torch.inf, device=query.device)
     out, all_sums = _cut(blocks, output), _cut(blocks, sums)
     row_keys = call.row_keys(query.shape[0], query.device) if call.threshold else None
