@@ -138,6 +138,12 @@ def test_random_blocks_are_those_of_the_values_and_the_seed() -> None:
     assert not torch.equal(differing[0], differing[1])
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_random_blocks_of_a_head_do_not_depend_on_the_number_of_heads(differ: bool) -> None:
+    few, many = (BigBirdSparsityConfig(heads, BLOCK, differ).make_layout(20 * BLOCK) for heads in (2, 5))
+    assert torch.equal(few, many[:2])
+
+
 def test_random_blocks_are_cached_by_length_and_leave_random_unchanged() -> None:
     import random
 

@@ -4,8 +4,8 @@
     config.blocks(length)        the same as `Blocks`, for `attend`
 
 A layout follows from the values of its configuration alone. Random columns come from a generator that is seeded by these
-values, the head and the row: every rank draws the same ones without communication, and again after a restart.
-`with_seed` gives other ones.
+values but for the number of heads, the head and the row: every rank draws the same ones without communication, and again
+after a restart, and a rank that has some of the heads draws the layout that all of them share. `with_seed` gives other ones.
 
 An unidirectional layout leaves out blocks of later keys, but not later keys within a block: `attend(causal=True)` does.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Self
 
 import torch
@@ -90,7 +90,10 @@ class SparsityConfig:
 
     @property
     def _described(self) -> str:
-        values = (f"{name}={value!r}" for name, value in sorted(vars(self).items()) if not name.startswith("_"))
+        return self._describe(vars(self).keys())
+
+    def _describe(self, names: Set[str]) -> str:
+        values = (f"{name}={value!r}" for name, value in sorted(vars(self).items()) if name in names and name[0] != "_")
         return f"{self._name}({', '.join(values)})"
 
     def __repr__(self) -> str:
@@ -177,10 +180,11 @@ class _Structure(SparsityConfig):
         """Set `count` random columns of each row, with `lower` none after the row's own."""
         if not count:
             return
+        values = self._describe(vars(self).keys() - {"num_heads"})
         for head, of_head in enumerate(layout):
             for row, of_row in enumerate(of_head):
                 choice = range(row + 1 if lower else len(of_row))
-                generator = random.Random(f"{self._described} head {head} row {row}")
+                generator = random.Random(f"{values} head {head} row {row}")
                 of_row[generator.sample(choice, min(count, len(choice)))] = True
 
 
