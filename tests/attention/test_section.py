@@ -71,6 +71,35 @@ def test_training_by_the_section_is_training_of_a_replaced_model(stage: int) -> 
         assert section == replaced and section[0] != section[1]
 
 
+def llama_losses(ranks: int) -> list[float]:
+    """Return the losses of a model of random blocks and attention dropout, whose heads the ranks share."""
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=256, initializer_range=0.3))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5  # not in the configuration, by which tensor ranks would be seeded differently
+    split: dict[str, Any] = {"mesh": {"tensor": ranks}, "tensor_parallel": {"autotp_size": ranks}} if ranks > 1 else {}
+    engine, *_ = shoal.initialize(model=model, config=settings(sparse_attention=SECTION, **split))
+    torch.manual_seed(7)
+    ids = torch.randint(50, (2, 160), generator=torch.Generator().manual_seed(4))
+    found: list[float] = []
+    for _ in range(2):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def test_tensor_ranks_see_the_blocks_of_one_rank_and_drop_as_it_does() -> None:
+    bert()
+    (one,) = run_ranks(1, llama_losses, 1)
+    for found in run_ranks(2, llama_losses, 2):
+        assert found == pytest.approx(one, rel=1e-5)
+
+
 def plain_model(folder: str) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()

@@ -51,9 +51,10 @@ class TakesAttention(Protocol):
     def set_attn_implementation(self, attn_implementation: Any) -> None: ...
 
 
-def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto") -> None:
+def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto", tensor_rank: int = 0) -> None:
     """Give transformers the attention `name`, of structure `sparsity`; a name that is there changes its structure.
 
+    `tensor_rank` counts ranks that have other heads, which drop other probabilities.
     Raises ConfigError or NotServed for a wrong section, UsageError where transformers is not installed.
     """
     try:
@@ -74,7 +75,7 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto")
         operands = query, key, value
         if query.shape[2] == key.shape[2]:
             output = _whole(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
-                            scale=scaling, backend=backend)
+                            scale=scaling, backend=backend, first_head=tensor_rank * query.shape[1])
         else:
             output = _continued(of_heads, *operands, attention_mask, position_bias, dropout=dropout, scale=scaling)
         return output.transpose(1, 2).contiguous(), None
@@ -83,16 +84,17 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto")
     AttentionMaskInterface.register(name, _mask)
 
 
-def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto") -> None:
+def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto", tensor_rank: int = 0) -> None:
     """Let the attention of a Hugging Face `model` be block-sparse; weights and their names stay.
 
+    `tensor_rank` counts ranks that have other heads, which drop other probabilities.
     Raises UsageError for other models, and for those whose attention is not taken by the interface of transformers.
     """
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers; build its "
                          f"layers with shoal.attention.attend or SparseSelfAttention")
     name = f"{NAME}_{next(_numbers)}"
-    register(sparsity, name=name, backend=backend)
+    register(sparsity, name=name, backend=backend, tensor_rank=tensor_rank)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise NotServed(f"use_sparse_attention: {type(model).__name__} computes its attention by itself, not by the "
@@ -100,7 +102,7 @@ def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend 
 
 
 @contextmanager
-def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings) -> Generator[None]:
+def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings, *, tensor_rank: int) -> Generator[None]:
     """Give the structure of `settings` to the Hugging Face models in `model`; take it back if the context raises.
 
     Settings without a mode change nothing. Warns where `model` has no such model: its script builds the attention.
@@ -112,7 +114,7 @@ def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings) -> 
                   f"is replaced: its script builds the attention, with shoal.attention.sparsity_config(section, heads)")
     try:
         for each in found:
-            use_sparse_attention(each, settings)
+            use_sparse_attention(each, settings, tensor_rank=tensor_rank)
         yield
     except BaseException:
         for each, name in before:
@@ -184,7 +186,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
 
 
 def _whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, *,
-           causal: bool, dropout: float, scale: float | None, backend: Backend) -> Tensor:
+           causal: bool, dropout: float, scale: float | None, backend: Backend, first_head: int) -> Tensor:
     """Return the attention of a sequence to itself: (batch, heads, length, dim)."""
     length, block = query.shape[2], structure.block
     missing = -length % block
@@ -200,7 +202,7 @@ def _whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor,
         padding = None if padding is None else F.pad(padding, (0, missing))
         bias = None if bias is None else F.pad(bias, (0, missing, 0, missing))
     output = attend(query, key, value, blocks, scale=scale, causal=causal, key_padding=padding, bias=bias, dropout=dropout,
-                    backend=backend)
+                    first_head=first_head, backend=backend)
     return output[:, :, :length]
 
 

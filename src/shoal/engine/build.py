@@ -187,10 +187,10 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
 
 def _attention_in(engine: BaseEngine) -> AbstractContextManager[None]:
     """Give the Hugging Face models in the module the attention that the configuration and the mesh ask for."""
-    sparsity = engine.settings.sparse_attention
+    sparsity, tensor_rank = engine.settings.sparse_attention, engine.mesh.rank("tensor")
     if engine.mesh.size("sequence") == 1:
-        return sparse_attention_in(engine.module, sparsity)
-    return sequence_attention_in(engine.module, engine.sequence, sparsity, tensor_rank=engine.mesh.rank("tensor"))
+        return sparse_attention_in(engine.module, sparsity, tensor_rank=tensor_rank)
+    return sequence_attention_in(engine.module, engine.sequence, sparsity, tensor_rank=tensor_rank)
 
 
 def _check_model(model: object) -> nn.Module:
