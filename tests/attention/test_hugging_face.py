@@ -16,6 +16,7 @@ from shoal.attention import (
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
+    VariableSparsityConfig,
     register,
     use_sparse_attention,
 )
@@ -88,7 +89,8 @@ def test_the_dense_layout_gives_the_logits_and_gradients_of_sdpa(name: str, leng
 def test_a_sparse_layout_is_sdpa_under_its_mask(name: str) -> None:
     length, structure = 75, BigBirdSparsityConfig(4, 16, different_layout_per_head=True)
     model = build(name)
-    visible = structure.make_layout(80).bool().repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :length, :length]
+    visible = structure.blocks(80, causal=name in CAUSAL).layout
+    visible = visible.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :length, :length]
     if name in CAUSAL:
         visible = visible.tril()
     expected = passes(model, tokens(length), None)
@@ -132,12 +134,16 @@ def test_generation_over_a_cache_gives_the_tokens_of_whole_passes(name: str, cac
     assert torch.equal(got, expected)
 
 
-def test_a_prompt_can_be_continued_in_pieces() -> None:
-    model = sparse(build("llama"), WINDOW).eval()
-    ids = tokens(90)
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("structure", [
+    WINDOW, BigBirdSparsityConfig(4, 16, num_random_blocks=2), VariableSparsityConfig(4, 16, num_random_blocks=2),
+], ids=["window", "bigbird", "variable"])  # fmt: skip
+def test_a_prompt_can_be_continued_in_pieces(name: str, structure: SparsityConfig) -> None:
+    model = sparse(build(name, initializer_range=0.3), structure).eval()
+    ids = tokens(130)
     whole = model(input_ids=ids).logits
-    first = model(input_ids=ids[:, :64], use_cache=True)
-    rest = model(input_ids=ids[:, 64:], past_key_values=first.past_key_values, use_cache=True).logits
+    first = model(input_ids=ids[:, :96], use_cache=True)
+    rest = model(input_ids=ids[:, 96:], past_key_values=first.past_key_values, use_cache=True).logits
     torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 

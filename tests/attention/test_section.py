@@ -79,7 +79,7 @@ def llama_losses(ranks: int) -> list[float]:
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, max_position_embeddings=256, initializer_range=0.3))
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5  # not in the configuration, by which tensor ranks would be seeded differently
+        layer.self_attn.attention_dropout = 0.5  # in the configuration, ranks would be seeded apart
     split: dict[str, Any] = {"mesh": {"tensor": ranks}, "tensor_parallel": {"autotp_size": ranks}} if ranks > 1 else {}
     engine, *_ = shoal.initialize(model=model, config=settings(sparse_attention=SECTION, **split))
     torch.manual_seed(7)

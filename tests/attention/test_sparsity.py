@@ -160,6 +160,16 @@ def test_earlier_random_blocks_stay_as_a_unidirectional_sequence_grows() -> None
     assert torch.equal(short, long[:, :10, :10])
 
 
+@pytest.mark.parametrize("kind", [BigBirdSparsityConfig, VariableSparsityConfig])
+def test_a_causal_model_draws_random_blocks_that_it_sees_and_keeps(kind: Any) -> None:
+    config = kind(1, BLOCK, num_random_blocks=3)
+    published, short, long = config.blocks(20 * BLOCK), *(config.blocks(n * BLOCK, causal=True).lower for n in (12, 20))
+    assert torch.equal(short.layout, long.layout[:, :12, :12])
+    assert torch.equal(published.layout.long(), config.make_layout(20 * BLOCK)[:1])
+    plain = kind(1, BLOCK, num_random_blocks=0).blocks(20 * BLOCK).lower
+    assert long.visited - plain.visited > published.lower.visited - plain.visited > 0
+
+
 def test_changed_values_give_another_layout_of_the_same_length() -> None:
     config = FixedSparsityConfig(1, BLOCK, num_local_blocks=2)
     before = config.blocks(8 * BLOCK)

@@ -69,15 +69,14 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
                   position_bias: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
         check_served(module, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if attention_mask is not None and attention_mask.dim() == 4:
-            causal = False  # the mask says so
         of_heads = structure.of(query.shape[1])
         operands = query, key, value
         if query.shape[2] == key.shape[2]:
             output = _whole(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
                             scale=scaling, backend=backend, first_head=tensor_rank * query.shape[1])
         else:
-            output = _continued(of_heads, *operands, attention_mask, position_bias, dropout=dropout, scale=scaling)
+            output = _continued(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
+                                scale=scaling)
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
@@ -191,7 +190,9 @@ def _whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor,
     length, block = query.shape[2], structure.block
     missing = -length % block
     padded = length + missing
-    blocks = Blocks.dense(padded, padded, block) if padded < structure.shortest else structure.blocks(padded)
+    blocks = (Blocks.dense(padded, padded, block) if padded < structure.shortest else
+              structure.blocks(padded, causal=causal))
+    causal = causal and (mask is None or mask.dim() == 2)  # one of four dims says so itself
     padding = mask if mask is not None and mask.dim() == 2 else None
     if missing and padding is None and not causal:
         padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
@@ -214,7 +215,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _continued(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-               bias: Tensor | None, *, dropout: float, scale: float | None) -> Tensor:
+               bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None) -> Tensor:
     """Return the attention of the last queries to a cache, dense but for the layout: (batch, heads, queries, dim)."""
     queries, length, device = query.shape[2], key.shape[2], query.device
     positions = torch.arange(length - queries, length)
@@ -225,7 +226,7 @@ def _continued(structure: SparsityConfig, query: Tensor, key: Tensor, value: Ten
         positions = (mask * keys).amax((0, 1, 3)).cpu()
     padded = length + -length % structure.block
     if padded >= structure.shortest:
-        rows = structure.blocks(padded).layout[:, positions // structure.block]
+        rows = structure.blocks(padded, causal=causal).layout[:, positions // structure.block]
         visible = rows.repeat_interleave(structure.block, -1)[None, :, :, :length].to(device)
         mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
     if bias is not None:

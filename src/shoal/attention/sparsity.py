@@ -1,7 +1,7 @@
 """A sparsity configuration is a rule that gives the layout of any length.
 
     config.make_layout(length)   (heads, blocks, blocks) int64 of 0 and 1; row: block of queries, column: block of keys
-    config.blocks(length)        the same as `Blocks`, for `attend`
+    config.blocks(length)        the same as `Blocks`, for `attend`; of a model that sees no later keys with `causal=True`
 
 A layout follows from the values of its configuration alone. Random columns come from a generator that is seeded by these
 values but for the number of heads, the head and the row: every rank draws the same ones without communication, and again
@@ -39,7 +39,7 @@ class SparsityConfig:
         self.block = block
         self.different_layout_per_head = different_layout_per_head
         self.seed = 0
-        self._known: dict[tuple[str, int], Blocks] = {}
+        self._known: dict[tuple[str, int, bool], Blocks] = {}
         self._at_least(1, num_heads=num_heads, block=block)
 
     def with_seed(self, seed: int) -> Self:
@@ -74,14 +74,19 @@ class SparsityConfig:
             layout[1:] = layout[:1]
         return layout
 
-    def blocks(self, seq_len: int) -> Blocks:
-        """Return the visited blocks of `seq_len` positions, made once for a length and the values of this object."""
-        key = (self._described, seq_len)
+    def blocks(self, seq_len: int, *, causal: bool = False) -> Blocks:
+        """Return the visited blocks of `seq_len` positions, made once for a length and the values of this object.
+
+        With `causal`, for a model that sees no later keys, a row draws its random columns among those up to its own: none
+        is drawn in vain, and what a row sees does not change as the sequence grows. A `make_layout` of one's own is taken
+        as it is.
+        """
+        key = (self._described, seq_len, causal)
         if key not in self._known:
-            self._known[key] = Blocks.of(self._visited_of(seq_len), self.block)
+            self._known[key] = Blocks.of(self._visited_of(seq_len, causal), self.block)
         return self._known[key]
 
-    def _visited_of(self, seq_len: int) -> Tensor:
+    def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
         return self.make_layout(seq_len)
 
     @property
@@ -156,22 +161,27 @@ class TensorSparsityConfig(SparsityConfig):
 class _Structure(SparsityConfig):
     """A structure with a rule for any number of blocks."""
 
+    attention = "bidirectional"
+    num_random_blocks = 0
+
     @abstractmethod
     def _visited(self, blocks: int) -> Tensor:
-        """Return which blocks are visited: (heads whose layouts may differ, blocks, blocks) bool."""
+        """Return which blocks are visited, but for random ones: (heads whose layouts may differ, blocks, blocks) bool."""
 
     def make_layout(self, seq_len: int) -> Tensor:
         """Return the layout (heads, blocks, blocks) of `seq_len` positions."""
-        return self._structure(seq_len).to(torch.int64).expand(self.num_heads, -1, -1).contiguous()
+        return self._structure(seq_len, causal=False).to(torch.int64).expand(self.num_heads, -1, -1).contiguous()
 
-    def _visited_of(self, seq_len: int) -> Tensor:
+    def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
         own = type(self).make_layout is _Structure.make_layout
-        return self._structure(seq_len) if own else self.make_layout(seq_len)
+        return self._structure(seq_len, causal=causal) if own else self.make_layout(seq_len)
 
-    def _structure(self, seq_len: int) -> Tensor:
+    def _structure(self, seq_len: int, *, causal: bool) -> Tensor:
         blocks = self._count(seq_len)
         self._check_row(blocks)
-        return self._visited(blocks)
+        layout = self._visited(blocks)
+        self._draw(layout, self.num_random_blocks, lower=causal or self.attention == "unidirectional")
+        return layout
 
     def _nothing(self, blocks: int) -> Tensor:
         return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool)
@@ -254,7 +264,6 @@ class FixedSparsityConfig(_Structure):
 class _Ranges(_Structure):
     """A structure with global blocks that are given by index, or by ranges [start, end)."""
 
-    attention: str
     global_block_indices: Sequence[int]
     global_block_end_indices: Sequence[int] | None
 
@@ -313,7 +322,6 @@ class VariableSparsityConfig(_Ranges):
     def _visited(self, blocks: int) -> Tensor:
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
-        self._draw(layout, self.num_random_blocks, lower=lower)
         for start, end in self._windows(blocks):
             inside = torch.ones(end - start, end - start, dtype=torch.bool)
             layout[:, start:end, start:end] |= inside.tril() if lower else inside
@@ -359,9 +367,7 @@ class BigBirdSparsityConfig(_Structure):
         if lower and self.num_random_blocks > 1:
             raise ConfigError(f"{self._name}: num_random_blocks: got {self.num_random_blocks} beside attention "
                               f"'unidirectional', whose first row has one block to draw from; give 0 or 1")
-        layout = self._nothing(blocks)
-        self._draw(layout, self.num_random_blocks, lower=lower)
-        layout |= _window(blocks, self.num_sliding_window_blocks)
+        layout = self._nothing(blocks) | _window(blocks, self.num_sliding_window_blocks)
         layout[:, :self.num_global_blocks] = True
         layout[:, :, :self.num_global_blocks] = True
         return layout.tril() if lower else layout

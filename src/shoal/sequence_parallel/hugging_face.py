@@ -104,7 +104,7 @@ class SequenceAttention:
             output = _of_whole(query, key, value, attention_mask, scale=scaling, causal=causal)
         else:
             _check_whole_sequences(module, query, key, attention_mask, others)
-            blocks = None if self._structures is None else _blocks(self._structures, query, self.axis)
+            blocks = None if self._structures is None else _blocks(self._structures, query, self.axis, causal=causal)
             output = attend_sequence(
                 query, key, value, self.axis, blocks, scale=scaling, causal=causal,
                 key_padding=None if attention_mask is None else self.axis.join(attention_mask), dropout=dropout,
@@ -165,13 +165,13 @@ def _set_loss(model: Any, axis: SequenceAxis) -> None:
                   f"have different numbers of labels leave them out, and take shoal.sequence_parallel.cross_entropy")
 
 
-def _blocks(structures: Structures, query: Tensor, axis: SequenceAxis) -> Blocks | None:
+def _blocks(structures: Structures, query: Tensor, axis: SequenceAxis, *, causal: bool) -> Blocks | None:
     """Return the layout of the whole sequence; None, which is dense, where the structure needs a longer one."""
     structure, length = structures.of(query.shape[1]), query.shape[2] * axis.ranks
     if length % structure.block:
         raise UsageError(f"{_NAME}: {axis.ranks} ranks have {query.shape[2]} positions each, and {length} is no multiple of "
                          f"the block {structure.block}; give the model split_batch(batch, axis, multiple={structure.block})")
-    return None if length < structure.shortest else structure.blocks(length)
+    return None if length < structure.shortest else structure.blocks(length, causal=causal)
 
 
 def _check_whole_sequences(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, others: Any) -> None:
