@@ -202,6 +202,12 @@ def layouts_differ(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, Blocks.of(layout, 16), exchange="blocks")
 
 
+def layouts_of_heads_differ(rank: int, axis: SequenceAxis) -> None:
+    layout = torch.eye(8, dtype=torch.bool)[None]
+    layout[0, 0, 3] = bool(rank)
+    attend_sequence(*[zeros()] * 3, axis, Blocks.of(layout, 16), exchange="heads")
+
+
 def heads_differ(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros(heads=2 + rank)] * 3, axis)
 
@@ -263,6 +269,7 @@ def half_a_mask(rank: int, axis: SequenceAxis) -> None:
 WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "lengths differ": (lengths_differ, "rank 1 has heads exchanged: query (1, 2, 80, 16)"),
     "layouts differ": (layouts_differ, "give every rank an equal part of the sequence (split_batch), and the same layout"),
+    "layouts of heads differ": (layouts_of_heads_differ, "float32, layout"),
     "heads differ": (heads_differ, "rank 1 has heads exchanged: query (1, 3, 64, 16)"),
     "key heads": (key_heads, "the heads of keys divide those of the query"),
     "three dims": (three_dims, "operands are (batches, heads, positions of this rank, dim)"),

@@ -51,7 +51,8 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
     `shoal.attention.attend`. `exchange` says what ranks exchange; "auto" takes what sends fewer bytes, and the heads where
     there is a `mask` or a `bias`.
 
-    Raises UsageError for shapes that do not fit, RanksDisagree where ranks have other shapes or layouts than each other.
+    Raises UsageError for shapes that do not fit, RanksDisagree where ranks have other shapes or layouts than each
+    other in a call that is the first of its kind on all of them.
     """
     _check(query, key, value, axis, blocks, exchange)
     if mask is not None or bias is not None:
@@ -88,7 +89,7 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
                     causal=causal, key_padding=key_padding, key_padding_mode=key_padding_mode, mask=mask,
                     mask_mode=mask_mode, bias=bias, dropout=dropout, seed=seed, first_head=first_head + own.start,
                     backend=backend)
-    return exchange_heads(whole, query, key, value, axis)
+    return exchange_heads(whole, query, key, value, axis, layout="dense" if blocks is None else blocks.digest)
 
 
 def _attend_whole(query: Tensor, key: Tensor, value: Tensor, *, blocks: Blocks | None, scale: float, causal: bool,

@@ -1,8 +1,8 @@
 """The ranks that hold the parts of one sequence: rank r of N has positions r n to (r + 1) n of a sequence of N n.
 
 What goes between them is planned once for each kind of call, and compared between the ranks then: they exchange only what
-all have planned alike. Messages of different plans have different tags, so that ranks that make different calls time out,
-and never take one message for another.
+all have planned alike. Messages of different plans have different tags, so that ranks that make different calls later, when
+one of them knows its call already and compares nothing, time out, and never take one message for another.
 """
 
 from __future__ import annotations
