@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,45 @@ def test_a_loaded_layout_takes_the_place_of_the_drawn_one() -> None:
     assert torch.equal(module(query, key, value), other(query, key, value))
 
 
+def self_attention(**masks: Tensor) -> Tensor:
+    return SparseSelfAttention(DenseSparsityConfig(HEADS, BLOCK), max_seq_length=LENGTH)(*operands(), **masks)
+
+
+def bert_attention(mask: Tensor) -> Tensor:
+    config = SimpleNamespace(hidden_size=HEADS * DIM, num_attention_heads=HEADS)
+    torch.manual_seed(0)
+    return BertSparseSelfAttention(config, DenseSparsityConfig(HEADS, BLOCK))(draw(2, LENGTH, HEADS * DIM), mask)
+
+
+def test_a_mask_of_every_query_is_one_of_keys_where_its_rows_are_equal() -> None:
+    padding = torch.zeros(2, 1, 1, LENGTH)
+    padding[0, :, :, 50:] = torch.finfo(torch.float32).min
+    for mask in (padding.expand(-1, -1, LENGTH, -1), padding.repeat(1, 1, LENGTH, 1), padding[:, 0, 0]):
+        assert torch.equal(bert_attention(mask), bert_attention(padding))
+
+
+class ClassValues:
+    hidden_size, num_attention_heads, attention_probs_dropout_prob = HEADS * DIM, HEADS, 0.5
+
+
+@dataclass(slots=True)
+class SlotValues:
+    hidden_size: int = HEADS * DIM
+    num_attention_heads: int = HEADS
+    attention_probs_dropout_prob: float = 0.5
+
+
+class ItemValues(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("config", [ClassValues(), SlotValues(), ItemValues(
+    hidden_size=HEADS * DIM, num_attention_heads=HEADS, attention_probs_dropout_prob=0.5)], ids=["class", "slots", "items"])
+def test_the_values_of_bert_are_read_of_any_object(config: Any) -> None:
+    module = BertSparseSelfAttention(config, DenseSparsityConfig(HEADS, BLOCK)).sparse_self_attention
+    assert (module.dropout, module.max_seq_length) == (0.5, 2048)
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no structure": (SparseSelfAttention, NotImplementedError, "no structure of its own"),
     "mode": (lambda: SparseSelfAttention(DenseSparsityConfig(1), "sub"), ValueError, "key_padding_mask_mode: got 'sub'"),
@@ -98,6 +138,18 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no multiple": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS))(*(draw(2, HEADS, 50, DIM) for _ in range(3))),
                     ValueError, "pad it by 14"),
     "heads": (lambda: SparseSelfAttention(DenseSparsityConfig(4))(*operands()), UsageError, "query has 3.*num_heads=3"),
+    "three dims": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS))(*(each[0] for each in operands())), UsageError,
+                   "got .3, 64, 8.: give all four dims"),
+    "a transposed padding mask": (lambda: self_attention(key_padding_mask=torch.zeros(LENGTH, 2)), UsageError,
+                                  "key_padding_mask: got .64, 2.; give .batch, length. .*here .2, 64."),
+    "a padding mask of as many numbers": (lambda: self_attention(key_padding_mask=torch.zeros(4, LENGTH // 2)), UsageError,
+                                          "key_padding_mask: got .4, 32."),
+    "a padding mask of one sample": (lambda: self_attention(key_padding_mask=torch.zeros(1, LENGTH)), UsageError, ".1, 64"),
+    "an attention mask of each sample": (lambda: self_attention(attn_mask=torch.ones(2, 1, LENGTH, LENGTH)), UsageError,
+                                         "attn_mask: got .2, 1, 64, 64.; give .length, length. .*here .64, 64."),
+    "an attention mask of one dim": (lambda: self_attention(attn_mask=torch.ones(LENGTH)), UsageError, "got .64,."),
+    "a causal mask of BERT": (lambda: bert_attention(torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(
+        ~torch.ones(LENGTH, LENGTH).tril().bool(), -1e4)), UsageError, "whose queries see different keys"),
     "hidden size": (lambda: BertSparseSelfAttention(SimpleNamespace(hidden_size=10, num_attention_heads=4)), ValueError,
                     "hidden_size: got 10.*give 12"),
     "product": (lambda: MatMul(random_layout(), BLOCK, "ddd"), NotImplementedError, "mode: got 'ddd'"),  # pyright: ignore

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.attention.hugging_face import Sparsity, TakesAttention, use_sparse_attention
-from shoal.attention.self_attention import BertSparseSelfAttention
+from shoal.attention.self_attention import BertSparseSelfAttention, value_of
 from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
 from shoal.errors import ConfigError, NotServed
 
@@ -79,7 +79,7 @@ class SparseAttentionUtils:
 
         Raises NotServed for the layers of a decoder, which are causal.
         """
-        if vars(config).get("is_decoder"):
+        if value_of(config, "is_decoder", False):
             raise NotServed("replace_self_attention_layer_with_sparse_self_attention_layer: the layers are of a decoder, "
                             "whose masks are no padding; use shoal.attention.use_sparse_attention")
         for layer in layers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.attention.attend import Mode, attend
@@ -15,7 +16,7 @@ from shoal.attention.blocks import Blocks
 from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
 from shoal.errors import ConfigError, NotServed, UsageError
 
-__all__ = ["BertSparseSelfAttention", "SparseSelfAttention"]
+__all__ = ["BertSparseSelfAttention", "SparseSelfAttention", "value_of"]
 
 _NO_STRUCTURE = SparsityConfig(num_heads=4)
 _FIXED = FixedSparsityConfig(num_heads=4)
@@ -65,7 +66,8 @@ class SparseSelfAttention(nn.Module):
         """Return the attention (batch, heads, length, head dim) of `query`, `key` and `value`, which have that shape.
 
         `key` may be (batch, heads, head dim, length) too. `rpe` is added to the scores: (length, length), or with heads and
-        batches before. `key_padding_mask` is (batch, length), with any dims of 1 between; `attn_mask` (length, length).
+        batches before. `key_padding_mask` is (batch, length), with any dims of 1 between; `attn_mask` (length, length),
+        with any dims of 1 before.
 
         Raises NotServed (a NotImplementedError) for different lengths of query, key and value, UsageError for other shapes.
         """
@@ -75,16 +77,18 @@ class SparseSelfAttention(nn.Module):
             raise NotServed(f"SparseSelfAttention: query, key and value have one shape; got {tuple(query.shape)}, "
                             f"{tuple(key.shape)} and {tuple(value.shape)}. For others use shoal.attention.attend")
         heads = self.master_layout.shape[0]
-        if query.dim() != 4 or query.shape[1] != heads:
-            raise UsageError(f"SparseSelfAttention: operands are (batch, heads, length, head dim), and the layout is for "
-                             f"{heads} heads; query has {query.shape[1]} in {tuple(query.shape)}: give the sparsity "
-                             f"configuration num_heads={query.shape[1]}")
-        if key_padding_mask is not None:
-            key_padding_mask = key_padding_mask.reshape(query.shape[0], -1)
-        if attn_mask is not None:
-            attn_mask = attn_mask.reshape(attn_mask.shape[-2:])
-        return attend(query, key, value, self._blocks_of(query.shape[2]), bias=rpe, key_padding=key_padding_mask,
-                      key_padding_mode=self.key_padding_mask_mode, mask=attn_mask, mask_mode=self.attn_mask_mode,
+        if query.dim() != 4:
+            raise UsageError(f"SparseSelfAttention: operands are (batch, heads, length, head dim); got "
+                             f"{tuple(query.shape)}: give all four dims")
+        if query.shape[1] != heads:
+            raise UsageError(f"SparseSelfAttention: the layout is for {heads} heads, and query has {query.shape[1]} in "
+                             f"{tuple(query.shape)}: give the sparsity configuration num_heads={query.shape[1]}")
+        length = query.shape[2]
+        blocks = self._blocks_of(length)
+        return attend(query, key, value, blocks, bias=rpe,
+                      key_padding=_squeezed("key_padding_mask", key_padding_mask, (query.shape[0], length)),
+                      key_padding_mode=self.key_padding_mask_mode,
+                      mask=_squeezed("attn_mask", attn_mask, (length, length)), mask_mode=self.attn_mask_mode,
                       dropout=self.dropout if self.training else 0.0)
 
     def _blocks_of(self, length: int) -> Blocks:
@@ -95,6 +99,17 @@ class SparseSelfAttention(nn.Module):
         if length not in self._blocks:
             self._blocks[length] = Blocks.of(self.get_layout(length), self.sparsity_config.block)
         return self._blocks[length]
+
+
+def _squeezed(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """Return a mask without its dims of 1; raise UsageError where it then has another shape than this."""
+    if mask is None:
+        return None
+    first = 0 if name == "key_padding_mask" else -2
+    if mask.dim() < 2 or (mask.shape[first], mask.shape[-1]) != shape or mask.numel() != shape[0] * shape[1]:
+        meaning = "(batch, length) or (batch, 1, 1, length)" if first == 0 else "(length, length) or (1, 1, length, length)"
+        raise UsageError(f"SparseSelfAttention: {name}: got {tuple(mask.shape)}; give {meaning}, here {shape}")
+    return mask.reshape(shape)
 
 
 class BertSparseSelfAttention(nn.Module):
@@ -114,22 +129,41 @@ class BertSparseSelfAttention(nn.Module):
         self.num_attention_heads, self.attention_head_size, self.all_head_size = heads, hidden // heads, hidden
         self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
         block = sparsity_config.block
-        longest = max(2048, vars(config).get("max_position_embeddings", 0))
+        longest = max(2048, value_of(config, "max_position_embeddings", 0))
         self.sparse_self_attention = SparseSelfAttention(sparsity_config, max_seq_length=longest + -longest % block)
-        self.sparse_self_attention.dropout = vars(config).get("attention_probs_dropout_prob", 0.0)
+        self.sparse_self_attention.dropout = value_of(config, "attention_probs_dropout_prob", 0.0)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the context (batch, length, hidden) of `hidden_states`, of that shape.
 
         `attention_mask` says what is padding: (batch, length), (batch, 1, 1, length) or equal for all queries in
-        (batch, 1, length, length). It is added to the scores; one of dtype bool hides where it is False.
+        (batch, 1, length, length). It is added to the scores; one of dtype bool hides where it is False. Raises UsageError
+        for a mask whose queries see different keys, such as a causal one.
         """
         query, key, value = (self.transpose_for_scores(each(hidden_states)) for each in (self.query, self.key, self.value))
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = attention_mask[:, 0, -1]
+            attention_mask = _of_keys(attention_mask).expand(len(query), -1)
         context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
         return context.transpose(1, 2).flatten(2)
 
     def transpose_for_scores(self, x: Tensor) -> Tensor:
         """Return (batch, heads, length, head dim) of (batch, length, hidden)."""
         return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2)
+
+
+def value_of(config: Any, name: str, default: Any) -> Any:
+    """Return the value `name` of a model's configuration, an object of any class with attributes; else `default`."""
+    try:
+        return getattr(config, name)
+    except (AttributeError, KeyError):  # a dict whose attributes are its items raises KeyError
+        return default
+
+
+def _of_keys(mask: Tensor) -> Tensor:
+    """Return the mask of keys (batch, length) that (batch, 1, 1 or length, length) gives to every query."""
+    last = mask[:, :1, -1:]
+    if not torch.equal(mask, last.expand_as(mask)):
+        raise UsageError(f"BertSparseSelfAttention: attention_mask: got {tuple(mask.shape)}, whose queries see different "
+                         f"keys; it says what is padding: give (batch, 1, 1, length). For causal models, and packed "
+                         f"sequences, use shoal.attention.use_sparse_attention, or SparseSelfAttention with attn_mask")
+    return last[:, 0, 0]
