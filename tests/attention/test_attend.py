@@ -186,6 +186,15 @@ def test_nan_in_an_operand_reaches_the_output(backend: Any) -> None:
     assert output[0, 0].isnan().all() and not output[0, 1].isnan().any() and not output[1].isnan().any()
 
 
+@pytest.mark.parametrize("backend", FAST)
+def test_nan_in_a_bias_reaches_the_output(backend: Any) -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    bias = torch.zeros(64, 64)
+    bias[5, 7] = torch.nan
+    output = attend(*operands(blocks, 2, 2, 16), blocks, bias=bias, backend=backend)
+    assert output[:, :, 5].isnan().all() and not output[:, :, 6].isnan().any()
+
+
 def test_dropout_drops_the_share_asked_for_and_keeps_the_mean() -> None:
     blocks = Blocks.dense(256, 256, 64)
     query, key, _ = operands(blocks, 4, 4, 16, batches=1)
@@ -285,6 +294,12 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(mask=torch.zeros(64, 64), mask_mode="sum"), "mask_mode is 'add' or 'mul'; got 'sum'"),
     (_bad(mask=torch.full((64, 64), torch.nan)), "mask has NaN"),
     (_bad(key_padding=torch.full((1, 64), torch.nan)), "key_padding has NaN"),
+    (_bad(key_padding=torch.full((1, 64), torch.inf)), "key_padding has +inf"),
+    (_bad(key_padding=torch.ones(1, 64, dtype=torch.long)), "key_padding has whole numbers above 0 (torch.int64)"),
+    (_bad(mask=torch.ones(64, 64, dtype=torch.uint8)), "give mask.bool(), or mode 'mul'"),
+    (_bad(scale=torch.nan), "scale is a finite number; got nan"),
+    (_bad(key=torch.zeros(1, 0, 64, 8), value=torch.zeros(1, 0, 64, 8)), "at least one head"),
+    (_bad(query=torch.zeros(1, 2, 64, 0), key=torch.zeros(1, 2, 64, 0), value=torch.zeros(1, 2, 64, 0)), "at least 1; got"),
     (_bad(bias=torch.zeros(3, 64, 64)), "bias is (batches or 1, heads or 1, length, kv_length)"),
     (_bad(backend="native", blocks=Blocks.dense(64, 64, 8)), "multiples of 16"),
     (_bad(causal=True, blocks=Blocks.dense(64, 32, 16), key=torch.zeros(1, 2, 32, 8), value=torch.zeros(1, 2, 32, 8)),

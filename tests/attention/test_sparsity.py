@@ -23,7 +23,7 @@ from shoal.attention.sparsity import (
     TensorSparsityConfig,
     VariableSparsityConfig,
 )
-from shoal.errors import ConfigError, NotServed, ShoalError
+from shoal.errors import ConfigError, NotServed, ShoalError, UsageError
 
 BLOCK = 4
 UNI: Any = {"attention": "unidirectional"}
@@ -194,10 +194,27 @@ def test_a_subclass_has_a_structure_of_its_own() -> None:
     assert bool(Corner(1, BLOCK, num_local_blocks=1).blocks(4 * BLOCK).layout[0, 0, -1])
 
 
+class Smaller(SparsityConfig):
+    """A layout of one block less than there are."""
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        return self.setup_layout(seq_len)[:, 1:, 1:]
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no multiple": (lambda: DenseSparsityConfig(1).make_layout(100), ValueError, "multiple of the block, 16; pad .* to 112"),
     "no length": (lambda: DenseSparsityConfig(1).setup_layout(0), ValueError, "length 0"),
     "no heads": (lambda: DenseSparsityConfig(0), ValueError, "num_heads: got 0"),
+    "half a position": (lambda: DenseSparsityConfig(1, 2.5), ValueError, "block: got 2.5; give a whole number"),  # pyright: ignore
+    "a block of text": (lambda: DenseSparsityConfig(1, "16"), ValueError, "block: got '16'"),  # pyright: ignore
+    "one window": (lambda: VariableSparsityConfig(1, local_window_blocks=4), ValueError,  # pyright: ignore
+                   r"local_window_blocks: got 4; give a list of whole numbers, such as \[4\]"),
+    "one global block": (lambda: BSLongformerSparsityConfig(1, global_block_indices=0), ValueError,  # pyright: ignore
+                         "global_block_indices: got 0; give a list"),
+    "an end of text": (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=["2"]), ValueError,  # pyright: ignore
+                       "global_block_end_indices: got '2'"),
+    "a layout of one's own of another shape": (lambda: Smaller(2, BLOCK).blocks(8 * BLOCK), UsageError,
+                                               r"Smaller: make_layout\(32\) returned \(2, 7, 7\).*here \(2, 8, 8\)"),
     "no structure": (lambda: SparsityConfig(4).make_layout(16), NotImplementedError, "no structure of its own"),
     "fixed: no multiple of the global ones": (
         lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3), ValueError, "num_local_blocks.*give 6"),

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import sqrt
+from math import isfinite, sqrt
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -64,8 +64,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
-    scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, blocks, causal=causal, dropout=dropout, backend=backend)
+    scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
+    if not isfinite(scale):
+        raise UsageError(f"attend: scale is a finite number; got {scale}: leave it out for 1 / sqrt(head dim)")
     if causal:
         blocks = blocks.lower
     bias = None if bias is None else _bias(bias, query, key)
@@ -320,6 +322,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, causal:
                          + ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in named.items()))
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UsageError(f"attend: operands are float32, bfloat16 or float16; got {query.dtype}")
+    if not all((query.shape[1], key.shape[1], query.shape[3], value.shape[3])):
+        raise UsageError(f"attend: operands have at least one head, and head dims of at least 1; got {shapes}")
     if (key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]
             or query.shape[1] % key.shape[1]):
         raise UsageError("attend: key and value have one length and one number of heads, which divides that of the query; "
@@ -361,6 +365,9 @@ def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device:
     if tensor.device != device:
         raise UsageError(f"attend: {name} is on {tensor.device}, query on {device}")
     multiplies = mode == "mul" or tensor.dtype == torch.bool
+    if not multiplies and not tensor.is_floating_point() and tensor.numel() and int(tensor.max()) > 0:
+        raise UsageError(f"attend: {name} has whole numbers above 0 ({tensor.dtype}), which mode 'add' would add to scores; "
+                         f"where they say what is seen give {name}.bool(), or mode 'mul'")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
         tensor = tensor.float()
     tensor = tensor.detach().contiguous()
@@ -378,7 +385,10 @@ def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,
 
 
 def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
-    """Return which blocks the mask hides wholly: (batches or 1, query blocks or 1, key blocks); raise UsageError for NaN."""
+    """Return which blocks the mask hides wholly: (batches or 1, query blocks or 1, key blocks).
+
+    Raises UsageError for NaN, and for +inf in a mask that is added.
+    """
     tensor = term.tensor[:, 0].unflatten(-1, (blocks.column_blocks, blocks.block))
     if tensor.shape[1] > 1:
         tensor = tensor.unflatten(1, (blocks.row_blocks, blocks.block)).transpose(2, 3).flatten(3)
@@ -386,8 +396,9 @@ def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
         tensor = tensor[:, :1]
     tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     top = tensor.amax(-1)
-    if term.tensor.is_floating_point() and bool(top.isnan().any()):
-        raise UsageError(f"attend: {name} has NaN; where nothing is to be masked give 0 in mode 'add', 1 in mode 'mul'")
+    if term.tensor.is_floating_point() and bool((top.isnan() if term.multiplies else ~(top < torch.inf)).any()):
+        raise UsageError(f"attend: {name} has {'NaN' if bool(top.isnan().any()) else '+inf'}; where nothing is to be masked "
+                         f"give 0 in mode 'add', 1 in mode 'mul'")
     hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top <= HIDES
     return hides if hides.dim() == 3 else hides.squeeze(-1)
 

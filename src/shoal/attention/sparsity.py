@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from numbers import Integral
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from shoal.attention.blocks import Blocks
-from shoal.errors import ConfigError, NotServed
+from shoal.errors import ConfigError, NotServed, UsageError
 
 __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
            "LocalSlidingWindowSparsityConfig", "SparsityConfig", "TensorSparsityConfig", "VariableSparsityConfig"]
@@ -83,7 +84,12 @@ class SparsityConfig:
         """
         key = (self._described, seq_len, causal)
         if key not in self._known:
-            self._known[key] = Blocks.of(self._visited_of(seq_len, causal), self.block)
+            layout, count = self._visited_of(seq_len, causal), self._count(seq_len)
+            if layout.dim() == 3 and (layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (count, count)):
+                raise UsageError(f"{self._name}: make_layout({seq_len}) returned {tuple(layout.shape)}; return (heads, "
+                                 f"blocks, blocks), here ({self.num_heads}, {count}, {count}), as "
+                                 f"setup_layout({seq_len}) does")
+            self._known[key] = Blocks.of(layout, self.block)
         return self._known[key]
 
     def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
@@ -114,8 +120,15 @@ class SparsityConfig:
 
     def _at_least(self, least: int, **numbers: int) -> None:
         for name, number in numbers.items():
-            if isinstance(number, bool) or number < least:
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
                 raise ConfigError(f"{self._name}: {name}: got {number!r}; give a whole number from {least}")
+
+    def _listed(self, **values: Sequence[int]) -> list[int]:
+        """Return one named sequence of numbers as a list."""
+        (name, given), = values.items()
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"{self._name}: {name}: got {given!r}; give a list of whole numbers, such as [{given}]")
+        return list(given)
 
     def _needed(self) -> dict[str, int]:
         """Return the values that may not exceed the number of blocks in a row, by their names."""
@@ -268,8 +281,8 @@ class _Ranges(_Structure):
     global_block_end_indices: Sequence[int] | None
 
     def _set_ranges(self, indices: Sequence[int], ends: Sequence[int] | None) -> None:
-        self.global_block_indices = list(indices)
-        self.global_block_end_indices = None if ends is None else list(ends)
+        self.global_block_indices = self._listed(global_block_indices=indices)
+        self.global_block_end_indices = None if ends is None else self._listed(global_block_end_indices=ends)
         starts = self.global_block_indices
         for start in starts:
             self._at_least(0, global_block_indices=start)
@@ -279,6 +292,7 @@ class _Ranges(_Structure):
             raise ConfigError(f"{self._name}: global_block_end_indices: got {len(self.global_block_end_indices)} ends for "
                               f"{len(starts)} starts in global_block_indices; give one end for each start")
         for start, end in zip(starts, self.global_block_end_indices, strict=True):
+            self._at_least(0, global_block_end_indices=end)
             if start >= end:
                 raise ConfigError(f"{self._name}: global_block_end_indices: got end {end} for start {start}; an end lies "
                                   f"after its start: give at least {start + 1}")
@@ -306,7 +320,7 @@ class VariableSparsityConfig(_Ranges):
                  horizontal_global_attention: bool = False):
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = list(local_window_blocks)
+        self.local_window_blocks = self._listed(local_window_blocks=local_window_blocks)
         self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
         self._at_least(0, num_random_blocks=num_random_blocks)
         if not self.local_window_blocks:
