@@ -16,7 +16,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Set
 from numbers import Integral
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class SparsityConfig:
             if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
                 raise ConfigError(f"{self._name}: {name}: got {number!r}; give a whole number from {least}")
 
-    def _listed(self, **values: Sequence[int]) -> list[int]:
+    def _listed(self, **values: Any) -> list[int]:
         """Return one named sequence of numbers as a list."""
         (name, given), = values.items()
         if isinstance(given, str) or not isinstance(given, Iterable):
