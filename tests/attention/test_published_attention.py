@@ -214,6 +214,14 @@ def test_the_softmax_of_blocks_is_that_of_rows_and_empty_rows_are_zeros() -> Non
     assert torch.equal(got, Softmax(layout, BLOCK)(sparse_of(scores, layout), 0.3, rpe, *added))
 
 
+def test_the_softmax_of_blocks_hides_by_finite_numbers_as_by_infinite_ones() -> None:
+    softmax, padding = Softmax(random_layout(), BLOCK), torch.zeros(2, LENGTH)
+    padding[0, 20:], padding[1] = -torch.inf, -torch.inf
+    x = sparse_of(draw(2, HEADS, LENGTH, LENGTH), random_layout())
+    finite = softmax(x, key_padding_mask=padding.clamp(min=-65504))
+    assert torch.equal(finite, softmax(x, key_padding_mask=padding)) and not finite[1].any()
+
+
 def test_the_three_products_are_self_attention() -> None:
     layout, (query, key, value) = random_layout(), operands()
     scores = MatMul(layout, BLOCK, "sdd", trans_b=True)(query, key)

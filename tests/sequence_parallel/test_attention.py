@@ -216,6 +216,14 @@ def key_heads(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(zeros(3), zeros(2), zeros(2), axis)
 
 
+def no_dims(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(dim=0)] * 3, axis)
+
+
+def infinite_scale(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", scale=float("inf"))
+
+
 def three_dims(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(zeros()[0], zeros(), zeros(), axis)
 
@@ -272,6 +280,8 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "layouts of heads differ": (layouts_of_heads_differ, "float32, layout"),
     "heads differ": (heads_differ, "rank 1 has heads exchanged: query (1, 3, 64, 16)"),
     "key heads": (key_heads, "the heads of keys divide those of the query"),
+    "no dims": (no_dims, "none of them 0; got query (1, 2, 64, 0)"),
+    "an infinite scale": (infinite_scale, "scale is a finite number; got inf"),
     "three dims": (three_dims, "operands are (batches, heads, positions of this rank, dim)"),
     "dtypes": (dtypes, "one dtype, and one device; got torch.float32 on cpu, torch.float32 on cpu, torch.bfloat16"),
     "the layout of one part": (local_layout, "make the layout for length 128"),

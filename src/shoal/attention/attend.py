@@ -36,7 +36,7 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.native import attention as native
 
-__all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "kernels_for", "key_padding_term"]
+__all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "kernels_for", "key_padding_term", "scale_of"]
 
 Backend = Literal["auto", "reference", "gather", "native", "flex", "triton"]
 Mode = Literal["add", "mul"]
@@ -65,9 +65,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
     _check(query, key, value, blocks, causal=causal, dropout=dropout, backend=backend)
-    scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
-    if not isfinite(scale):
-        raise UsageError(f"attend: scale is a finite number; got {scale}: leave it out for 1 / sqrt(head dim)")
+    scale = scale_of(scale, query.shape[-1])
     if causal:
         blocks = blocks.lower
     bias = None if bias is None else _bias(bias, query, key)
@@ -372,6 +370,13 @@ def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device:
         tensor = tensor.float()
     tensor = tensor.detach().contiguous()
     return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
+
+
+def scale_of(scale: float | None, dim: int) -> float:
+    """Return the scale of scores, by default 1 / sqrt(dim). Raises UsageError for one that is not finite."""
+    if scale is not None and not isfinite(scale):
+        raise UsageError(f"attend: scale is a finite number; got {scale}: leave it out for 1 / sqrt(head dim)")
+    return 1.0 / sqrt(dim) if scale is None else scale
 
 
 def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,

@@ -10,14 +10,13 @@ heads, queries and keys have in the whole. Ranks that are to drop as one rank do
 from __future__ import annotations
 
 from functools import partial
-from math import sqrt
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.attention.attend import Backend, Mode, attend, kernels_for, key_padding_term
+from shoal.attention.attend import Backend, Mode, attend, kernels_for, key_padding_term, scale_of
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall
 from shoal.device import HOST
@@ -60,7 +59,7 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
             raise UsageError("attend_sequence: exchange='blocks' has no mask or bias of each query and key; leave exchange "
                              "out, or take exchange='heads'")
         exchange = "heads"
-    scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
+    scale = scale_of(scale, query.shape[-1])
     if dropout and seed is None:
         seed = int(torch.randint(2**62, ()).item())
     if blocks is not None and causal:
@@ -148,9 +147,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks
                          + ", ".join(f"{each.dtype} on {each.device}" for each in (query, key, value)))
     same = key.shape[:3] == value.shape[:3] and (query.shape[0], query.shape[2], query.shape[3]) == (
         key.shape[0], key.shape[2], key.shape[3])
-    if not same or not key.shape[1] or query.shape[1] % key.shape[1]:
-        raise UsageError(f"attend_sequence: query, key and value have one batch, one length and one head dim, and the heads "
-                         f"of keys divide those of the query; got {shapes}")
+    empty = not all((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
+    if not same or empty or query.shape[1] % key.shape[1]:
+        raise UsageError(f"attend_sequence: query, key and value have one batch and one length, query and key one head dim, "
+                         f"and the heads of keys divide those of the query, none of them 0; got {shapes}")
     if exchange not in EXCHANGES:
         raise UsageError(f"attend_sequence: exchange is one of {', '.join(EXCHANGES)}; got {exchange!r}")
     length = query.shape[2] * axis.ranks
