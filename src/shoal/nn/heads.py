@@ -86,8 +86,8 @@ def tiled_head(head: nn.Module, *, loss: TiledLoss | None = None, kernels: Choic
         sliced.set_loss(loss or TiledLoss(), kernels)
         return sliced
     if type(head) is not nn.Linear:
-        raise UsageError(f"tiled_head: got a {type(head).__name__}; give an nn.Linear or a shoal.tensor_parallel."
-                         f"VocabularyHead, or call shoal.nn.tiled_cross_entropy in the module's own forward")
+        raise UsageError(f"tiled_head: got a {type(head).__module__}.{type(head).__name__}; give a torch.nn.Linear or a "
+                         f"shoal.tensor_parallel.VocabularyHead, or call shoal.nn.tiled_cross_entropy in the module's own forward")
     tiled = TiledHead.__new__(TiledHead)
     nn.Module.__init__(tiled)
     vars(tiled).update({name: copy(value) if isinstance(value, dict) else value for name, value in vars(head).items()})
