@@ -335,6 +335,27 @@ def test_a_first_pass_unlike_the_others_does_not_break_the_budget(rows: int, ski
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+def _left() -> int:
+    """Return the calls of a block in a pass of a plain model that is larger than those its engine measured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(2 * BLOCKS)], nn.Linear(WIDTH, 8))
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
+        "activation_checkpointing": {"budget": "4MB"}})[0]
+    for _ in range(2):
+        engine.backward(engine(torch.randn(ROWS, WIDTH)).square().mean())
+        engine.step()
+    engine.destroy()
+    calls: list[int] = []
+    model[0].register_forward_hook(lambda module, args, output: calls.append(1))
+    model(torch.randn(4 * ROWS, WIDTH)).square().mean().backward()
+    return len(calls)
+
+
+def test_a_budget_leaves_with_its_engine() -> None:
+    assert run_ranks(1, _left) == [1]
+
+
 class _SavesMore(nn.Module):
     """Saves `extra` more bytes of each row on tensor rank 0, as where slices of a vocabulary are uneven."""
 

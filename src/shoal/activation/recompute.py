@@ -18,7 +18,7 @@ from functools import partial
 from inspect import signature
 from itertools import count, takewhile, zip_longest
 from typing import Any, ParamSpec, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ from shoal.log import warn_once
 from shoal.module_hooks import is_compiled, is_from, pre_hooks
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "kept_bytes", "recompute_blocks",
-           "watch_inputs"]
+__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "keep_blocks", "kept_bytes",
+           "recompute_blocks", "watch_inputs"]
 
 
 P = ParamSpec("P")
@@ -83,7 +83,7 @@ class _Block:
         """Bytes of the first tensor among the arguments of the last forward that autograd recorded."""
         self._names = tuple(signature(module.forward).parameters)
         self._recomputes = False
-        self._watch: Callable[[nn.Module, int], None] | None = None
+        self._watch: WeakMethod[Callable[[nn.Module, int], None]] | None = None  # its object holds the module
         self._forward: Generator[None] | None = None
         self._place = module.register_forward_pre_hook(self._before, with_kwargs=True).id
         module.register_forward_hook(self._after, prepend=True, always_call=True)
@@ -109,8 +109,9 @@ class _Block:
         if not torch.is_grad_enabled():
             return None
         self.input_bytes = next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0)
-        if self._watch is not None:
-            self._watch(module, self.input_bytes)  # it may choose another mode
+        watch = None if self._watch is None else self._watch()
+        if watch is not None:
+            watch(module, self.input_bytes)  # it may choose another mode
         if self.recompute is RecomputeMode.NONE:
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
@@ -138,9 +139,9 @@ class _Block:
             _running.remove((module, self))
             next(forward, None)
 
-    def watch(self, callback: Callable[[nn.Module, int], None]) -> None:
-        """Call `callback` with the module and the bytes of its input at the begin of each forward that autograd records."""
-        self._watch = callback
+    def watch(self, callback: Callable[[nn.Module, int], None] | None) -> None:
+        """Call method `callback` with the module and the bytes of its input before each forward that autograd records."""
+        self._watch = None if callback is None else WeakMethod(callback)
 
     def forget_input(self) -> None:
         """Forget the input of the last forward."""
@@ -352,6 +353,14 @@ def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> 
         if module not in _blocks:
             _blocks[module] = _Block(module)
         _blocks[module].recompute = recompute
+
+
+def keep_blocks(modules: Iterable[nn.Module]) -> None:
+    """Have each of `modules` keep its activations, and tell nobody of its inputs: an engine leaves the model."""
+    for module in modules:
+        if module in _blocks:
+            _blocks[module].recompute = RecomputeMode.NONE
+            _blocks[module].watch(None)
 
 
 def kept_bytes(module: nn.Module) -> int:

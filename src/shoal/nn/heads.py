@@ -87,7 +87,8 @@ def tiled_head(head: nn.Module, *, loss: TiledLoss | None = None, kernels: Choic
         return sliced
     if type(head) is not nn.Linear:
         raise UsageError(f"tiled_head: got a {type(head).__module__}.{type(head).__name__}; give a torch.nn.Linear or a "
-                         f"shoal.tensor_parallel.VocabularyHead, or call shoal.nn.tiled_cross_entropy in the module's own forward")
+                         f"shoal.tensor_parallel.VocabularyHead, or call shoal.nn.tiled_cross_entropy in the module's own "
+                         f"forward")
     tiled = TiledHead.__new__(TiledHead)
     nn.Module.__init__(tiled)
     vars(tiled).update({name: copy(value) if isinstance(value, dict) else value for name, value in vars(head).items()})
