@@ -5,8 +5,9 @@
 
 Forward and backward in fp32, 8 heads of 64, a window of 3 blocks and one global block. Ways of one length take turns; a row
 is the median of the rounds, and a ratio is the median of the ratios of the rounds. "beside" rows give both sides one
-structure: BigBird's window, global and random blocks of 64; Longformer's window of 512 positions. A BERT layer has hidden
-size 512, with Hugging Face's own modules, and only its attention swapped. Memory is the growth of a process's peak in one
+structure: BigBird's window, global and random blocks of 64, with the module's projections of hidden states and without;
+Longformer's window of 512 positions. A BERT layer has hidden size 512, with Hugging Face's own modules, and only its
+attention swapped. Memory is the growth of a process's peak in one
 pass, each in a process of its own. With `--device` it compares SDPA in bf16 on that device with the backends that run there,
 at each length; a backend should reach 0.6 of the ratio that the density of its layout allows.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,6 +151,10 @@ def models(length: int) -> Iterator[Comparison]:
     yield Comparison(f"beside BigBird at {length:,}", {
         "Hugging Face's BigBird attention": _module(lambda: bird(hidden, **masks)[0], hidden),
         "native, its layout": _module(_projected(bird, hidden, Blocks.of(layout, 64)), hidden)}, {"native, its layout": 4.0})
+    alone, leaf = _without_projections(bird), hidden.clone().requires_grad_()
+    yield Comparison(f"beside BigBird at {length:,}, without projections", {
+        "Hugging Face's BigBird attention": _module(lambda: alone(leaf, **masks)[0], leaf),
+        "native, its layout": _module(_projected(alone, leaf, Blocks.of(layout, 64)), leaf)}, {})
 
     long = LongformerSelfAttention(LongformerConfig(**sizes, attention_window=[512]), layer_id=0)
     none = torch.zeros(1, length)
@@ -182,6 +188,14 @@ class _Swapped(nn.Module):
         return _projected(self.of, hidden, self.blocks, self.dropout)(), None
 
 
+def _without_projections(module: nn.Module) -> nn.Module:
+    """Return a copy of an attention module whose queries, keys and values are the hidden states themselves."""
+    twin = deepcopy(module)
+    for name in ("query", "key", "value"):
+        setattr(twin, name, nn.Identity())
+    return twin
+
+
 def _projected(module: nn.Module, hidden: Tensor, blocks: Blocks, dropout: float = 0.0) -> Callable[[], Tensor]:
     """Return attention over `blocks` with the projections of a Hugging Face attention module."""
     def run() -> Tensor:
@@ -194,7 +208,7 @@ def _projected(module: nn.Module, hidden: Tensor, blocks: Blocks, dropout: float
 def _module(forward: Callable[[], Tensor], hidden: Tensor) -> Turn:
     def turn() -> None:
         out = forward()
-        out.reshape(hidden.shape).backward(hidden)
+        out.reshape(hidden.shape).backward(hidden.detach())
     return turn
 
 

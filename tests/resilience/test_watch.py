@@ -69,12 +69,13 @@ def test_engine_calls_have_phases() -> None:
 # Verdicts
 
 
-def enter(folder: str, rank: int, pid: int, phase: TrainingPhase, *, waits: int, calls: int = 3) -> None:
+def enter(folder: str, rank: int, pid: int, phase: TrainingPhase, *, waits: int, calls: int = 3,
+          steps: int = 7) -> None:
     """Write the page of `rank` as process `pid` would."""
     page = RankPage()
     page.attach(folder, rank, pid=pid)
     for _ in range(calls):
-        page.enter(phase, 7)
+        page.enter(phase, steps)
     if waits:
         page.begin_wait("gather", waits)
 
@@ -137,6 +138,28 @@ def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
     watched.double(suspicion)
     assert watched.deadline(reading) == 2 * before == 0.4
     assert "hung in step after 7 steps" in str(suspicion)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_doubled_deadline_is_single_again_unless_the_call_is_slow(slow: bool, pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    pids = {0: processes[0].pid}
+
+    def deadline_after(steps: int, seconds: float) -> float:
+        """Return the deadline of the phase after a call at `steps` that lasted for `seconds`."""
+        enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, steps=steps)
+        time.sleep(seconds)
+        watched.poll(pids)
+        reading = watched.reading(0)
+        assert reading is not None
+        return watched.deadline(reading)
+
+    single = deadline_after(7, 0)
+    reading = watched.reading(0)
+    watched.double(watch.Suspicion(local_rank=0, pid=pids[0], kind=StallKind.HUNG, reading=reading, seconds=9,
+                                   deadline=single))
+    assert deadline_after(7, 1.5 * single if slow else 0) == 2 * single
+    assert deadline_after(8, 0) == (2 * single if slow else single)
 
 
 def test_a_first_call_has_a_deadline_of_its_own(pair, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ ten times as long as the longest first one of an earlier attempt, and at least a
     waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
 
 So ranks that wait in a barrier of the script's for one that evaluates are not hung. A deadline at which a rank was ended
-doubles, so that a slow call cannot end every attempt.
+doubles, so that a slow call cannot end every attempt. Once the job has passed that step, and no call of the phase was late
+by the single deadline, the deadline is single again: that rank had hung.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ class Watch:
         self._whole_job = whole_job
         self._firsts: dict[TrainingPhase, float] = {}
         self._grace: defaultdict[TrainingPhase, float] = defaultdict(lambda: 1.0)
+        self._ended_at: dict[TrainingPhase, int] = {}
+        """The steps that any rank had taken when one was last ended in a phase; none where a later call was slow."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -154,6 +157,7 @@ class Watch:
         self._meters: defaultdict[int, _Meter] = defaultdict(_Meter)
         self._child_meters: defaultdict[int, _Meter] = defaultdict(_Meter)
         self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
+        self._steps = 0
 
     def reading(self, local_rank: int) -> Reading | None:
         """Return the page of a rank."""
@@ -195,6 +199,7 @@ class Watch:
         """Double the deadlines of the phase in which a rank is ended."""
         if suspicion.kind is StallKind.HUNG and suspicion.reading is not None:
             self._grace[suspicion.reading.phase] *= 2
+            self._ended_at[suspicion.reading.phase] = self._steps
 
     def deadline(self, reading: Reading) -> float:
         """Return the seconds after which the present call of a rank is late."""
@@ -211,6 +216,8 @@ class Watch:
         if reading is None or reading.phase is TrainingPhase.END:  # what is no training has no deadline
             return None
         seconds, deadline = now - max(reading.since, self._resumed), self.deadline(reading)
+        if seconds > deadline / self._grace[reading.phase]:
+            self._ended_at.pop(reading.phase, None)  # it is slow, unless it hangs too
         if seconds <= deadline:
             return None
         return Suspicion(local_rank=local_rank, pid=pid, kind=StallKind.HUNG, reading=reading, seconds=seconds,
@@ -222,6 +229,9 @@ class Watch:
         if before is not None and before[0] != reading.calls and before[2]:
             self._firsts[before[1]] = max(self._firsts.get(before[1], 0.0), reading.since - before[3])
         self._calls[local_rank] = (reading.calls, reading.phase, reading.first, reading.since)
+        self._steps = max(self._steps, reading.steps)
+        for phase in [phase for phase, step in self._ended_at.items() if reading.steps > step]:
+            del self._ended_at[phase], self._grace[phase]
 
     def _stopped(self, local_rank: int, facts: Process, now: float) -> float | None:
         """Return for how long the process has been seen stopped, None where it is not."""
