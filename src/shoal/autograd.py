@@ -130,6 +130,8 @@ def differentiable_gradients(function: Callable[..., Tensor], operands: Sequence
     """
     aliases = [None if each is None else each.view_as(each) for each in operands]  # one tensor may be two operands
     wanted = [each for each in aliases if each is not None and each.requires_grad]
+    if not wanted:
+        return [None for _ in aliases]
     found = iter(torch.autograd.grad(function(*aliases), wanted, gradient, create_graph=True))
     return [next(found) if each is not None and each.requires_grad else None for each in aliases]
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-__all__ = ["has_hooks", "is_compiled", "is_from", "pre_hooks"]
+__all__ = ["has_hooks", "is_compiled", "is_from"]
 
 
 def is_from(hook: Any, *packages: str) -> bool:
@@ -24,11 +23,6 @@ def has_hooks(module: nn.Module, *ignored: str) -> bool:
     """Whether a call of the module does more than its forward; hooks of the packages `ignored` do not count."""
     tables = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return any(not is_from(hook, *ignored) for table in tables for hook in table.values())
-
-
-def pre_hooks(module: nn.Module) -> MutableMapping[int, Any]:
-    """Return the hooks before the module's forward by the id of their handle, in the order of their calls."""
-    return module._forward_pre_hooks
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -31,14 +31,7 @@ from itertools import groupby
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shoal.activation.recompute import (
-    RecomputeMode,
-    forget_inputs,
-    input_bytes,
-    kept_bytes,
-    recompute_blocks,
-    watch_inputs,
-)
+from shoal.activation.recompute import RecomputeMode, forget_inputs, input_bytes, kept_bytes, recompute_blocks
 from shoal.errors import ConfigError
 from shoal.log import logger
 
@@ -213,14 +206,12 @@ class Budget:
     """Chooses the plans of a model's blocks, from the bytes of its passes; never more than `limit` bytes on the device."""
 
     def __init__(self, limit: int, roots: Mapping[nn.Module, Sequence[nn.Module]], most_of: Largest, most_of_pass: Largest,
-                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING, *,
-                 alone: bool = False):
+                 moments: Callable[[], frozenset[Moment]] = lambda: ALONE, plans: tuple[ActivationPlan, ...] = STAYING):
         """`roots` are the modules that passes run through, with their blocks.
 
         `most_of` returns the largest of each number over the ranks that run the same blocks, `most_of_pass` over those that
         compute one pass together, and so must recompute the same blocks. `moments` returns those of a step, which may
-        change from step to step. With `alone` no other rank computes a pass with this one: then a batch that is larger than
-        all before has an effect at its first block, else in the next pass.
+        change from step to step.
         """
         self.choices: list[list[ActivationPlan]] = []
         """The plans of each root's blocks; empty until a pass through every root is over."""
@@ -233,8 +224,6 @@ class Budget:
         self._moments_of_step = moments
         self._moments = moments()
         self._running: _MeasuredRoot | None = None
-        for blocks in roots.values() if alone else ():
-            watch_inputs(blocks, self._see_input)
 
     def see(self, tensor: Tensor, module: object, *, moves: bool = False) -> None:
         """Count a tensor that autograd saves within `module`, once for each storage and version.
@@ -272,11 +261,6 @@ class Budget:
         if (before is not None and before.end_pass()) or (has_changed and self.choices):
             self._apply()
         self._running.begin_pass()
-
-    def _see_input(self, block: nn.Module, size: int) -> None:
-        """Choose again before a block whose input is larger than all before. Raises `ConfigError` for too small a budget."""
-        if self._running is not None and self._running.outgrows(block, size):
-            self._apply()
 
     def _apply(self) -> None:
         passes = [root.bytes for root in self._roots.values() if root.bytes is not None]
@@ -342,15 +326,6 @@ class _MeasuredRoot:
         self._seen.clear()
         forget_inputs(self._blocks)
 
-    def outgrows(self, module: object, size: int) -> bool:
-        """Return whether an input of `size` bytes is larger than those measured, whose numbers then grow by as much."""
-        most = self._inputs.get(self._places.get(module, -1), 0)
-        if self.bytes is None or not 0 < most < size:
-            return False
-        self.bytes = _grown(self.bytes, size / most)
-        self._inputs = {index: -(-each * size // most) for index, each in self._inputs.items()}
-        return True
-
     def _probe(self, order: Iterable[int]) -> None:
         """Let the first block of each kind in `order` keep its activations, and the second recompute selectively."""
         earlier: Counter[object] = Counter()
@@ -396,17 +371,17 @@ class _MeasuredRoot:
 
     def end_pass(self) -> bool:
         """Take over what a pass saved; return whether that calls for another choice."""
-        seen, held = self._sizes, self._held
-        if not seen or not self._concluded:  # a checkpoint of the script saves what the pass computes, or it has failed
+        seen, held, failed = self._sizes, self._held, not self._concluded
+        if not seen and not failed:  # a checkpoint of the script saves what the pass computes
             return False
-        if self.bytes is None:
-            lacks, = self._most_of([self._sample()])
-            if lacks and self._probes < _MOST_PROBES:
+        if self.bytes is None:  # a pass may fail on one rank, and skip other blocks: all take the same decision
+            failed, lacks = self._most_of([failed, not failed and self._sample()])
+            if failed or (lacks and self._probes < _MOST_PROBES):
                 return False
             self.bytes = self._measured()
             self.set([ActivationPlan(RecomputeMode.FULL, self._rests)] * len(self._blocks))  # until all roots are measured
             return True
-        found, = self._most_of_pass([sum(seen.values()) + held])
+        found, = self._most_of_pass([0 if failed else sum(seen.values()) + held])
         if found > (planned := self._planned(self.bytes)):
             self.bytes = _grown(self.bytes, found / max(planned, 1))
             return True

@@ -16,9 +16,9 @@ from copy import deepcopy
 from enum import Enum
 from functools import partial
 from inspect import signature
-from itertools import count, takewhile, zip_longest
+from itertools import count, zip_longest
 from typing import Any, ParamSpec, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,11 @@ from torch.utils.checkpoint import _detach_helper  # pyright: ignore[reportPriva
 from shoal.activation.random_states import TRACKER, AllStates, ReenteredContext
 from shoal.errors import UsageError
 from shoal.log import warn_once
-from shoal.module_hooks import is_compiled, is_from, pre_hooks
+from shoal.module_hooks import is_compiled
 from shoal.tree import tensors_within
 
 __all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "keep_blocks", "kept_bytes",
-           "recompute_blocks", "watch_inputs"]
+           "recompute_blocks"]
 
 
 P = ParamSpec("P")
@@ -83,9 +83,9 @@ class _Block:
         """Bytes of the first tensor among the arguments of the last forward that autograd recorded."""
         self._names = tuple(signature(module.forward).parameters)
         self._recomputes = False
-        self._watch: WeakMethod[Callable[[nn.Module, int], None]] | None = None  # its object holds the module
-        self._forward: Generator[None] | None = None
-        self._place = module.register_forward_pre_hook(self._before, with_kwargs=True).id
+        self._forwards: list[tuple[Generator[None], _HeldArguments]] = []
+        # Before the hooks of scripts: a recompute calls them again, as torch's checkpoint around the module does.
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True, always_call=True)
 
     def __reduce__(self) -> tuple[type[_Block], tuple[nn.Module]]:
@@ -95,7 +95,7 @@ class _Block:
     def _before(self, module: nn.Module, args: tuple[Any, ...],
                 kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if torch.compiler.is_compiling():
-            if self.recompute is RecomputeMode.NONE:
+            if self._is_plain_in_graph():
                 return None
             if not is_compiled(module):
                 _refuse_graph(type(module).__name__)
@@ -109,17 +109,15 @@ class _Block:
         if not torch.is_grad_enabled():
             return None
         self.input_bytes = next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0)
-        watch = None if self._watch is None else self._watch()
-        if watch is not None:
-            watch(module, self.input_bytes)  # it may choose another mode
         if self.recompute is RecomputeMode.NONE:
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
         held = _HeldArguments(type(module).__name__, self._names, own_args, own_kwargs)
-        self._forward = checkpoint_around(module, False, partial(self._contexts, module, held), "default", False, True,
-                                          *own_args, **own_kwargs)
+        forward = checkpoint_around(module, False, partial(self._contexts, module, held), "default", False, True,
+                                    *own_args, **own_kwargs)
+        self._forwards.append((forward, held))
         _running.append((module, self))
-        next(self._forward)
+        next(forward)
         if own_kwargs is kwargs or not module.training:  # a script that generates reads what the block appends
             return None
         warn_once(f"activation_checkpointing: the cache of a model in training lacks what a {type(module).__name__} that "
@@ -127,21 +125,23 @@ class _Block:
         return self._with_own_cache(args, kwargs)
 
     def _after(self, module: nn.Module, args: object, output: object) -> None:
-        if not (torch.compiler.is_compiling() and self.recompute is RecomputeMode.NONE):
+        if not (torch.compiler.is_compiling() and self._is_plain_in_graph()):
             self._leave(module)
+
+    def _is_plain_in_graph(self) -> bool:
+        """Whether torch.compile or torch.export traces the block as a plain module: nothing is recomputed there."""
+        return (self.recompute is RecomputeMode.NONE or not torch.is_grad_enabled()
+                or torch.compiler.is_exporting())
 
     @_outside_graphs
     def _leave(self, module: nn.Module) -> None:
         if self._recomputes:  # a script differentiates within the block: the forward itself goes on
             return
-        forward, self._forward = self._forward, None
-        if forward is not None:
+        if self._forwards:
+            forward, held = self._forwards.pop()
             _running.remove((module, self))
+            held.note()
             next(forward, None)
-
-    def watch(self, callback: Callable[[nn.Module, int], None] | None) -> None:
-        """Call method `callback` with the module and the bytes of its input before each forward that autograd records."""
-        self._watch = None if callback is None else WeakMethod(callback)
 
     def forget_input(self) -> None:
         """Forget the input of the last forward."""
@@ -149,9 +149,8 @@ class _Block:
 
     def interrupt(self) -> None:
         """End a forward that an interrupt has ended."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            forward.close()
+        if self._forwards:
+            self._forwards.pop()[0].close()
 
     def _with_own_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with copies of their caches, the same `kwargs` where there is none."""
@@ -183,8 +182,7 @@ class _Block:
         held.check()
         self._recomputes = True
         try:
-            with (states.replayed(TRACKER), _buffers_apart(module), _without_hooks_before(module, self._place),
-                  nullcontext() if outputs is None else _Take(outputs)):
+            with states.replayed(TRACKER), _buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
                 yield
         finally:
             self._recomputes = False
@@ -207,13 +205,19 @@ class _HeldArguments:
     def __init__(self, block: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._block = block
         positional = ((name, each) for name, each in zip_longest(names[:len(args)], args) if not isinstance(each, Tensor))
-        self._held = [(name, tensor, tensor._version) for name, value in (*positional, *kwargs.items())
+        self._held = [(name, ref(tensor), -1) for name, value in (*positional, *kwargs.items())
                       for tensor in tensors_within(value) if not tensor.is_inference()]
+
+    def note(self) -> None:
+        """Note the versions at the end of the forward, which may write to its arguments."""
+        self._held = [(name, tensor, -1 if (held := tensor()) is None else held._version)
+                      for name, tensor, _ in self._held]
 
     def check(self) -> None:
         """Raise `UsageError` for a tensor that was written to after the forward."""
-        for name, tensor, version in self._held:
-            if tensor._version != version:
+        for name, reference, version in self._held:
+            tensor = reference()
+            if tensor is not None and version >= 0 and tensor._version != version:
                 raise UsageError(f"activation_checkpointing: argument '{name}' of a {self._block}, of shape "
                                  f"{tuple(tensor.shape)}, was written to in place after the block's forward, so that "
                                  f"backward cannot compute the block again. Give the block a copy (`tensor.clone()`), or "
@@ -237,23 +241,6 @@ def _buffers_apart(module: nn.Module) -> Generator[None]:
     finally:
         for each, name, buffer in buffers:
             setattr(each, name, buffer)
-
-
-@contextmanager
-def _without_hooks_before(module: nn.Module, place: int) -> Generator[None]:
-    """Within the context the module skips the hooks of scripts before the one at `place`: they made the saved arguments."""
-    hooks = pre_hooks(module)
-    before = takewhile(lambda key: key != place, hooks)
-    skipped = [key for key in before if not is_from(hooks[key], "shoal")]
-    kept = list(hooks.items())
-    for key in skipped:
-        del hooks[key]
-    try:
-        yield
-    finally:
-        if skipped:
-            hooks.clear()
-            hooks.update(kept)
 
 
 class _Outputs:
@@ -356,11 +343,10 @@ def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> 
 
 
 def keep_blocks(modules: Iterable[nn.Module]) -> None:
-    """Have each of `modules` keep its activations, and tell nobody of its inputs: an engine leaves the model."""
+    """Have each of `modules` keep its activations: an engine leaves the model."""
     for module in modules:
         if module in _blocks:
             _blocks[module].recompute = RecomputeMode.NONE
-            _blocks[module].watch(None)
 
 
 def kept_bytes(module: nn.Module) -> int:
@@ -371,13 +357,6 @@ def kept_bytes(module: nn.Module) -> int:
 def input_bytes(module: nn.Module) -> int:
     """Return the bytes of the first tensor among the arguments of a block's last forward; 0 where it did not run."""
     return _blocks[module].input_bytes if module in _blocks else 0
-
-
-def watch_inputs(modules: Iterable[nn.Module], callback: Callable[[nn.Module, int], None]) -> None:
-    """Have the blocks among `modules` call `callback` with the bytes of their input before each forward of training."""
-    for module in modules:
-        if module in _blocks:
-            _blocks[module].watch(callback)
 
 
 def forget_inputs(modules: Iterable[nn.Module]) -> None:

@@ -81,9 +81,8 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
         slices = Slices(groups.tensor, engine.recomputed)
     if section.budget is not None:
         blocks_of = {root: [block for block in engine.recomputed if block in set(root.modules())] for root in engine.roots}
-        replicas, pass_ranks = (groups.communicator(*axes) for axes in (REPLICA_AXES, AXES_OF_ONE_PASS))
-        budget = Budget(section.budget, blocks_of, partial(_most, replicas), partial(_most, pass_ranks), engine.moments,
-                        RESTING if moves else STAYING, alone=pass_ranks.ranks == 1)
+        most_of, most_of_pass = (partial(_most, groups.communicator(*axes)) for axes in (REPLICA_AXES, AXES_OF_ONE_PASS))
+        budget = Budget(section.budget, blocks_of, most_of, most_of_pass, engine.moments, RESTING if moves else STAYING)
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
 
 

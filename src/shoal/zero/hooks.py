@@ -14,6 +14,7 @@ Modules that torch.compile has within one graph, whose weights stay in memory, a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -147,8 +148,9 @@ class Hooks:
     def _end_call(self, module: nn.Module, args: object, output: object) -> None:
         """End the forward pass with its outermost call, which may have raised."""
         if module is self._outermost and not in_backward():
-            if module is self._model and output is not None:  # None: it raised
-                self._saved.see_output(output)
+            raised = output is None and sys.exc_info()[0] is not None
+            if not raised:
+                self._saved.see_output(output if module is self._model else None)
             self._finish(concluded=output is not None)
 
     def _begin_inner_call(self, module: nn.Module, args: object) -> None:
