@@ -24,9 +24,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.down(F.gelu(self.up(x) * self.scale))
 
 
 class Differentiates(Block):
@@ -70,6 +71,9 @@ def _losses(section: dict[str, Any], stage: int, kind: type[nn.Module], hook: st
             block.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         if hook == "after":
             block.register_forward_hook(lambda module, args, output: output.sin() * output)
+        if hook == "around":
+            block.register_forward_pre_hook(lambda module, args: setattr(module, "scale", 3.0))
+            block.register_forward_hook(lambda module, args, output: setattr(module, "scale", 1.0), always_call=True)
     engine = _engine(model, section, stage)
     losses: list[float] = []
     for _ in range(3):
@@ -83,8 +87,8 @@ def _losses(section: dict[str, Any], stage: int, kind: type[nn.Module], hook: st
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
-@pytest.mark.parametrize("hook", ["before", "after"])
-def test_hooks_of_a_script_act_once_on_a_block(hook: str, section: dict[str, Any], stage: int) -> None:
+@pytest.mark.parametrize("hook", ["before", "after", "around"])
+def test_a_recompute_sees_what_hooks_of_a_script_did_in_forward(hook: str, section: dict[str, Any], stage: int) -> None:
     assert run_ranks(1, _losses, section, stage, Block, hook) == run_ranks(1, _losses, {}, stage, Block, hook)
 
 
