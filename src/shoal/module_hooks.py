@@ -10,19 +10,18 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["has_hooks", "is_compiled", "is_from"]
-
-
-def is_from(hook: Any, *packages: str) -> bool:
-    """Whether a hook is a function, a method or an object of one of the `packages`."""
-    origin = str(getattr(hook.func if isinstance(hook, partial) else hook, "__module__", ""))
-    return origin.partition(".")[0] in packages
+__all__ = ["has_hooks", "is_compiled"]
 
 
 def has_hooks(module: nn.Module, *ignored: str) -> bool:
     """Whether a call of the module does more than its forward; hooks of the packages `ignored` do not count."""
     tables = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    return any(not is_from(hook, *ignored) for table in tables for hook in table.values())
+    return any(_package_of(hook) not in ignored for table in tables for hook in table.values())
+
+
+def _package_of(hook: Any) -> str:
+    """Return the package of a function, or of the class of a method or an object."""
+    return str(getattr(hook.func if isinstance(hook, partial) else hook, "__module__", "")).partition(".")[0]
 
 
 def is_compiled(module: nn.Module) -> bool:

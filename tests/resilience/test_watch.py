@@ -141,15 +141,19 @@ def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_doubled_deadline_is_single_again_unless_the_call_is_slow(slow: bool, pair, tmp_path: Path) -> None:
+def test_a_doubled_deadline_is_single_again_unless_the_call_is_slow(slow: bool, pair, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     watched, processes = pair
-    pids = {0: processes[0].pid}
+    pids, clock = {0: processes[0].pid}, time.monotonic
+    monkeypatch.setattr(watch, "LEAST", 100.0)  # far from what a busy machine makes of a moment
+    monkeypatch.setattr(watch, "PAUSE", 1e9)
 
     def deadline_after(steps: int, seconds: float) -> float:
         """Return the deadline of the phase after a call at `steps` that lasted for `seconds`."""
         enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, steps=steps)
-        time.sleep(seconds)
+        monkeypatch.setattr(watch.time, "monotonic", lambda: clock() + seconds)
         watched.poll(pids)
+        monkeypatch.setattr(watch.time, "monotonic", clock)
         reading = watched.reading(0)
         assert reading is not None
         return watched.deadline(reading)

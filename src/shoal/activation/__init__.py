@@ -11,9 +11,9 @@ track weights, ask `SavedActivations` for all other tensors.
 """
 
 from shoal.activation.budget import ALONE, Budget, Moment
-from shoal.activation.recompute import RecomputeMode, end_interrupted, keep_blocks, recompute_blocks
+from shoal.activation.recompute import RecomputeMode, end_interrupted, recompute_blocks
 from shoal.activation.saved import RestingView, SavedActivations, Slices
 from shoal.activation.settings import ActivationSettings
 
 __all__ = ["ALONE", "ActivationSettings", "Budget", "Moment", "RecomputeMode", "RestingView", "SavedActivations", "Slices",
-           "end_interrupted", "keep_blocks", "recompute_blocks"]
+           "end_interrupted", "recompute_blocks"]

@@ -35,7 +35,7 @@ from shoal.log import warn_once
 from shoal.module_hooks import is_compiled
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "keep_blocks", "kept_bytes",
+__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "kept_bytes",
            "recompute_blocks"]
 
 
@@ -340,13 +340,6 @@ def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> 
         if module not in _blocks:
             _blocks[module] = _Block(module)
         _blocks[module].recompute = recompute
-
-
-def keep_blocks(modules: Iterable[nn.Module]) -> None:
-    """Have each of `modules` keep its activations: an engine leaves the model."""
-    for module in modules:
-        if module in _blocks:
-            _blocks[module].recompute = RecomputeMode.NONE
 
 
 def kept_bytes(module: nn.Module) -> int:

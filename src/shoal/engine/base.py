@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal import comm
-from shoal.activation import ALONE, Moment, RecomputeMode, SavedActivations, keep_blocks, recompute_blocks
+from shoal.activation import ALONE, Moment, RecomputeMode, SavedActivations, recompute_blocks
 from shoal.config.batch import BatchSizes
 from shoal.data.loader import Loader
 from shoal.engine.accessors import Accessors
@@ -450,7 +450,7 @@ class BaseEngine(Accessors, nn.Module):
     def _detach(self) -> None:
         """Remove the hooks, and give the model its parameters back, except for lost ones."""
         self.compilation.undo()
-        keep_blocks(self.recomputed)
+        recompute_blocks(self.recomputed, RecomputeMode.NONE)
         if self.activations is not None:
             self.activations.close()
         if self.replicated_grads is not None:

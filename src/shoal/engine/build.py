@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import comm
-from shoal.activation import keep_blocks
+from shoal.activation import RecomputeMode, recompute_blocks
 from shoal.attention.hugging_face import sparse_attention_in
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
@@ -352,7 +352,7 @@ def _restored_on_failure(engine: BaseEngine) -> Generator[None]:
     try:
         yield
     except Exception:
-        keep_blocks(engine.recomputed)
+        recompute_blocks(engine.recomputed, RecomputeMode.NONE)
         if engine.sharded is not None:
             engine.parameter_groups.shorten_timeouts()
             try:
