@@ -162,7 +162,8 @@ def value_of(config: Any, name: str, default: Any) -> Any:
 def _of_keys(mask: Tensor) -> Tensor:
     """Return the mask of keys (batch, length) that (batch, 1, 1 or length, length) gives to every query."""
     last = mask[:, :1, -1:]
-    if not torch.equal(mask, last.expand_as(mask)):
+    same = all(mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (1, 2))  # else it waits for a device
+    if not same and not torch.equal(mask, last.expand_as(mask)):
         raise UsageError(f"BertSparseSelfAttention: attention_mask: got {tuple(mask.shape)}, whose queries see different "
                          f"keys; it says what is padding: give (batch, 1, 1, length). For causal models, and packed "
                          f"sequences, use shoal.attention.use_sparse_attention, or SparseSelfAttention with attn_mask")

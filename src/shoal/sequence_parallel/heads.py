@@ -84,16 +84,16 @@ def _moves(of_rank: tuple[range, ...], heads: int, rank: int, ranks: int) -> Mov
 
 
 def exchange_heads(attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor,
-                   axis: SequenceAxis, *, layout: str = "of its own") -> Tensor:
+                   axis: SequenceAxis, *, layout: str | None = None) -> Tensor:
     """Return this rank's rows (batch, heads, n, dim of values) of an attention of whole sequences.
 
     `query` (batch, heads, n, dim), `key` and `value` (batch, kv_heads, n, dims) are this rank's rows. `attention` is given
-    whole sequences of this rank's heads, as many of keys as divide those of queries, and is not called without heads. Ranks
-    that say another `layout` than each other raise RanksDisagree.
+    whole sequences of this rank's heads, as many of keys as divide those of queries, and is not called without heads. Where
+    `layout` names the layout of `attention`, ranks with another one than each other raise RanksDisagree.
     """
     plan = heads_plan(query.shape[1], key.shape[1], axis.rank, axis.ranks)
     facts = (f"heads exchanged: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} "
-             f"{query.dtype}, layout {layout}".replace("torch.", ""))
+             f"{query.dtype}{'' if layout is None else f', layout {layout}'}".replace("torch.", ""))
     queries, keys, values = cast("tuple[Tensor, ...]", _ToHeads.apply(axis, plan, facts, query, key, value))
     if plan.own:
         reads = plan.key_of_each_query(query.shape[1] // key.shape[1])
