@@ -288,6 +288,10 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(blocks=Blocks.of(torch.eye(4).long()[None].repeat(3, 1, 1) * torch.tensor([1, 0, 1])[:, None, None], 16)),
      "the layout is for 3 heads, query has 2"),
     (_bad(dropout=1.0), "dropout is a probability"),
+    (_bad(dropout=0.1, seed=1.5), "seed is a whole number, or None; got 1.5"),
+    (_bad(blocks=torch.ones(1, 4, 4)), "of class Blocks; got Tensor: give Blocks.of(layout, block)"),
+    (_bad(mask=[[1]]), "mask is a tensor of bool, whole or float numbers; got list"),
+    (_bad(mask=torch.zeros(64, 64, dtype=torch.complex64)), "got torch.complex64"),
     (_bad(backend="fast"), "backend is one of"),
     (_bad(mask=torch.zeros(32, 64)), "mask is (length, kv_length), here (64, 64); got (32, 64)"),
     (_bad(key_padding=torch.zeros(2, 64)), "key_padding is (batches, kv_length), here (1, 64); got (2, 64)"),
@@ -310,6 +314,35 @@ def test_bad_calls_say_what_does_not_fit(changes: dict[str, Any], message: str) 
     with pytest.raises(UsageError) as caught:
         attend(**{**good, "blocks": Blocks.dense(64, 64, 16), **changes})
     assert message in str(caught.value)
+
+
+def test_transforms_of_functions_are_computed_by_the_reference_alone() -> None:
+    query, blocks = torch.randn(1, 2, 64, 8), Blocks.dense(64, 64, 16)
+
+    def total(query: Tensor, backend: Any) -> Tensor:
+        return attend(query, query, query, blocks, backend=backend).square().sum()
+
+    with pytest.raises(UsageError, match=r"within a transform of torch.func.* only backend='reference' computes"):
+        torch.func.grad(total)(query, "auto")
+    leaf = query.clone().requires_grad_()
+    total(leaf, "auto").backward()
+    torch.testing.assert_close(torch.func.grad(total)(query, "reference"), leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+def test_an_empty_batch_gives_an_empty_output(backend: Any) -> None:
+    operands = [torch.zeros(0, 2, 64, 16, requires_grad=True) for _ in range(3)]
+    output = attend(*operands, Blocks.dense(64, 64, 16), backend=backend)
+    output.sum().backward()
+    assert output.shape == (0, 2, 64, 16) and operands[0].grad is not None
+
+
+def test_autocast_takes_operands_of_two_dtypes() -> None:
+    query, value = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attend(query, query, value, Blocks.dense(64, 64, 16))
+        expected = torch.nn.functional.scaled_dot_product_attention(query, query, value)
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("layout", "message"), [

@@ -20,6 +20,7 @@ from shoal.attention import (
     register,
     use_sparse_attention,
 )
+from shoal.attention.hugging_face import check_served
 from shoal.errors import NotServed, UsageError
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -147,6 +148,42 @@ def test_a_prompt_can_be_continued_in_pieces(name: str, structure: SparsityConfi
     torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
+SLIDING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 40}),
+    "gemma": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 40, "head_dim": 8}),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {"attention_chunk_size": 64, "head_dim": 8, "num_local_experts": 2,
+                                                         "intermediate_size_mlp": 64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", SLIDING)
+def test_a_sliding_cache_keeps_the_layout_at_its_positions(name: str, cache: str) -> None:
+    kind, model_class, sizes = SLIDING[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SIZES, intermediate_size=64, num_key_value_heads=2, initializer_range=0.3,
+                                         max_position_embeddings=200, **sizes)
+    model = sparse(getattr(transformers, model_class)._from_config(config, attn_implementation="sdpa"), WINDOW).eval()
+    ids = tokens(120)
+    whole = model(input_ids=ids, use_cache=False).logits
+    kept = (transformers.DynamicCache(config=model.config) if cache == "dynamic" else
+            transformers.StaticCache(config=model.config, max_cache_len=150))
+    got = [model(input_ids=each, past_key_values=kept, use_cache=True).logits for each in ids.split([90, 5, 1, 1, 23], 1)]
+    torch.testing.assert_close(torch.cat(got, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_float_mask_of_the_caller_over_a_static_cache_finds_the_rows() -> None:
+    model = sparse(build("llama", initializer_range=0.3), WINDOW).eval()
+    ids = tokens(100)
+    whole = model(input_ids=ids, use_cache=False).logits
+    cache = transformers.StaticCache(config=model.config, max_cache_len=140)
+    model(input_ids=ids[:, :99], past_key_values=cache)
+    seen = torch.where(torch.arange(140) <= 99, 0.0, torch.finfo(torch.float32).min).expand(2, 1, 1, 140)
+    last = model(input_ids=ids[:, 99:], position_ids=torch.full((2, 1), 99), attention_mask=seen,
+                 past_key_values=cache).logits
+    torch.testing.assert_close(last, whole[:, 99:], rtol=1e-4, atol=1e-5)
+
+
 def test_packed_sequences_do_not_see_each_other() -> None:
     model = build("llama")
     ids, positions = tokens(64), torch.cat([torch.arange(30), torch.arange(34)])[None].expand(2, -1)
@@ -222,9 +259,29 @@ def test_cross_attention_is_refused() -> None:
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     config = transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32,
                                      decoder_ffn_dim=32, **heads)
-    model = sparse(transformers.BartModel(config), WINDOW)
-    with pytest.raises(NotServed, match=r"cross attention.*'sdpa'"):
+    model = transformers.BartModel(config)
+    with pytest.raises(NotServed, match=r"BartModel has cross attention \(decoder.layers.0.encoder_attn\).*'sdpa'"):
+        use_sparse_attention(model, WINDOW)
+    register(WINDOW)
+    model.set_attn_implementation("shoal_sparse")
+    with pytest.raises(NotServed, match=r"belongs to a model with cross attention.*'sdpa'"):
         model(input_ids=tokens(32))
+
+
+def test_cross_attention_that_no_configuration_declares_is_refused() -> None:
+    former = transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**ENCODER, encoder_hidden_size=32))
+    with pytest.raises(NotServed, match=r"Blip2QFormerModel has cross attention \(encoder.layer.0.crossattention\)"):
+        use_sparse_attention(former, WINDOW)
+    register(WINDOW)
+    former.set_attn_implementation("shoal_sparse")
+    with pytest.raises(NotServed, match="has 8 queries and 20 keys, and is not causal: cross attention or a prefix"):
+        former(query_embeds=torch.zeros(1, 8, 32), encoder_hidden_states=torch.zeros(1, 20, 32))
+
+
+@pytest.mark.parametrize("name", ["block_indices", "indices", "s_aux", "sinks", "softcap"])
+def test_what_changes_the_result_of_attention_is_refused(name: str) -> None:
+    with pytest.raises(NotServed, match=f"gives {name}, which this attention does not compute"):
+        check_served(torch.nn.Identity(), {name: torch.ones(1)})
 
 
 def test_a_structure_that_needs_more_blocks_is_dense() -> None:

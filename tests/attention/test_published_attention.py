@@ -222,6 +222,23 @@ def test_the_softmax_of_blocks_hides_by_finite_numbers_as_by_infinite_ones() -> 
     assert torch.equal(finite, softmax(x, key_padding_mask=padding)) and not finite[1].any()
 
 
+@pytest.mark.parametrize(("given", "text"), [
+    ({"attn_mask": torch.zeros(32, 32), "attn_mask_mode": "x"}, "attn_mask_mode is 'add' or 'mul'; got 'x'"),
+    ({"key_padding_mask": torch.zeros(2, 31)}, r"key_padding_mask is \(2, 32\) here; got \(2, 31\)"),
+    ({"key_padding_mask": torch.full((2, 32), torch.nan)}, "key_padding_mask has NaN"),
+])  # fmt: skip
+def test_masks_that_do_not_fit_the_softmax_are_refused(given: dict[str, Any], text: str) -> None:
+    softmax = Softmax(torch.ones(1, 2, 2, dtype=torch.int64), 16)
+    with pytest.raises(UsageError, match=text):
+        softmax(torch.zeros(2, 4, 16, 16), **given)
+
+
+def test_a_module_made_in_inference_mode_serves_in_it() -> None:
+    with torch.inference_mode():
+        module = SparseSelfAttention(FixedSparsityConfig(2, 16))
+        assert module(*[torch.ones(1, 2, 32, 16)] * 3).shape == (1, 2, 32, 16)
+
+
 def test_the_three_products_are_self_attention() -> None:
     layout, (query, key, value) = random_layout(), operands()
     scores = MatMul(layout, BLOCK, "sdd", trans_b=True)(query, key)

@@ -142,6 +142,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rules": ({"num_local_blocks": 4, "num_global_blocks": 3}, "num_local_blocks: got 4, no multiple"),
     "a key of another mode": ({"mode": "dense", "num_local_blocks": 8}, "num_local_blocks: has no effect with mode 'dense'"),
     "block": ({"block": 0}, "sparse_attention.block"),
+    "rules of a layout": ({"mode": "bigbird", "attention": "unidirectional", "num_random_blocks": 2},
+                          "num_random_blocks: got 2 beside attention 'unidirectional'"),
 }
 
 

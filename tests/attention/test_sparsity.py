@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -175,6 +176,40 @@ def test_changed_values_give_another_layout_of_the_same_length() -> None:
     before = config.blocks(8 * BLOCK)
     config.num_local_blocks = 8
     assert config.blocks(8 * BLOCK).density == 1.0 and before.density < 1.0
+
+
+class FromTable(SparsityConfig):
+    """A structure that is read from a table of any length."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__(1, 16)
+        self.table = table
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        return self.setup_layout(seq_len) + self.table
+
+
+def test_blocks_are_those_of_the_table_as_it_is_now() -> None:
+    structure = FromTable(torch.eye(64, dtype=torch.int64))  # more entries than torch prints
+    assert structure.blocks(1024).visited == 64
+    structure.table[20] = 1
+    assert structure.blocks(1024).visited == 127
+    structure.table = torch.eye(64, dtype=torch.int64)
+    assert structure.blocks(1024).visited == 64
+
+
+def test_numbers_of_one_size_draw_the_same_random_blocks() -> None:
+    number: Any = np.int64(1)
+    plain = BigBirdSparsityConfig(2, 16, num_random_blocks=1).make_layout(512)
+    assert torch.equal(BigBirdSparsityConfig(2, 16, num_random_blocks=number).make_layout(512), plain)
+    assert torch.equal(BigBirdSparsityConfig(2, 16, different_layout_per_head=0).make_layout(512), plain)  # type: ignore
+
+
+def test_a_block_that_is_no_whole_number_is_refused_and_not_kept() -> None:
+    layout = torch.ones(1, 3, 3)
+    with pytest.raises(UsageError, match="a block is a whole number of positions"):
+        Blocks.of(layout, 16.0)  # type: ignore
+    assert isinstance(Blocks.of(layout, 16).block, int)
 
 
 def test_a_subclass_has_a_structure_of_its_own() -> None:

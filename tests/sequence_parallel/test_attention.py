@@ -20,7 +20,7 @@ from shoal.attention import (
     LocalSlidingWindowSparsityConfig,
     attend,
 )
-from shoal.errors import RanksDisagree, UsageError
+from shoal.errors import NotServed, RanksDisagree, UsageError
 from shoal.recording import traffic
 from shoal.sequence_parallel import SequenceAxis, attend_sequence, block_plan, exchange_heads, heads_plan
 from shoal.testing import run_ranks
@@ -324,6 +324,32 @@ def no_heads(ranks: int) -> list[Tensor]:
     exchange_heads(lambda query, key, value: query + key + value, leaf, leaf, leaf, axis).sum().backward()
     assert leaf.grad is not None
     return [leaf.grad]
+
+
+def empty_batch() -> list[tuple[int, ...]]:
+    axis = SequenceAxis(dist.group.WORLD)
+    query, blocks = torch.zeros(0, 2, 32, 16), LocalSlidingWindowSparsityConfig(2, 16).blocks(64)
+    return [tuple(attend_sequence(query, query, query, axis, blocks, exchange=exchange).shape)
+            for exchange in ("heads", "blocks")]
+
+
+def test_an_empty_batch_exchanges_nothing() -> None:
+    assert run_ranks(2, empty_batch) == [[(0, 2, 32, 16)] * 2] * 2
+
+
+def second_derivative() -> str:
+    axis = SequenceAxis(dist.group.WORLD)
+    query = torch.ones(1, 2, 32, 16, requires_grad=True)
+    blocks = LocalSlidingWindowSparsityConfig(2, 16).blocks(64)
+    output = attend_sequence(query, query, query, axis, blocks, exchange="blocks")
+    with pytest.raises(NotServed) as found:
+        torch.autograd.grad(output.sum(), query, create_graph=True)
+    return str(found.value)
+
+
+def test_a_second_derivative_over_ranks_is_refused() -> None:
+    for said in run_ranks(2, second_derivative):
+        assert "attention over the ranks of a sequence has no second derivative" in said
 
 
 def test_ranks_without_heads_take_part() -> None:

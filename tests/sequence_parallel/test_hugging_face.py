@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-import shoal.sequence_parallel.hugging_face
+from shoal.attention import LocalSlidingWindowSparsityConfig, use_sparse_attention
 from shoal.errors import ShoalError
-from shoal.sequence_parallel import cross_entropy
+from shoal.sequence_parallel import SequenceAxis, cross_entropy
+from shoal.sequence_parallel.hugging_face import use_sequence_attention
 from shoal.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -94,7 +97,9 @@ def refused() -> list[str]:
              lambda: engine(part["input_ids"], attention_mask=four),
              lambda: engine(part["input_ids"], position_ids=packed, use_cache=False),
              lambda: engine(part["input_ids"][:, :20]),
-             lambda: shoal.sequence_parallel.hugging_face.use_sequence_attention(torch.nn.Linear(2, 2), engine.sequence))
+             lambda: use_sequence_attention(transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)),
+                                            engine.sequence),
+             lambda: use_sequence_attention(torch.nn.Linear(2, 2), engine.sequence))
     said: list[str] = []
     for call in calls:
         with pytest.raises(ShoalError) as found:
@@ -105,6 +110,28 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_split_is_refused() -> None:
     texts = ("got labels without shift_labels", "gives a mask or a bias of each query and key",
-             "this model masks more than padding", "40 is no multiple of the block 16", "is no model of Hugging Face")
+             "this model masks more than padding", "40 is no multiple of the block 16",
+             "BertForSequenceClassification pools one position", "is no model of Hugging Face")
     for said, text in zip(run_ranks(2, refused)[0], texts, strict=True):
         assert text in said
+
+
+def evaluated_whole() -> list[float]:
+    axis = SequenceAxis(dist.group.WORLD)
+    tokens = torch.randint(31, (2, 96), generator=torch.Generator().manual_seed(0))
+    window = LocalSlidingWindowSparsityConfig(4, 16, 1)
+    alone, split = model_of("llama").eval(), model_of("llama").eval()
+    use_sparse_attention(alone, window)
+    use_sequence_attention(split, axis, window, split_in_eval=False)
+    apart = [float((alone(input_ids=tokens).logits - split(input_ids=tokens).logits).abs().max())]
+    torch.manual_seed(0)
+    plain = transformers.T5EncoderModel(transformers.T5Config(vocab_size=31, d_model=32, d_kv=8, d_ff=48, num_layers=2,
+                                                              num_heads=4)).eval()
+    biased = copy.deepcopy(plain)
+    use_sequence_attention(biased, axis, split_in_eval=False)
+    return [*apart, float((plain(input_ids=tokens)[0] - biased(input_ids=tokens)[0]).abs().max())]
+
+
+def test_evaluation_of_whole_sequences_keeps_structure_and_bias() -> None:
+    for apart in run_ranks(2, evaluated_whole):
+        assert max(apart) < 1e-5

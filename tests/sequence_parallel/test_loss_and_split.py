@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.errors import UsageError
+from shoal.errors import NotServed, UsageError
 from shoal.sequence_parallel import SequenceAxis, cross_entropy, mean_loss, split_batch
 from shoal.sequence_parallel.loss import SequenceLoss
 from shoal.testing import run_ranks
@@ -57,7 +57,7 @@ def test_a_batch_is_padded_shifted_and_cut() -> None:
     assert second["attention_mask"][0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert first["shift_labels"][0].tolist() == [*range(1, 9)]  # the label of its last position is on the other rank
     assert second["shift_labels"][0].tolist() == [9, 10, *[-100] * 6] and second["labels"][1, 3:].tolist() == [-100] * 5
-    assert second["position_ids"][1].tolist() == [*range(8, 16)] and first["weight"].shape == (2, 3)
+    assert second["position_ids"][1].tolist() == [8, 9, *[10] * 6] and first["weight"].shape == (2, 3)
     assert sorted(plain) == ["input_ids", "position_ids"]
 
 
@@ -71,6 +71,44 @@ def test_padding_has_no_label_and_no_position_of_a_token() -> None:
     first, second = run_ranks(2, given_labels_and_positions)
     assert first["position_ids"].tolist() == [[2, 1, 3, 4]] and second["position_ids"].tolist() == [[1, 1, 1, 1]]
     assert second["shift_labels"].tolist() == [[1, -100, -100, -100]]
+
+
+def what_fills_up() -> dict[str, list[int]]:
+    tokens = torch.full((1, 3), 5)
+    batch = {"input_ids": tokens, "token_type_ids": tokens, "seen": tokens.bool(), "position_ids": torch.tensor([[7, 8, 9]])}
+    part = split_batch(batch, SequenceAxis(dist.group.WORLD), padding_token=30, multiple=5)
+    return {name: values[0, 3:].int().tolist() for name, values in part.items()}
+
+
+def test_the_padding_token_fills_up_tokens_alone() -> None:
+    assert run_ranks(1, what_fills_up)[0] == {"input_ids": [30, 30], "token_type_ids": [0, 0], "seen": [0, 0],
+                                              "position_ids": [9, 9], "attention_mask": [0, 0]}
+
+
+def packed() -> list[bool]:
+    axis = SequenceAxis(dist.group.WORLD)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])  # the second document begins where the second rank does
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "position_ids": positions}
+    with pytest.raises(NotServed, match="as where documents are packed"):
+        split_batch(batch, axis)
+    part = split_batch({**batch, "attention_mask": torch.ones(1, 8)}, axis)
+    return part["position_ids"][0].tolist()
+
+
+def test_packed_documents_are_refused_on_every_rank() -> None:
+    assert run_ranks(2, packed) == [[0, 1, 2, 3]] * 2
+
+
+def join_again() -> list[int]:
+    axis = SequenceAxis(dist.group.WORLD)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    first, again = axis.join(mask), axis.join(mask)
+    mask[:, axis.rank] = False
+    return [first is again, *axis.join(mask).int().flatten().tolist()]
+
+
+def test_a_mask_that_was_written_to_is_joined_again() -> None:
+    assert run_ranks(2, join_again) == [[1, 0, 1, 1, 0]] * 2
 
 
 def refusals() -> list[str]:

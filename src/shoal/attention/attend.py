@@ -30,7 +30,7 @@ from torch import Tensor
 from shoal.attention import flex, gather, reference
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
-from shoal.autograd import check_first_derivative, isolated
+from shoal.autograd import check_first_derivative, in_function_transform, isolated
 from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -62,9 +62,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     from torch's generator of the host unless given). `first_head` is the number of the first of these heads in the whole
     attention, where these are some of its heads. A row that sees nothing gives zeros, and zero gradients.
 
+    Under autocast, operands of different dtypes take the one of autocast, as those of torch's attention do.
+
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
-    _check(query, key, value, blocks, causal=causal, dropout=dropout, backend=backend)
+    if len({each.dtype for each in (query, key, value)}) > 1 and torch.is_autocast_enabled(query.device.type):
+        query, key, value = (each.to(torch.get_autocast_dtype(query.device.type)) for each in (query, key, value))
+    _check(query, key, value, blocks, causal=causal, dropout=dropout, seed=seed, backend=backend)
     scale = scale_of(scale, query.shape[-1])
     if causal:
         blocks = blocks.lower
@@ -309,8 +313,12 @@ def kernels_for(backend: Backend, call: AttentionCall, query: Tensor, key: Tenso
 
 # --- Checks ---
 
-def _check(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, causal: bool, dropout: float, backend: str) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal: bool, dropout: float, seed: object,
+           backend: str) -> None:
     """Raise UsageError where operands do not fit each other or the layout."""
+    if not isinstance(blocks, Blocks):
+        raise UsageError(f"attend: blocks are those of a layout, of class Blocks; got {type(blocks).__name__}: give "
+                         f"Blocks.of(layout, block), or config.blocks(length)")
     named = {"query": query, "key": key, "value": value}
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
     if any(tensor.dim() != 4 for tensor in named.values()):
@@ -338,8 +346,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, causal:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
     if not 0.0 <= dropout < 1.0:
         raise UsageError(f"attend: dropout is a probability, at least 0 and below 1; got {dropout}")
+    if seed is not None and not isinstance(seed, int):
+        raise UsageError(f"attend: seed is a whole number, or None; got {seed!r}")
     if backend not in BACKENDS:
         raise UsageError(f"attend: backend is one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend != "reference" and in_function_transform():
+        raise UsageError("attend: within a transform of torch.func, and in forward mode, only backend='reference' computes; "
+                         f"got backend={backend!r}. It has all scores in memory")
 
 
 def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -354,9 +367,12 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
-def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
+def _term(name: str, tensor: object, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
     if mode not in ("add", "mul"):
         raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
+    if not isinstance(tensor, Tensor) or tensor.is_complex():
+        raise UsageError(f"attend: {name} is a tensor of bool, whole or float numbers; got "
+                         f"{tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__}")
     if tuple(tensor.shape) != shape:
         meaning = "(batches, kv_length)" if name == "key_padding" else "(length, kv_length)"
         raise UsageError(f"attend: {name} is {meaning}, here {shape}; got {tuple(tensor.shape)}")

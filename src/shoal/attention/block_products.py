@@ -94,14 +94,18 @@ class Softmax(_OfLayout):
         """Return the softmax of `scale` x + masks: (batch, visited blocks, block, block).
 
         `rpe` (batch or 1, heads or 1, length, length) is added, `key_padding_mask` is (batch, length), `attn_mask`
-        (length, length); in mode "mul", or of dtype bool, a mask hides where it is 0.
+        (length, length); in mode "mul", or of dtype bool, a mask hides where it is 0. Raises UsageError for other shapes
+        and modes.
         """
         self._check_sparse(x)
+        length = self.layout.shape[1] * self.block, self.layout.shape[2] * self.block
+        _check_mask("key_padding_mask", key_padding_mask, key_padding_mask_mode, (len(x), length[1]))
+        _check_mask("attn_mask", attn_mask, attn_mask_mode, length)
         scores = x.float() * scale
         if rpe is not None:
             scores = scores + addend(self._tiles(rpe))
         if key_padding_mask is not None:
-            columns = key_padding_mask.unflatten(-1, (self.layout.shape[2], self.block))[:, self.columns, None]
+            columns = key_padding_mask.reshape(len(x), self.layout.shape[2], self.block)[:, self.columns, None]
             scores = scores + _added(columns, key_padding_mask_mode)
         if attn_mask is not None:
             scores = scores + _added(self._tiles(attn_mask), attn_mask_mode)
@@ -119,6 +123,17 @@ class Softmax(_OfLayout):
         wide = wide.expand(-1, self.layout.shape[0], -1, -1)
         cut = self._cut(wide, 2, self.layout.shape[1]).unflatten(4, (self.layout.shape[2], self.block)).transpose(3, 4)
         return cut[:, self.heads, self.rows, self.columns]
+
+
+def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, int]) -> None:
+    if mode not in ("add", "mul"):
+        raise UsageError(f"Softmax: {name}_mode is 'add' or 'mul'; got {mode!r}")
+    if mask is None:
+        return
+    if [size for size in mask.shape if size != 1] != [size for size in shape if size != 1]:
+        raise UsageError(f"Softmax: {name} is {shape} here; got {tuple(mask.shape)}")
+    if mask.is_floating_point() and bool(mask.isnan().any()):
+        raise UsageError(f"Softmax: {name} has NaN; where nothing is to be masked give 0 in mode 'add', 1 in mode 'mul'")
 
 
 def _added(mask: Tensor, mode: Mode) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import cached_property
 from hashlib import blake2b
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class Blocks:
         if layout.dim() != 3 or not layout.numel():
             raise UsageError("a layout has the shape (heads, query blocks, key blocks), each at least 1; "
                              f"got {tuple(layout.shape)}")
-        if block < 1:
-            raise UsageError(f"a block has at least one position; got block={block}")
+        if isinstance(block, bool) or not isinstance(block, Integral) or block < 1:
+            raise UsageError(f"a block is a whole number of positions, at least one; got block={block!r}")
         small = layout.detach().to("cpu", torch.bool)
         if not torch.equal(small.to(layout.dtype), layout.detach().cpu()):
             raise UsageError("a layout has entries 0 and 1 alone (1: the block is visited); "

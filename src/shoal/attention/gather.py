@@ -66,7 +66,7 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
             if not degree:
                 continue
             rows = (degrees == degree).nonzero().flatten()
-            at_once = max(1, _BYTES // (4 * batches * group * blocks.block**2 * degree))
+            at_once = max(1, _BYTES // (4 * max(batches, 1) * group * blocks.block**2 * degree))
             for some in rows.split(at_once):
                 exact = of_head[some]
                 offset = torch.arange(degree)

@@ -11,7 +11,10 @@ what is padding. Sequences are padded to the block within, and the result is cut
 | as many queries as keys | `attend` with the layout of the padded length; dense where the structure needs a longer one |
 | a mask that is not of padding alone (packed sequences, sliding windows, one of the caller) | `attend`, the mask as a bias |
 | generation over a cache: fewer queries than keys | dense over the cache, restricted to the layout's rows of these queries |
-| cross attention | refused: a layout is of one sequence |
+| cross attention, and a prefix before an encoder's sequence | refused: a layout is of one sequence |
+
+A mask of four dims is over all positions (batch, 1, queries, positions). The keys are the last of them: a cache that slides
+with a window has dropped the others.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from torch.nn import functional as F
 
 from shoal.attention.attend import Backend, attend
 from shoal.attention.blocks import Blocks
+from shoal.attention.call import HIDES
 from shoal.attention.settings import SparseAttentionSettings, sparsity_config
 from shoal.attention.sparsity import SparsityConfig
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
-__all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "check_served", "models_in", "register",
-           "sparse_attention_in", "use_sparse_attention"]
+__all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole", "check_model",
+           "check_served", "models_in", "register", "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 _numbers = count(1)
@@ -71,12 +75,14 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         of_heads = structure.of(query.shape[1])
         operands = query, key, value
-        if query.shape[2] == key.shape[2]:
-            output = _whole(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
-                            scale=scaling, backend=backend, first_head=tensor_rank * query.shape[1])
+        slid = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-1] > key.shape[2]
+        if query.shape[2] == key.shape[2] and not slid:
+            output = attend_whole(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
+                                  scale=scaling, backend=backend, first_head=tensor_rank * query.shape[1])
         else:
-            output = _continued(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
-                                scale=scaling)
+            _check_continues(module, query, key, causal=causal)
+            output = attend_cached(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
+                                   scale=scaling)
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
@@ -92,6 +98,7 @@ def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend 
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers; build its "
                          f"layers with shoal.attention.attend or SparseSelfAttention")
+    check_model(model)
     name = f"{NAME}_{next(_numbers)}"
     register(sparsity, name=name, backend=backend, tensor_rank=tensor_rank)
     model.set_attn_implementation(name)
@@ -150,18 +157,46 @@ class Structures:
         return self._by_heads[heads]
 
 
+_NOT_COMPUTED = ("block_indices", "cache", "indices", "s_aux", "sinks", "softcap")
+"""Arguments of attention functions that change its result: keys that the model chooses, sinks, a cap of scores."""
+
+
 def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:
     """Raise NotServed for what this attention cannot compute."""
-    for name in ("softcap", "s_aux", "cache"):
+    for name in _NOT_COMPUTED:
         if others.get(name) is not None:
             raise NotServed(f"{NAME}: {type(module).__name__} gives {name}, which this attention does not compute; choose "
                             f"attn_implementation='eager' for this model")
     config = getattr(module, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    declared = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    if declared or _is_cross_attention(module):
         raise NotServed(f"{NAME}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
                         f"sequence; choose attn_implementation='sdpa' for this model")
     if others.get("output_attentions"):
         warn_once(f"{NAME}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
+
+
+def check_model(model: object) -> None:
+    """Raise NotServed for a model with modules of cross attention, before its first forward."""
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if name.rpartition(".")[2] in _CROSS_NAMES or _is_cross_attention(module):
+            raise NotServed(f"{NAME}: {type(model).__name__} has cross attention ({name}), and a layout is of one sequence; "
+                            f"choose attn_implementation='sdpa' for this model")
+
+
+_CROSS_NAMES = frozenset({"cross_attention", "cross_attn", "crossattention", "encoder_attn"})
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    return getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__
+
+
+def _check_continues(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:
+    """Raise NotServed where other keys than queries are not those of a cache."""
+    if not causal or query.shape[2] > key.shape[2]:
+        raise NotServed(f"{NAME}: {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and is "
+                        f"{'' if causal else 'not '}causal: cross attention or a prefix, and a layout is of one sequence; "
+                        f"choose attn_implementation='sdpa' for this model")
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
@@ -180,12 +215,14 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
                   f"of length x length is made, whose memory grows with the square")
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-                                   kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **others)
+    return masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_offset + kv_length,
+                                   q_offset=q_offset, kv_offset=0, mask_function=mask_function,
+                                   attention_mask=attention_mask, **others)
 
 
-def _whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, *,
-           causal: bool, dropout: float, scale: float | None, backend: Backend, first_head: int) -> Tensor:
+def attend_whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                 bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None, backend: Backend,
+                 first_head: int) -> Tensor:
     """Return the attention of a sequence to itself: (batch, heads, length, dim)."""
     length, block = query.shape[2], structure.block
     missing = -length % block
@@ -214,21 +251,31 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def _continued(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-               bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None) -> Tensor:
-    """Return the attention of the last queries to a cache, dense but for the layout: (batch, heads, queries, dim)."""
-    queries, length, device = query.shape[2], key.shape[2], query.device
-    positions = torch.arange(length - queries, length)
-    keys = torch.arange(length, device=device)
-    if mask is None:
-        mask = keys <= positions.to(device)[:, None]
-    elif mask.dtype == torch.bool:  # the last key that a query sees is its own: a static cache has later, empty ones
-        positions = (mask * keys).amax((0, 1, 3)).cpu()
-    padded = length + -length % structure.block
-    if padded >= structure.shortest:
-        rows = structure.blocks(padded, causal=causal).layout[:, positions // structure.block]
+def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                  bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None) -> Tensor:
+    """Return the attention of the last queries to a cache, dense but for the layout: (batch, heads, queries, dim).
+
+    `mask` is of the positions, of which the keys are the last (batch, heads or 1, queries, positions), or says which of
+    them are padding (batch, positions).
+    """
+    queries, keys, device = query.shape[2], key.shape[2], query.device
+    if mask is not None and mask.shape[-1] < keys:
+        raise UsageError(f"{NAME}: the mask is {tuple(mask.shape)}, and there are {keys} keys; give a mask of "
+                         f"({query.shape[0]}, {keys}) or ({query.shape[0]}, 1, {queries}, {keys})")
+    length = keys if mask is None else mask.shape[-1]
+    own = torch.arange(length - queries, length)
+    numbers = torch.arange(length, device=device)
+    if mask is None or mask.dim() == 2:
+        seen = numbers <= own.to(device)[:, None] if causal else numbers.new_ones(queries, length, dtype=torch.bool)
+        mask = seen if mask is None else seen & mask[:, None, None].to(torch.bool)
+    elif causal:  # the last position that a query sees is its own: a static cache has later, empty ones
+        own = ((mask if mask.dtype == torch.bool else mask > HIDES) * numbers).amax((0, 1, 3)).cpu()
+    padded = 0 if structure is None else length + -length % structure.block
+    if structure is not None and padded >= structure.shortest:
+        rows = structure.blocks(padded, causal=causal).layout[:, own // structure.block]
         visible = rows.repeat_interleave(structure.block, -1)[None, :, :, :length].to(device)
         mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+    mask = mask[..., length - keys:]
     if bias is not None:
         mask = bias + _added(mask, query.dtype)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale,

@@ -45,7 +45,7 @@ class SparseSelfAttention(nn.Module):
         """The probability with which a weight is dropped in training."""
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._blocks: dict[int, Blocks] = {}
-        self._seen: tuple[Tensor, int] = (self.master_layout, self.master_layout._version)
+        self._seen: tuple[Tensor, int] = (self.master_layout, _version(self.master_layout))
 
     def get_layout(self, L: int) -> Tensor:
         """Return the layout (heads, blocks, blocks) of a sequence of `L` positions: a part of `master_layout`.
@@ -93,12 +93,16 @@ class SparseSelfAttention(nn.Module):
 
     def _blocks_of(self, length: int) -> Blocks:
         layout, version = self._seen
-        if layout is not self.master_layout or version != self.master_layout._version:
+        if layout is not self.master_layout or version != _version(self.master_layout):
             self._blocks = {}
-            self._seen = (self.master_layout, self.master_layout._version)
+            self._seen = (self.master_layout, _version(self.master_layout))
         if length not in self._blocks:
             self._blocks[length] = Blocks.of(self.get_layout(length), self.sparsity_config.block)
         return self._blocks[length]
+
+
+def _version(layout: Tensor) -> int:
+    return 0 if layout.is_inference() else layout._version  # a tensor of inference mode counts no writes
 
 
 def _squeezed(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

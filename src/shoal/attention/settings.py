@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator
 
@@ -123,7 +123,8 @@ class SparseAttentionSettings(Section):
                                                             f"{' or '.join(modes)}")
         if self.mode is not None:
             try:
-                _build(self, 1)
+                structure = _build(self, 1)
+                structure.make_layout(structure.shortest)
             except (ConfigError, NotServed) as error:
                 yield Conflict(keys=("mode",), message=str(error))
 
@@ -133,16 +134,22 @@ def sparsity_config(section: SparseAttentionSettings | Mapping[str, Any], heads:
 
     Raises NotServed (a NotImplementedError) for an unknown mode, ConfigError (a ValueError) for other wrong values.
     """
-    if isinstance(section, Mapping):
-        mode = section.get("mode", "fixed")
-        if not isinstance(mode, str) or mode.lower() not in MODES:
-            raise NotServed(f"sparse_attention.mode: got {mode!r}; choose {', '.join(MODES)}")
-        found = resolve(SparseAttentionSettings, section)
-        raise_all(found.findings.problems, "sparse_attention")
-        section = found.section
-    if section.mode is None:
+    settings = section if isinstance(section, SparseAttentionSettings) else _resolved(section)
+    if settings.mode is None:
         raise NotServed(f"sparse_attention.mode: got None; choose {', '.join(MODES)}")
-    return _build(section, heads)
+    return _build(settings, heads)
+
+
+def _resolved(section: object) -> SparseAttentionSettings:
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"sparse_attention: got {section!r}; give the JSON object, such as {{'mode': 'bigbird'}}")
+    given = cast("Mapping[str, Any]", section)
+    mode = given.get("mode", "fixed")
+    if not isinstance(mode, str) or mode.lower() not in MODES:
+        raise NotServed(f"sparse_attention.mode: got {mode!r}; choose {', '.join(MODES)}")
+    found = resolve(SparseAttentionSettings, given)
+    raise_all(found.findings.problems, "sparse_attention")
+    return found.section
 
 
 def _build(section: SparseAttentionSettings, heads: int) -> SparsityConfig:

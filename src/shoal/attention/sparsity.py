@@ -15,9 +15,11 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Set
+from hashlib import blake2b
 from numbers import Integral
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ class SparsityConfig:
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
         self.num_heads = num_heads
         self.block = block
-        self.different_layout_per_head = different_layout_per_head
+        self.different_layout_per_head = bool(different_layout_per_head)
         self.seed = 0
         self._known: dict[tuple[str, int, bool], Blocks] = {}
         self._at_least(1, num_heads=num_heads, block=block)
@@ -82,7 +84,7 @@ class SparsityConfig:
         is drawn in vain, and what a row sees does not change as the sequence grows. A `make_layout` of one's own is taken
         as it is.
         """
-        key = (self._described, seq_len, causal)
+        key = (repr(self), seq_len, causal)
         if key not in self._known:
             layout, count = self._visited_of(seq_len, causal), self._count(seq_len)
             if layout.dim() == 3 and (layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (count, count)):
@@ -99,16 +101,13 @@ class SparsityConfig:
     def _name(self) -> str:
         return type(self).__name__
 
-    @property
-    def _described(self) -> str:
-        return self._describe(vars(self).keys())
-
     def _describe(self, names: Set[str]) -> str:
-        values = (f"{name}={value!r}" for name, value in sorted(vars(self).items()) if name in names and name[0] != "_")
+        values = (f"{name}={_value(value)}" for name, value in sorted(vars(self).items())
+                  if name in names and name[0] != "_")
         return f"{self._name}({', '.join(values)})"
 
     def __repr__(self) -> str:
-        return self._described
+        return self._describe(vars(self).keys())
 
     def _count(self, seq_len: int) -> int:
         """Return the number of blocks in a row."""
@@ -151,6 +150,16 @@ class SparsityConfig:
         if horizontal and attention == "unidirectional":
             raise ConfigError(f"{self._name}: horizontal_global_attention: got true beside attention 'unidirectional', "
                               f"whose rows see no later blocks; set it to false, or attention to 'bidirectional'")
+
+
+def _value(value: object) -> str:
+    """Return what tells a value from others: numbers of one size alike, tensors and arrays by all their entries."""
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return repr(int(value))
+    if isinstance(value, Tensor | np.ndarray):
+        entries = value.detach().to("cpu", torch.float64).numpy() if isinstance(value, Tensor) else value
+        return f"{type(value).__name__} {tuple(value.shape)} {blake2b(entries.tobytes(), digest_size=6).hexdigest()}"
+    return repr(value)
 
 
 class TensorSparsityConfig(SparsityConfig):

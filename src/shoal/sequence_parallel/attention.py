@@ -59,6 +59,8 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
             raise UsageError("attend_sequence: exchange='blocks' has no mask or bias of each query and key; leave exchange "
                              "out, or take exchange='heads'")
         exchange = "heads"
+    if not query.shape[0]:
+        return query[..., :1].expand(*query.shape[:3], value.shape[3])
     scale = scale_of(scale, query.shape[-1])
     if dropout and seed is None:
         seed = int(torch.randint(2**62, ()).item())

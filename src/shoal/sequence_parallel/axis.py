@@ -33,7 +33,7 @@ class SequenceAxis:
         self.communicator = group if isinstance(group, Communicator) else Communicator(group, timeout=_TIMEOUT)
         self.rank, self.ranks = self.communicator.rank, self.communicator.ranks
         self._numbers: dict[str, int] = {}
-        self._mask: tuple[ref[Tensor], Tensor] | None = None
+        self._joined: tuple[ref[Tensor], int, Tensor] | None = None
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # a copied model is split over the same ranks
@@ -70,10 +70,11 @@ class SequenceAxis:
     def join(self, part: Tensor) -> Tensor:
         """Return the whole of a tensor of which each rank has a part (batch, n, ...); without gradients.
 
-        A tensor that is given again, as one mask is to every layer, is not sent again.
+        A tensor that is given again, as one mask is to every layer, is not sent again, unless it was written to.
         """
-        if self._mask is not None and self._mask[0]() is part:
-            return self._mask[1]
+        version = -1 if part.is_inference() else part._version  # an inference tensor counts no writes
+        if self._joined is not None and self._joined[0]() is part and self._joined[1] == version >= 0:
+            return self._joined[2]
         facts = f"a tensor {tuple(part.shape)} {part.dtype}".replace("torch.", "")
         flat = part.detach().contiguous().view(-1).view(torch.uint8)
         empty = flat[:0]
@@ -83,7 +84,7 @@ class SequenceAxis:
         parts = [part.detach() if rank == self.rank else received[rank].view(part.dtype).view(part.shape)
                  for rank in range(self.ranks)]
         whole = torch.cat(parts, dim=1)
-        self._mask = ref(part), whole
+        self._joined = ref(part), version, whole
         return whole
 
     def part(self, length: int, what: str = "sequence") -> slice:

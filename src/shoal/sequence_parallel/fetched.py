@@ -9,7 +9,6 @@ keys a rank has (Dao et al. 2022, appendix B.2).
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-# (once_differentiable hides the signature of the backward that it guards.)
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.attention.attend import Kernels
 from shoal.attention.call import AttentionCall, Term
+from shoal.autograd import check_first_derivative
 from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.sequence_parallel.block_plan import BlockPlan
 from shoal.sequence_parallel.moves import RETURN, Moves, Operand, exchange, give_back
@@ -64,8 +63,9 @@ class AttendFetched(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Exchange what the split rows need, let the backend compute its backward, and give back what is of others."""
+        check_first_derivative("attention over the ranks of a sequence", "compute it on one rank with backend='reference'")
         of: FetchedCall = ctx.of
         queries, keys, values, output, sums, *terms = ctx.saved_tensors
         plan, rows = of.plan, gradient.shape[2]

@@ -16,13 +16,20 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.attention.attend import Backend
 from shoal.attention.blocks import Blocks
-from shoal.attention.hugging_face import Sparsity, Structures, TakesAttention, check_served, models_in
+from shoal.attention.hugging_face import (
+    Sparsity,
+    Structures,
+    TakesAttention,
+    attend_cached,
+    attend_whole,
+    check_model,
+    check_served,
+    models_in,
+)
 from shoal.attention.settings import SparseAttentionSettings
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
@@ -35,6 +42,8 @@ __all__ = ["SequenceAttention", "padding_of", "register_sequence_attention", "se
            "use_sequence_attention"]
 
 _NAME = "shoal_sequence"
+_POOLING = ("ForMultipleChoice", "ForNextSentencePrediction", "ForSequenceClassification")
+"""Ends of the names of models whose head reads one position."""
 _numbers = count(1)
 
 
@@ -51,6 +60,10 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sequence_attention: {type(model).__name__} is no model of Hugging Face transformers; build "
                          f"its layers with shoal.sequence_parallel.attend_sequence")
+    check_model(model)
+    if type(model).__name__.endswith(_POOLING):
+        raise NotServed(f"use_sequence_attention: {type(model).__name__} pools one position of the sequence, which one rank "
+                        f"has; split the model without its head, and compute the loss on the rank that has the position")
     name = f"{_NAME}_{next(_numbers)}"
     register_sequence_attention(name, SequenceAttention(
         axis, None if sparsity is None else Structures(sparsity), exchange=exchange, backend=backend,
@@ -101,7 +114,8 @@ class SequenceAttention:
         check_served(module, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not self._split_in_eval and not module.training:
-            output = _of_whole(query, key, value, attention_mask, scale=scaling, causal=causal)
+            output = self._of_whole(query, key, value, attention_mask, others.get("position_bias"), scale=scaling,
+                                    causal=causal, dropout=dropout)
         else:
             _check_whole_sequences(module, query, key, attention_mask, others)
             blocks = None if self._structures is None else _blocks(self._structures, query, self.axis, causal=causal)
@@ -112,20 +126,18 @@ class SequenceAttention:
         return output.transpose(1, 2).contiguous(), None
 
 
-def _of_whole(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, *, scale: float | None,
-              causal: bool) -> Tensor:
-    """Return the attention of whole sequences, whose queries are the last positions of the keys (a cache)."""
-    rows, columns = query.shape[2], key.shape[2]
-    mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-    if causal:
-        mask = mask.tril(columns - rows)
-    if padding is not None:
-        if padding.shape != (query.shape[0], columns):
+    def _of_whole(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, bias: Tensor | None, *,
+                  scale: float | None, causal: bool, dropout: float) -> Tensor:
+        """Return the attention of whole sequences, whose queries are the last positions of the keys (a cache)."""
+        columns = key.shape[2]
+        if padding is not None and padding.shape != (query.shape[0], columns):
             raise NotServed(f"{_NAME}: the mask is {tuple(padding.shape)}, and there are {columns} keys of "
                             f"{query.shape[0]} sequences; take a dynamic cache")
-        mask = mask & padding[:, None, None].to(torch.bool)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale,
-                                          enable_gqa=query.shape[1] != key.shape[1])
+        structure = None if self._structures is None else self._structures.of(query.shape[1])
+        if structure is None or query.shape[2] != columns:
+            return attend_cached(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale)
+        return attend_whole(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale,
+                            backend=self._backend, first_head=self._tensor_rank * query.shape[1])
 
 
 def _has_sequence_attention(model: TakesAttention) -> bool:

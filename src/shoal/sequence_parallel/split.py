@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.errors import UsageError
+from shoal.errors import NotServed, UsageError
 from shoal.sequence_parallel.axis import SequenceAxis
 
 __all__ = ["Positions", "split_batch"]
@@ -25,8 +25,8 @@ Positions = Literal["all", "tokens"]
 IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds", "tokens", "text")
 """Names of the tensor that has the sequence, the first that is there."""
-_FILL: Mapping[str, int] = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0, "loss_mask": 0}
-"""The value that fills up a padded tensor; others are filled by the padding token."""
+_IGNORED = ("labels", "shift_labels")
+"""Names of tensors that are filled up with -100; those of the sequence are with the padding token, others with 0."""
 
 
 def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int = 1, padding_token: int = 0,
@@ -40,7 +40,7 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
 
     `positions` says how `position_ids` count: "all" from 0, whatever the tokens are; "tokens" as RoBERTa does, where padding
     tokens have the position `padding_token`, and the others count on from it. Raises UsageError for a batch without a
-    sequence, and for "tokens" of a batch without ids of tokens.
+    sequence, and for "tokens" of a batch without ids of tokens; NotServed for `position_ids` of packed documents.
     """
     if positions not in ("all", "tokens"):
         raise UsageError(f"split: got positions={positions!r}; they count \"all\" from 0, or \"tokens\" from the "
@@ -52,13 +52,15 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
     length, batches = batch[name].shape[1], batch[name].shape[0]
     unit = multiple * axis.ranks
     missing = -length % unit
+    if "attention_mask" not in batch:
+        _check_one_document(batch.get("position_ids"), batches, length)
     whole = {key: _padded(key, value, length, missing, padding_token) for key, value in batch.items()}
     device = batch[name].device
     if missing and "attention_mask" not in whole:
         whole["attention_mask"] = F.pad(torch.ones(batches, length, dtype=torch.int64, device=device), (0, missing))
     if "position_ids" not in whole:
         whole["position_ids"] = (_token_positions(name, whole[name], padding_token) if positions == "tokens" else
-                                 torch.arange(length + missing, device=device).expand(batches, -1))
+                                 torch.arange(length + missing, device=device).clamp_(max=length - 1).expand(batches, -1))
     if causal and "labels" in whole and "shift_labels" not in whole:
         whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
     mine = axis.part(length + missing, "split")
@@ -82,5 +84,18 @@ def _has_sequence(value: Any, length: int) -> bool:
 def _padded(name: str, value: Any, length: int, missing: int, padding_token: int) -> Any:
     if not missing or not _has_sequence(value, length):
         return value
-    fill = 0 if value.is_floating_point() else _FILL.get(name, padding_token)
+    if name == "position_ids":  # the last one again: a model may have no more
+        return torch.cat([value, *[value[:, -1:]] * missing], 1)
+    fill = 0 if value.is_floating_point() or value.dtype == torch.bool or name not in (*_TOKENS, *_IGNORED) else (
+        IGNORED if name in _IGNORED else padding_token)
     return F.pad(value, (*(0, 0) * (value.dim() - 2), 0, missing), value=fill)
+
+
+def _check_one_document(positions: Any, batches: int, length: int) -> None:
+    """Raise NotServed for positions of packed documents: models tell them apart by positions of one rank's part alone."""
+    if not isinstance(positions, Tensor) or positions.shape != (batches, length):
+        return
+    if bool((positions.diff(dim=1) != 1).any()):
+        raise NotServed("split: position_ids do not count on by 1 along the sequence, as where documents are packed, and "
+                        "there is no attention_mask: ranks would attend across documents; pad instead of packing, or give "
+                        "an attention_mask (batch, length) where it is one document")
