@@ -30,7 +30,7 @@ from machine import ROOT
 from progress import progress
 from rate_curves import picture
 from results import FOLDER, Outcome, Sheet, Target, spread_ratio
-from speeds import curve, fitting, interface, round_times, sent, times
+from speeds import curve, fitting, interface, round_times, sent
 from sweep import Cell, Found, add_arguments, sweep
 from whole_training import Through, through
 from workloads import parameters
@@ -182,8 +182,8 @@ def targets(results: Results) -> list[Target]:
         targets += [Target(what=f"{title}: bytes on the interface over the formula", low=0.97, high=1.03,
                            measured=measured / results.sends[name])]
         if FAST in results.rates and results.compared(name):
-            targets += [Target(what=f"{title} at {FAST}: times DDP's samples a second", low=NO_SLOWER, high=infinite,
-                               measured=times(found, name, FAST))]
+            targets += [Target.over(round_times(found, name, FAST), low=NO_SLOWER,
+                                    what=f"{title} at {FAST}: times DDP's samples a second")]
         targets += [Target(what=f"{title}: packing and unpacking, of the step, at the rate where that is most", unit=" %",
                            measured=100 * max(packing.values()), high=100 * PACKING)]
     return targets + (results.trained.targets(END_TO_END) if results.trained.rate == SLOW else [])

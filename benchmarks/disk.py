@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from results import Outcome, Sheet, Target, quartiles, spread_ratio
+from results import Outcome, Sheet, Target, spread_ratio
 from torch import Tensor
 
 from shoal.tier.disk_span import CHUNK, DiskSpan
@@ -119,8 +119,8 @@ def _publish(found: dict[str, list[Speed]], swept: dict[str, dict[Setting, Speed
             name = f"{who}, {way}" + (f" ({best[way].name})" if who == "fio" else "")
             rows.append((name, f"{statistics.median(speed.rate for speed in speeds) / GIGA:.2f}", ratio,
                          f"{statistics.median(speed.processor for speed in speeds):.2f}"))
-    targets = tuple(Target(what=f"{way}: bytes per second over those of fio", measured=statistics.median(found), low=0.9,
-                           high=float("inf"), spread=quartiles(found)[::2]) for way, found in ratios.items())
+    targets = tuple(Target.over(found, what=f"{way}: bytes per second over those of fio", low=0.9)
+                    for way, found in ratios.items())
     settings = list(dict.fromkeys(setting for speeds in swept.values() for setting in speeds))
     table = [(setting.name, *(_both(speeds.get(setting)) for speeds in swept.values())) for setting in settings]
     Outcome(benchmark="disk", command=" ".join(["python", *sys.argv]),

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from results import Outcome, Sheet, Target, quartiles
+from results import Outcome, Sheet, Target
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -257,8 +257,8 @@ def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]
                         high=1 / 3),
                  Target(what="zb-h1: the same, where the limit is what it takes by the formula, without any overhead",
                         measured=idle["zb-h1"] / idle["1f1b"], low=0.0, high=1 / 3),
-                 *(Target(what=f"a step without compute over torch's Schedule1F1B{kind or ', executor alone'}", low=0.0,
-                          high=1.0, measured=statistics.median(each), spread=quartiles(each)[::2])
+                 *(Target.over(each, what=f"a step without compute over torch's Schedule1F1B{kind or ', executor alone'}",
+                               low=0.0, high=1.0)
                    for kind, each in ratios.items()),
                  *(Target(what="1f1b: memory at 4 times the microbatches", measured=more / few, low=0.0, high=1.1)
                    for few, more in [memory["1f1b"][1:3]] if few)),  # a tiny run may not raise the peak

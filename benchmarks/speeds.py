@@ -50,11 +50,6 @@ def curve(found: Found, name: str, plan: Plan, rates: Sequence[str]) -> list[Poi
     return points
 
 
-def times(found: Found, name: str, rate: str, *, warm_up: float = 0.0) -> float:
-    """Return the speed of a system at a rate relative to DDP: the median of `round_times`."""
-    return statistics.median(round_times(found, name, rate, warm_up=warm_up))
-
-
 def round_times(found: Found, name: str, rate: str, *, warm_up: float = 0.0, over: str = BASELINE) -> list[float]:
     """Return the speed of a system at a rate relative to the system `over`, DDP, in each round.
 
