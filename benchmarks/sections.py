@@ -15,6 +15,9 @@ PEERS = ("benchmarks/systems.py", "benchmarks/catalogue.py")
 HOOKS = ("benchmarks/ddp_hooks.py",)
 TIERS = (*CORE, "src/shoal/tier")
 ONEBIT = (*CORE, "src/shoal/onebit")
+MANY = ("ddp ddp-fp16 ddp-powersgd-1-ordered ddp-powersgd-4-ordered torch-pipeline-zero-bubble shoal-pipeline-zb-h2-all "
+        "shoal-1 onebit-adam-1 zeroone-adam-1")
+"""The systems that are measured at more sequences a step too, where less of it is communication."""
 SURVIVAL = ("src/shoal/resilience", "src/shoal/launch")
 
 
@@ -46,13 +49,19 @@ SECTIONS = {
     "pipeline": Section(command="pipeline.py --rounds 9", minutes=3, code=("src/shoal/pipeline",)),
     "slow-network": Section(command="slow_network.py --rates 100mbit 200mbit 1gbit unlimited --rounds 2 --seconds 6 "
     "--systems "
-                                    "ddp ddp-fp16 ddp-bf16 ddp-powersgd-1 ddp-powersgd-4 shoal-pipeline-1f1b "
+                                    "ddp ddp-fp16 ddp-bf16 ddp-powersgd-1-ordered ddp-powersgd-4-ordered ddp-local "
+                                    "torch-pipeline-1f1b torch-pipeline-zero-bubble shoal-pipeline-1f1b "
                                     "shoal-pipeline-zb-h2-all --plot",
-                            minutes=15, code=(*CORE, *HOOKS, "src/shoal/pipeline"), needs="root, iproute2"),
-    "communication": Section(command="communication.py --rounds 3 --seconds 6 --plot", minutes=30, code=(*ONEBIT, *HOOKS),
+                            minutes=20, code=(*CORE, *HOOKS, "src/shoal/pipeline"), needs="root, iproute2"),
+    "communication": Section(command="communication.py --rounds 3 --seconds 6 --plot", minutes=45, code=(*ONEBIT, *HOOKS),
                              needs="root, iproute2"),
+    **{f"communication-{count}": Section(
+        command=f"communication.py --rounds 3 --seconds 6 --microbatch {count} --systems {MANY} --out "
+                f"out/benchmarks/communication-{count}.json", minutes=minutes, code=(*ONEBIT, *HOOKS),
+        needs="root, iproute2")
+       for count, minutes in ((8, 15), (32, 30))},
     "compression": Section(command="compression.py", minutes=1, code=("src/shoal/onebit", "src/shoal/native")),
-    "convergence": Section(command="convergence.py --plot", minutes=90, code=ONEBIT,
+    "convergence": Section(command="convergence.py --plot", minutes=220, code=(*ONEBIT, *HOOKS, "benchmarks/ddp_train.py"),
                            needs="nothing idle: no time is measured; runs that are there are not repeated"),
     "choice": Section(command="choice.py", minutes=1, code=ONEBIT, needs="after communication and convergence"),
     "tensor_parallel": Section(command="tensor_parallel.py", minutes=2, code=("src/shoal/tensor_parallel",)),

@@ -6,7 +6,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from catalogue import BASELINE, SYSTEMS
+from catalogue import BASELINE, BY_SYSTEM, SYSTEMS
 from ddp_hooks import power_sgd_elements
 from interleave import PARAMETER, PROCESS, Plan
 from machine import available
@@ -24,14 +24,14 @@ def sent(name: str, plan: Plan) -> float:
 
     Data parallel: `ratio` x 2 Psi (N-1)/N in fp32. One that compresses, in place of it: 2 (N-1) p(Psi / N), p(n) being the
     signs and scales of n elements (docs/compression.md), here of the model as one unit. PowerSGD: the elements of its
-    factors in place of Psi. A pipeline: what lies between two
+    factors in place of Psi. Averaged weights: Psi in one step of a period. A pipeline: what lies between two
     blocks, for all sequences, once forward and its gradient once backward; the first and the last host send one of the two.
     """
     system, ranks = SYSTEMS[name], plan.ranks
     if system.whole:
         task = workload(plan.workload, microbatch=plan.microbatch, length=plan.length)
         return float(min(2, ranks - 1) * ranks * task.link_bytes)
-    if system.warm_up and not system.rank:
+    if name in BY_SYSTEM:
         span = -(-parameters(plan.workload) // (ranks * GRAIN)) * GRAIN
         return system.ratio * 2 * (ranks - 1) * packed_bytes(span)
     elements = parameters(plan.workload)

@@ -64,6 +64,7 @@ def test_speed_and_quality_have_the_schedule_of_one_configuration() -> None:
     assert exact_share("onebit-adam-1", 300) == exact_share("onebit-lamb-1", 1000) == 0.15
     assert 0.02 < exact_share("zeroone-adam-1", 300) < 0.05, "gradients of some steps, weights of fewer"
     assert exact_share("ddp-powersgd-1", 300) == 2 / 300 and exact_share("ddp-bf16") == 0.0
+    assert exact_share("ddp-local", 300) == 0.15 and exact_share("torch-pipeline-1f1b") == 0.0
 
 
 # Bytes and speeds
@@ -73,6 +74,7 @@ def test_power_sgd_sends_two_factors_of_each_matrix_that_they_shrink() -> None:
     shapes = [torch.Size(shape) for shape in ((64, 32), (3, 4), (7,), (8, 4, 4))]
     assert power_sgd_elements(shapes, 4) == (64 + 32) * 4 + 12 + 7 + 128, "twice the factors must be fewer elements"
     assert power_sgd_elements(shapes, 1) == 64 + 32 + 12 + 7 + 8 + 16
+    assert sent("ddp-local", PLAN) == sent("ddp", PLAN) / 4
     assert sent("ddp-powersgd-1", PLAN) < sent("onebit-adam-0", PLAN) < sent("ddp-bf16", PLAN)
 
 

@@ -93,13 +93,16 @@ def test_the_choice_compares_only_what_learns_as_well() -> None:
              "onebit-adam-1": [3.0, 3.2]}
     speed = {"benchmark": "communication", "machine": {"date": "d", "commit": "c"},
              "raw": {"training times": {name: {"200mbit": times} for name, times in found.items()}}}
-    above = {"AdamW (zero1)": [], "DDP, AdamW, hook bf16": [0.0, 0.1], "DDP, AdamW, hook powersgd-1": [2.0, 3.0],
-             "DDP, AdamW, hook powersgd-1-late": [0.6, 0.5],
-             "OneBitAdam (onebit)": [0.1, 0.2]}
+    above = {"DDP, AdamW, hook none": [], "DDP, AdamW, hook bf16": [0.0, 0.1, 0.0], "OneBitAdam (onebit)": [0.1, 0.2, 0.1],
+             "DDP, AdamW, hook powersgd-1": [2.0, 3.0, 2.0], "DDP, AdamW, hook powersgd-1-late": [0.4, 0.5, 0.4],
+             "DDP, AdamW, hook powersgd-1-nadam": [0.0, 0.1, 0.0], "AdamW (zero1)": []}
     quality = {"benchmark": "convergence", "machine": {"date": "d", "commit": "c"},
-               "raw": {name: {"above": each, "steps": choice.TRAINING_STEPS} for name, each in above.items()}}
+               "raw": {name: {"above": each, "steps": choice.TRAINING_STEPS, "model": "3m"} for name, each in above.items()}}
     choices = choice.collected(speed["raw"], quality["raw"], "200mbit")  # type: ignore[arg-type]
     laid = choice.outcome(choices, speed, quality, "200mbit")
     (target,) = laid.targets
-    assert SYSTEMS["ddp-bf16"].title in target.what and target.measured == pytest.approx(1.55) and target.met
-    assert [row[3] for row in laid.sheets[0].rows] == ["no", "yes", "no", "yes", "yes"]
+    assert SYSTEMS["ddp-powersgd-1"].title + ", NAdam over" not in target.what and "OneBitAdam" in target.what
+    assert "over DDP, PowerSGD of rank 1, NAdam" in target.what and target.measured == pytest.approx(3.1 / 9)
+    verdicts = {row[0]: row[3] for row in laid.sheets[0].rows}
+    assert [title for title, learns in verdicts.items() if learns == "yes"] == [
+        "DDP, PowerSGD of rank 1, NAdam", SYSTEMS["onebit-adam-1"].title, SYSTEMS["ddp-bf16"].title, "DDP"]
