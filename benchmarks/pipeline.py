@@ -5,11 +5,11 @@
 Bubble: F, I and W of a stage each sleep for `nap` milliseconds; the bubble is the fraction of a step, from its first
 instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage, so that a step
 consists of the executor and its messages. torch's Schedule1F1B runs the same layers and the same loss over the same group,
-alternating with ours. Both split the same batch, exchange activations and gradients, and sum the gradients of all
-microbatches. Two kinds of call are compared, each with the same kind: the *executor* alone, without an optimizer (ours is
-internal, torch's is `schedule.step`), and a *training step* as a user writes it (`engine.train_batch`; `schedule.step`, SGD,
-zero_grad). Memory: a microbatch keeps `--kept` MiB at a stage; the result is the growth of the first rank's peak memory in a
-step.
+in turns with ours whose order rotates. Both split the same batch, exchange activations and gradients, and sum the gradients
+of all microbatches. Two kinds of call are compared, each with the same kind: the *executor* alone, without an optimizer
+(ours is internal, torch's is `schedule.step`), and a *training step* as a user writes it (`engine.train_batch`;
+`schedule.step`, SGD, zero_grad). Memory: a microbatch keeps `--kept` MiB at a stage; the result is the growth of the first
+rank's peak memory in a step.
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ def tiny(options: Options) -> dict[str, list[float]]:
                "shoal, training step": (our_training, _nothing), "torch, training step": (their_training, _nothing)}
     found: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(options.rounds + 1):
-        for name, (step, clear) in systems.items():
+        shift, order = number % len(systems), list(systems)
+        for name in (*order[shift:], *order[:shift]):
+            step, clear = systems[name]
             seconds = [_timed(step, clear) for _ in range(options.steps)]
             if number:
                 found[name].append(statistics.median(seconds))
