@@ -132,6 +132,8 @@ def _tuned(options: argparse.Namespace, folder: str, tell: Callable[[str], None]
             peer.iterations(min(options.tokens), LEAST)  # makes the moments, and finds cold pages
             seconds = peer.iterations(min(options.tokens), LEAST)
             tried.append(Tried(aio=aio, seconds=math.inf if peer.failure else seconds))
+        if len(tried) == 1 and peer.failure:  # it is not the setting that fails
+            break
     return tried
 
 
