@@ -232,9 +232,9 @@ def compare(comparison: Comparison, rounds: int, tell: Callable[[str], None]) ->
     return seconds
 
 
-def _ratio(seconds: dict[str, list[float]], name: str) -> float:
+def _ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
     first = next(iter(seconds))
-    return statistics.median(theirs / ours for theirs, ours in zip(seconds[first], seconds[name], strict=True))
+    return [theirs / ours for theirs, ours in zip(seconds[first], seconds[name], strict=True)]
 
 
 def child(kind: str, length: int) -> None:
@@ -286,11 +286,12 @@ def main() -> None:
         for comparison in compared:
             seconds = raw[comparison.title] = compare(comparison, options.rounds, tell)
             for name in comparison.ways:
-                ratio = _ratio(seconds, name)
-                rows.append((comparison.title, name, f"{1e3 * statistics.median(seconds[name]):.1f}", f"{ratio:.1f} x"))
+                ratios = _ratios(seconds, name)
+                rows.append((comparison.title, name, f"{1e3 * statistics.median(seconds[name]):.1f}",
+                             f"{statistics.median(ratios):.1f} x"))
                 if name in comparison.least:
-                    targets.append(Target(what=f"{comparison.title}: {name}, times faster", measured=ratio,
-                                          high=float("inf"), low=comparison.least[name]))
+                    targets.append(Target.over(ratios, what=f"{comparison.title}: {name}, times faster",
+                                               low=comparison.least[name]))
         if device != HOST:
             _publish(options, f"bf16 on {device}", rows, targets, raw)
             return

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from ddp_hooks import ONE_BUCKET, START, bf16, fp16, power_sgd
+from ddp_hooks import LATE, ONE_BUCKET, PERIOD, START, averaged, bf16, fp16, local, power_sgd
 from machine import ROOT
 from systems import (
     ADAMW,
@@ -22,6 +22,7 @@ from systems import (
     pipeline,
     plain,
     shoal,
+    torch_pipeline,
     zero_redundancy,
 )
 from torch import nn
@@ -100,13 +101,20 @@ DDP_COMPRESSING = {
                        ratio=0.5),
     **{f"ddp-powersgd-{rank}": System(title=f"DDP, PowerSGD of rank {rank}", settings="powerSGD_hook, one bucket", rank=rank,
                                       warm_up="ddp", build=ddp(ONE_BUCKET, hook=power_sgd(rank))) for rank in (1, 4)},
-    **{f"ddp-powersgd-{rank}-waiting": System(
-        title=f"DDP, PowerSGD of rank {rank}, waiting in the hook", settings="powerSGD_hook, buckets of 25 MB", rank=rank,
-        warm_up="ddp",
-        build=ddp(hook=power_sgd(rank, waiting=True))) for rank in (1, 4)},
+    **{f"ddp-powersgd-{rank}-ordered": System(
+        title=f"DDP, PowerSGD of rank {rank}, bucket after bucket", settings="powerSGD_hook in a thread, buckets of 25 MB",
+        rank=rank, warm_up="ddp", build=ddp(hook=power_sgd(rank, ordered=True))) for rank in (1, 4)},
+    "ddp-local": System(
+        title=f"DDP, weights averaged every {PERIOD} steps", settings="post_localSGD_hook, PostLocalSGDOptimizer",
+        ratio=1 / PERIOD, period=PERIOD, warm_up="ddp", build=ddp(hook=local(START), optimizer=averaged(START))),
 }
-"""The stock communication hooks of DDP, which plain torch offers for a slow link."""
+"""What plain torch offers for a slow link beside DDP; beside these there are its pipelines."""
 
+
+TORCH_PIPELINES = {
+    f"torch-pipeline-{name}": System(title=f"torch pipeline, {title}", settings="a stage a rank", whole=True,
+                                     build=torch_pipeline(schedule)) for name, title, schedule in (
+        ("1f1b", "1F1B", "Schedule1F1B"), ("zero-bubble", "zero bubble", "ScheduleInterleavedZeroBubble"))}
 
 EXAMPLES = ROOT / "examples" / "gpt"
 TRAINING_STEPS = 300
@@ -177,7 +185,8 @@ FROM_THE_START = {f"{name}-{stage}-through": row.at(stage, row.schedule(THROUGH)
 def exact_share(name: str, steps: int = TRAINING_STEPS) -> float:
     """Return the share of what a training of `steps` sends uncompressed, gradients and weights counting alike.
 
-    The optimizer itself says what each step sends; PowerSGD sends whole gradients in its first steps; others never compress.
+    The optimizer itself says what each step sends; PowerSGD and averaged weights begin after some steps of whole gradients;
+    others never compress.
     """
     from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
     from shoal.optim.onebit_lamb import OneBitLamb
@@ -185,7 +194,7 @@ def exact_share(name: str, steps: int = TRAINING_STEPS) -> float:
     if SYSTEMS[name].rank:
         return START / steps
     if name not in BY_SYSTEM:
-        return 0.0
+        return LATE if SYSTEMS[name].warm_up else 0.0
     row = BY_SYSTEM[name]
     kinds: dict[str, Any] = {kind.__name__: kind for kind in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
     optimizer = kinds[row.type]([nn.Parameter(torch.zeros(1))], lr=ADAMW["lr"], **row.schedule(steps))
@@ -222,6 +231,7 @@ SYSTEMS = {
     **{f"shoal-pipeline-{schedule}": System(title=f"Shoal pipeline, {title}", settings="a stage a rank", whole=True,
                                             build=pipeline(schedule))
        for schedule, title in (("1f1b", "1F1B"), ("zb-h1", "ZB-H1"), ("zb-h2", "ZB-H2"))},
+    **TORCH_PIPELINES,
     "shoal-pipeline-zb-h2-all": System(title="Shoal pipeline, ZB-H2, all in flight", settings="in_flight: all",
                                        whole=True, build=pipeline("zb-h2", all_in_flight=True)),
     "shoal-lamb-1": System(title="Shoal Lamb, stage 1", settings="defaults", build=shoal(

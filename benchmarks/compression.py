@@ -58,8 +58,9 @@ def main() -> None:
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     rows = tuple((name, f"{1e3 * medians[name]:.1f}", f"{way.bytes}", f"{way.bytes * elements / medians[name] / GIGA:.1f}")
                  for name, way in ways.items())
-    targets = tuple(Target(what=f"{ours}: seconds over those of {theirs}", high=LIMIT, measured=statistics.median(
-        mine / other for mine, other in zip(seconds[ours], seconds[theirs], strict=True)))
+    targets = tuple(
+        Target.over([mine / other for mine, other in zip(seconds[ours], seconds[theirs], strict=True)], high=LIMIT,
+                    what=f"{ours}: seconds over those of {theirs}")
         for ours, theirs in ((PACK, MULTIPLY), (UNPACK, ADD), (UNPACK_ADD, ADD)))
     Outcome(benchmark="compression", command=" ".join(["python", *sys.argv]),
             note=f"{elements:,} elements, {options.threads} thread(s), {options.rounds} rounds.",

@@ -1,11 +1,17 @@
 """How well a training that compresses learns beside one that does not: bits per byte of held-out text, over several seeds.
 
-    python benchmarks/convergence.py [--seeds 0 1 2] [--plot]
+    python benchmarks/convergence.py [--seeds 0 1 2 3 4] [--plot]
+    python benchmarks/convergence.py --model 30m --configs examples/gpt/zero1.json examples/gpt/onebit.json --hooks none \\
+        powersgd-4 --out out/benchmarks/convergence-30m.json       # finalists at the size at which speed is measured: hours
     python benchmarks/convergence.py --quick                       # a tiny model, few steps and one seed, to try it
 
 A run is examples/gpt/train.py under `shoal run`, once for each configuration and seed of the weights, and ddp_train.py,
-which trains the first configuration under DDP, once for each of torch's communication hooks and seed. Each keeps a folder of
-its own under --runs, and its checkpoints in it: what is there already is not run again, and what was interrupted goes on.
+which trains the first configuration under DDP, once for each way of ddp_hooks.py and seed. Each keeps a folder of its own
+under --runs, and its checkpoints in it: what is there already is not run again, and what was interrupted goes on.
+
+Differences are paired: of two runs with one seed. Their mean has an interval of 95 % confidence (Student's t), and the
+verdict says what that tells. DDP's ways are held against DDP's own AdamW, so that what its program does otherwise falls on
+none of them.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from ddp_hooks import BY_NAME
 from interrupts import leaving
 from machine import ROOT
 from progress import progress
-from results import FOLDER, Outcome, Sheet, Target
+from results import FOLDER, Outcome, Sheet, Target, interval
 from runs import Run, RunFailed
 from training_quality import Learned, band, picture
 
@@ -37,6 +43,7 @@ COUNTERPARTS = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "La
 """The optimizer that each compressing one is while it warms up."""
 WITHIN = 0.5  # percent
 DDP = "DDP"
+PLAIN, LOOK_AHEAD = "none", "none-nadam"  # of DDP: AdamW, and AdamW with a look-ahead
 IMAGES = ("convergence.svg", "convergence.png")
 
 
@@ -84,9 +91,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", nargs="+", type=Path, default=[ROOT / path for path in CONFIGS], metavar="FILE",
                         help=f"configurations of examples/gpt/train.py ({' '.join(map(str, CONFIGS))})")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the weights (0 1 2)")
-    parser.add_argument("--hooks", nargs="*", choices=tuple(BY_NAME), default=list(BY_NAME)[1:], metavar="HOOK",
-                        help=f"of DDP, beside the first configuration ({' '.join(list(BY_NAME)[1:])})")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)), help="of the weights (0 1 2 3 4)")
+    parser.add_argument("--hooks", nargs="*", choices=tuple(BY_NAME), default=list(BY_NAME), metavar="HOOK",
+                        help=f"of DDP, beside the first configuration ({' '.join(BY_NAME)})")
     parser.add_argument("--steps", type=int, default=TRAINING_STEPS,
                         help=f"of each run, to which its schedule and its warm-up are stretched ({TRAINING_STEPS})")
     parser.add_argument("--model", default="3m", help="preset of examples/gpt/model.py (3m)")
@@ -125,57 +132,70 @@ def train(runs: Sequence[Run], jobs: int, tell: Callable[[str], None]) -> list[s
                 run.end()
 
 
-def ratios(learned: dict[Case, list[Learned]], case: Case, optimizer: str) -> list[float]:
-    """Return the bits per byte of a case over those of the first with that optimizer, by seed; none where it is that."""
-    other = next((other for other in learned if other.optimizer == optimizer), None)
+def baseline(learned: dict[Case, list[Learned]], case: Case) -> Case | None:
+    """Return AdamW in the same program: Shoal's, or DDP's of a hook."""
+    return next((each for each in learned if (each.hook == PLAIN if case.hook else each.optimizer == BASELINE)), None)
+
+
+def counterpart(learned: dict[Case, list[Learned]], case: Case) -> Case | None:
+    """Return what the case is but for its compression: its warm-up, or DDP's optimizer; of DDP's AdamW, Shoal's."""
+    if not case.hook or case.hook == PLAIN:
+        kind = COUNTERPARTS.get(case.optimizer, BASELINE)
+        return next((each for each in learned if each.optimizer == kind), None)
+    plain = LOOK_AHEAD if case.hook.endswith("-nadam") and case.hook != LOOK_AHEAD else PLAIN
+    return next((each for each in learned if each.hook == plain), None)
+
+
+def percent(learned: dict[Case, list[Learned]], case: Case, other: Case | None) -> list[float]:
+    """Return how much more bits per byte a case has than another, by seed; none where it is that."""
     if other is None or other is case:
         return []
-    return [mine.bits / theirs.bits for mine, theirs in zip(learned[case], learned[other], strict=True)]
+    return [100 * (mine.bits / theirs.bits - 1) for mine, theirs in zip(learned[case], learned[other], strict=True)]
 
 
-def noise(learned: dict[Case, list[Learned]]) -> float:
-    """Return the spread of seeds, in percent: the range of the first case's bits per byte over its mean; 0 of one seed."""
-    bits = [each.bits for each in next(iter(learned.values()))]
-    return 100 * (max(bits) - min(bits)) / statistics.fmean(bits)
+def verdict(above: Sequence[float]) -> str:
+    """Say what an interval of the mean tells: better, no worse than by the limit, worse, or neither."""
+    low, high = interval(above)
+    if high < 0:
+        return "better"
+    if high <= WITHIN:
+        return f"equal within {WITHIN} %"
+    return "worse" if low > 0 else "not resolved"
 
 
-def above(ratios: Sequence[float], noise: float) -> str:
-    """Return how much more bits some ratios are, their range over seeds, and whether that is less than the `noise`."""
-    if not ratios:
+def text(above: Sequence[float]) -> str:
+    """Return a mean, its interval, and the verdict."""
+    if not above:
         return ""
-    percent = [100 * (ratio - 1) for ratio in ratios]
-    mean = statistics.fmean(percent)
-    within = ", within noise" if abs(mean) < noise else ""
-    return f"{mean:+.2f} % ({min(percent):+.2f} to {max(percent):+.2f}){within}"
+    low, high = interval(above)
+    mean = f"{statistics.fmean(above):+.2f} %"
+    return f"{mean} ({low:+.2f} to {high:+.2f}), {verdict(above)}" if len(above) > 1 else f"{mean}, one seed"
 
 
 def outcome(learned: dict[Case, list[Learned]], failures: Sequence[str], options: argparse.Namespace) -> Outcome:
     """Lay the quality of every case beside that of AdamW and of its counterpart."""
     rows: list[tuple[str, ...]] = []
     targets: list[Target] = []
-    spread = noise(learned) if learned else 0.0
+    above = {case: percent(learned, case, baseline(learned, case)) for case in learned}
     for case, found in learned.items():
-        counterpart = COUNTERPARTS.get(case.optimizer, BASELINE)
-        beside = [ratios(learned, case, optimizer) for optimizer in (BASELINE, counterpart)]
         bits = [each.bits for each in found]
-        rows.append((case.name, f"{statistics.fmean(bits):.4f}", *(f"{each:.4f}" for each in bits),
-                     *(above(each, spread) for each in beside)))
-        if (case.optimizer in COUNTERPARTS or case.hook) and beside[0] and options.model != "tiny":  # which learns little
+        rows.append((case.name, f"{statistics.fmean(bits):.4f}", *(f"{each:.4f}" for each in bits), text(above[case]),
+                     text(percent(learned, case, counterpart(learned, case)))))
+        if (case.optimizer in COUNTERPARTS or case.hook) and above[case] and options.model != "tiny":  # which learns little
             targets.append(Target(what=f"{case.name}: bits per byte above {BASELINE}'s, the mean over seeds", unit=" %",
-                                  measured=100 * (statistics.fmean(beside[0]) - 1), high=WITHIN,
-                                  spread=(100 * (min(beside[0]) - 1), 100 * (max(beside[0]) - 1))))
+                                  measured=statistics.fmean(above[case]), high=WITHIN, spread=interval(above[case])))
     sheet = Sheet(title="Bits per byte of held-out text", rows=tuple(rows), columns=(
-        "optimizer", "mean", *(f"seed {seed}" for seed in options.seeds), f"above {BASELINE}'s", "above its warm-up's"))
+        "optimizer", "mean", *(f"seed {seed}" for seed in options.seeds), f"above {BASELINE}'s", "above its counterpart's"))
     steps = ", ".join(sorted({f"{case.steps:,}" for case in learned}))
     note = (f"GPT {options.model} of examples/gpt on the standard library's sources, {options.ranks} ranks, {steps} steps; "
-            f"seeds are of the weights, a ratio is taken within a seed, and less is better. The spread of seeds is "
-            f"{spread:.2f} % (the range of the first row over its mean); a smaller difference is within noise. "
-            f"Differences are "
-            f"means, with the least and the most.")
+            f"seeds are of the weights, and less is better. A difference is taken within a seed; the mean over seeds has "
+            f"its interval of 95 % confidence. {BASELINE} is that of the same program, and a counterpart is the same "
+            f"without compression: the warm-up of a Shoal optimizer, DDP with the same optimizer; of DDP's "
+            f"{BASELINE}, Shoal's.")
     return Outcome(benchmark="convergence", command=" ".join(["python", *sys.argv]), sheets=(sheet,), targets=tuple(targets),
                    note=" ".join([note, *failures]), pictures=IMAGES[:1] if options.plot else (),
-                   raw={case.name: {"above": [100 * (each - 1) for each in ratios(learned, case, BASELINE)], "noise": spread,
-                                    "steps": case.steps, "bits": [each.bits for each in found],
+                   raw={case.name: {"above": above[case], "model": options.model, "steps": case.steps,
+                                    "bits": [each.bits for each in found],
                                     "training": [asdict(point) for point in band(found)]}
                         for case, found in learned.items()})
 

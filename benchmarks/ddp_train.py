@@ -1,9 +1,9 @@
-"""Train examples/gpt under DDP with one of torch's communication hooks: the same model, samples, schedule and clipping.
+"""Train examples/gpt under DDP in one of the ways of ddp_hooks.py: the same model, samples, schedule and clipping.
 
     torchrun --nproc-per-node 2 benchmarks/ddp_train.py --hook powersgd-1 --shoal-config examples/gpt/zero1.json --out FOLDER
 
 Options are those of examples/gpt/train.py, except that there are no checkpoints. It leaves curve.csv and quality.json as
-that does. AdamW is torch's fused one; the learning rate follows the schedule of the configuration.
+that does. Optimizers are torch's, with the options of the configuration, whose schedule the learning rate follows.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def main() -> None:
     loader = Loader(Blocks(corpus.train.path, args.block), batch_size=config["train_batch_size"] // ranks, rank=rank,
                     ranks=ranks)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=ONE_BUCKET)
-    if (hook := BY_NAME[args.hook](args.steps)) is not None:
-        hook(wrapped)
-    params = config["optimizer"]["params"]
-    optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True, **{**params, "betas": tuple(params["betas"])})
+    way, params = BY_NAME[args.hook], config["optimizer"]["params"]
+    way.hook(args.steps)(wrapped)
+    optimizer = way.optimizer(args.steps)(wrapped.parameters(), **{**params, "betas": tuple(params["betas"])})
     schedule = WarmupCosineLR(optimizer, **{**config["scheduler"]["params"], "total_num_steps": args.steps})
     history = History(args.out / "curve.csv", until=0)
     for step, (x, y) in zip(range(1, args.steps + 1), RepeatingLoader(loader), strict=False):
@@ -77,7 +76,8 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hook", choices=tuple(BY_NAME), default="none", help="torch's communication hook (none)")
+    parser.add_argument("--hook", choices=tuple(BY_NAME), default="none",
+                        help="how gradients travel, and the optimizer (none)")
     parser.add_argument("--shoal-config", type=Path, required=True, help="the configuration whose training this is")
     parser.add_argument("--model", choices=PRESETS, default="3m", help="size of the model (3m)")
     parser.add_argument("--steps", type=int, required=True, help="steps in all")

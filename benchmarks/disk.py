@@ -4,9 +4,10 @@
 
 A span of `size` MiB in a swap file of FOLDER is read, written, and both (fetched, changed, committed), chunk after chunk
 with a few fetched ahead, as a step of the optimizer does it; checksums, and the faults of the pages that come and go, are
-part of it, and so is filling or changing the memory where it is written, with random bytes. fio moves as many random bytes
-from and to warm buffers. Before the rounds it does so with every engine of `ENGINES` at every depth of `DEPTHS`, and the
-fastest of each way counts: it takes turns with ours, and ratios are taken within a round. Without fio there are no ratios.
+part of it, and so is filling or changing the memory where it is written, with random bytes, no two chunks alike. fio moves
+as many random bytes from and to warm buffers, which it refills for each request. Before the rounds it does so with every
+engine of `ENGINES` at every depth of `DEPTHS`, and the fastest of each way counts: it takes turns with ours, and ratios are
+taken within a round. Without fio there are no ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from results import Outcome, Sheet, Target, quartiles, spread_ratio
+from results import Outcome, Sheet, Target, spread_ratio
 from torch import Tensor
 
 from shoal.tier.disk_span import CHUNK, DiskSpan
@@ -78,6 +79,9 @@ def main() -> None:
     best = {way: max(speeds, key=lambda setting: speeds[setting].rate) for way, speeds in swept.items()}
     swap = Swap(options.folder, block_bytes=options.block << 10, requests=options.requests)
     try:
+        if not swap.direct:
+            sys.exit(f"disk: {options.folder} does not support direct I/O: figures would be of the page cache; give a "
+                     f"folder of a local disk")
         span = DiskSpan(swap, (options.size << 20) // 4, torch.float32, "the span")
         ways = _ways(span)
         ways["write"]()  # the first writing of a file is slower than any later one
@@ -119,8 +123,8 @@ def _publish(found: dict[str, list[Speed]], swept: dict[str, dict[Setting, Speed
             name = f"{who}, {way}" + (f" ({best[way].name})" if who == "fio" else "")
             rows.append((name, f"{statistics.median(speed.rate for speed in speeds) / GIGA:.2f}", ratio,
                          f"{statistics.median(speed.processor for speed in speeds):.2f}"))
-    targets = tuple(Target(what=f"{way}: bytes per second over those of fio", measured=statistics.median(found), low=0.9,
-                           high=float("inf"), spread=quartiles(found)[::2]) for way, found in ratios.items())
+    targets = tuple(Target.over(found, what=f"{way}: bytes per second over those of fio", low=0.9)
+                    for way, found in ratios.items())
     settings = list(dict.fromkeys(setting for speeds in swept.values() for setting in speeds))
     table = [(setting.name, *(_both(speeds.get(setting)) for speeds in swept.values())) for setting in settings]
     Outcome(benchmark="disk", command=" ".join(["python", *sys.argv]),
@@ -152,14 +156,18 @@ def _options() -> argparse.Namespace:
 
 
 def _ways(span: DiskSpan) -> dict[str, Callable[[], None]]:
-    noise = torch.randint(256, (4 * CHUNK,), dtype=torch.uint8).view(torch.float32)
+    noise = torch.randint(256, (4 * CHUNK,), dtype=torch.uint8).view(torch.int32)
+
+    def fill(chunk: Tensor, number: int) -> None:
+        torch.bitwise_xor(noise[:chunk.numel()], number, out=chunk.view(torch.int32))
+
     return {"read": lambda: _pass_over(span, None),
-            "write": lambda: _pass_over(span, lambda chunk: chunk.copy_(noise[:chunk.numel()]), fresh=True),
-            "both": lambda: _pass_over(span, lambda chunk: chunk.add_(1))}
+            "write": lambda: _pass_over(span, fill, fresh=True),
+            "both": lambda: _pass_over(span, lambda chunk, number: chunk.add_(1))}
 
 
-def _pass_over(span: DiskSpan, change: Callable[[Tensor], object] | None, *, fresh: bool = False) -> None:
-    """Fetch every chunk, change it if that is asked for, and commit it; end when all bytes have arrived."""
+def _pass_over(span: DiskSpan, change: Callable[[Tensor, int], object] | None, *, fresh: bool = False) -> None:
+    """Fetch every chunk, `change` it, given its number, if that is asked for, and commit it; end when all have arrived."""
     size = span.tensor.numel()
     parts = [range(start, min(size, start + CHUNK)) for start in range(0, size, CHUNK)]
     arriving = deque[Transfer]()
@@ -169,7 +177,7 @@ def _pass_over(span: DiskSpan, change: Callable[[Tensor], object] | None, *, fre
             arriving.append(span.fetch(ahead.start, ahead.stop, fresh=fresh))
         arriving.popleft().wait()
         if change is not None:
-            change(span.tensor[part.start:part.stop])
+            change(span.tensor[part.start:part.stop], number)
         leaving.append(span.commit(part.start, part.stop, changed=change is not None))
     for transfer in leaving:
         transfer.wait()
@@ -194,7 +202,7 @@ def _fio(way: str, setting: Setting, options: argparse.Namespace) -> Speed:
     command = ["fio", "--name=disk", f"--filename={_fio_file(options)}", f"--filesize={options.size}M", f"--size={share}M",
                f"--offset_increment={share}M", f"--io_size={size // jobs}M", f"--rw={'rw' if way == 'both' else way}",
                f"--bs={options.block}k", *setting.words, "--thread", "--group_reporting", "--direct=1",
-               "--output-format=json"]
+               "--refill_buffers", "--output-format=json"]
     job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
     rate = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
     return Speed(rate=rate, processor=jobs * (job["usr_cpu"] + job["sys_cpu"]) / 100 / rate * GIGA)

@@ -335,7 +335,7 @@ def report(options: argparse.Namespace, survivals: list[Survival]) -> int:
     note = (f"{options.ranks} ranks (8 of a mesh), stages {', '.join(options.stages)}, a copy every {options.every} steps, "
             f"width {options.width}, {options.layers} layers; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors "
             f"at the end")
-    Outcome(benchmark="faults", command=" ".join(sys.argv), note=note, sheets=(sheet,), targets=tuple(targets),
+    Outcome(benchmark="faults", command=" ".join(["python", *sys.argv]), note=note, sheets=(sheet,), targets=tuple(targets),
             raw={"options": vars(options), "recoveries": [asdict(each) for each in recoveries]}).publish(None)
     return 0 if all(target.met for target in exact) else 1
 

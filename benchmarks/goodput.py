@@ -227,7 +227,7 @@ def report(options: argparse.Namespace, found: dict[tuple[str, float], dict[str,
     note = (f"{options.ranks} ranks, {options.workload}, microbatch {MICROBATCH} x {LENGTH}; copies every {options.every} "
             f"steps, the peer's saves every {options.peer_every}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} "
             f"processors at the end")
-    Outcome(benchmark="goodput", command=" ".join(sys.argv), note=note, sheets=(sheet,), targets=tuple(targets),
+    Outcome(benchmark="goodput", command=" ".join(["python", *sys.argv]), note=note, sheets=(sheet,), targets=tuple(targets),
             raw={f"{system} {rate:g}": row for (system, rate), row in found.items()}).publish(None)
     return 0
 

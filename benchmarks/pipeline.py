@@ -5,11 +5,11 @@
 Bubble: F, I and W of a stage each sleep for `nap` milliseconds; the bubble is the fraction of a step, from its first
 instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage, so that a step
 consists of the executor and its messages. torch's Schedule1F1B runs the same layers and the same loss over the same group,
-alternating with ours. Both split the same batch, exchange activations and gradients, and sum the gradients of all
-microbatches. Two kinds of call are compared, each with the same kind: the *executor* alone, without an optimizer (ours is
-internal, torch's is `schedule.step`), and a *training step* as a user writes it (`engine.train_batch`; `schedule.step`, SGD,
-zero_grad). Memory: a microbatch keeps `--kept` MiB at a stage; the result is the growth of the first rank's peak memory in a
-step.
+in turns with ours whose order rotates. Both split the same batch, exchange activations and gradients, and sum the gradients
+of all microbatches. Two kinds of call are compared, each with the same kind: the *executor* alone, without an optimizer
+(ours is internal, torch's is `schedule.step`), and a *training step* as a user writes it (`engine.train_batch`;
+`schedule.step`, SGD, zero_grad). Memory: a microbatch keeps `--kept` MiB at a stage; the result is the growth of the first
+rank's peak memory in a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from results import Outcome, Sheet, Target, quartiles
+from results import Outcome, Sheet, Target
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -185,7 +185,9 @@ def tiny(options: Options) -> dict[str, list[float]]:
                "shoal, training step": (our_training, _nothing), "torch, training step": (their_training, _nothing)}
     found: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(options.rounds + 1):
-        for name, (step, clear) in systems.items():
+        shift, order = number % len(systems), list(systems)
+        for name in (*order[shift:], *order[:shift]):
+            step, clear = systems[name]
             seconds = [_timed(step, clear) for _ in range(options.steps)]
             if number:
                 found[name].append(statistics.median(seconds))
@@ -257,8 +259,8 @@ def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]
                         high=1 / 3),
                  Target(what="zb-h1: the same, where the limit is what it takes by the formula, without any overhead",
                         measured=idle["zb-h1"] / idle["1f1b"], low=0.0, high=1 / 3),
-                 *(Target(what=f"a step without compute over torch's Schedule1F1B{kind or ', executor alone'}", low=0.0,
-                          high=1.0, measured=statistics.median(each), spread=quartiles(each)[::2])
+                 *(Target.over(each, what=f"a step without compute over torch's Schedule1F1B{kind or ', executor alone'}",
+                               low=0.0, high=1.0)
                    for kind, each in ratios.items()),
                  *(Target(what="1f1b: memory at 4 times the microbatches", measured=more / few, low=0.0, high=1.1)
                    for few, more in [memory["1f1b"][1:3]] if few)),  # a tiny run may not raise the peak

@@ -4,24 +4,27 @@
     python benchmarks/record.py tuning-2 zero-2           # measures, and renders these sections
     python benchmarks/record.py                           # marks sections that are older than the code that they measure
 
-A section whose command fails keeps what the page says. Everything else of the page is written by hand.
+Before each section it waits until the machine is idle, for `--wait` minutes at most. A section whose command fails keeps
+what the page says. Everything else of the page is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
+import time
 
-from machine import BEFORE, ROOT
+from machine import ROOT
 from results import FOLDER
 from sections import SECTIONS
 
 import report
 
 QUIET = 0.5
-"""Busy processes, apart from these, that disturb no measurement of time."""
+"""Busy processes, in the mean of a minute, that disturb no measurement of time."""
 
 
 def main() -> None:
@@ -33,9 +36,11 @@ def main() -> None:
             needs = f"  ({section.needs})" if section.needs else ""
             sys.stdout.write(f"{name}: about {section.minutes} min: python benchmarks/{section.command}{needs}\n")
         return
-    if options.sections and BEFORE > QUIET:
-        sys.stderr.write(f"record: the load is {BEFORE:.1f}: times are those of a busy machine, and the page will say so\n")
-    failed = [name for name in options.sections if not _run(name)]
+    failed: list[str] = []
+    for name in options.sections:
+        _wait_until_idle(options.wait)
+        if not _run(name):
+            failed.append(name)
     report.fill_page(FOLDER, [name for name in options.sections if name not in failed])
     if failed:
         sys.exit(f"record: failed, and left as they were: {', '.join(failed)}")
@@ -45,7 +50,18 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="which to make anew")
     parser.add_argument("--list", action="store_true", help="show the sections")
+    parser.add_argument("--wait", type=float, default=10.0, help="minutes for which a busy machine is waited for (10)")
     return parser.parse_args()
+
+
+def _wait_until_idle(minutes: float) -> None:
+    """Wait until the load is low, also after the section before; after so many minutes go on, and say so."""
+    deadline = time.monotonic() + 60 * minutes
+    while (load := os.getloadavg()[0]) > QUIET:
+        if time.monotonic() > deadline:
+            sys.stderr.write(f"record: the load is {load:.1f}: times are of a busy machine, and the page will say so\n")
+            return
+        time.sleep(5)
 
 
 def _run(name: str) -> bool:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from machine import ROOT, facts
 from rich.console import Console
@@ -24,6 +24,21 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return only, only, only
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles of Student's t at 0.975, by degrees of freedom from 1."""
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds within which the mean lies with 95 % confidence (Student's t); all numbers where there is one value.
+
+    Of paired values, which are differences within a seed, what the seed does to both sides is not in it.
+    """
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) - half, statistics.fmean(values) + half
 
 
 def spread_ratio(values: Sequence[float]) -> str:
@@ -57,7 +72,10 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A promise: `measured` must lie within [low, high]."""
+    """A promise: `measured`, and where it has a spread all of that, must lie within [low, high].
+
+    Where only a part of the spread does, it is not resolved whether the promise holds.
+    """
 
     what: str
     measured: float
@@ -65,20 +83,39 @@ class Target:
     low: float = float("-inf")
     unit: str = ""
     spread: tuple[float, float] | None = None
-    """The quartiles of the rounds of which `measured` is the median."""
+    """The quartiles of the rounds of which `measured` is the median, or the interval of a mean over seeds."""
+
+    @classmethod
+    def over(cls, rounds: Sequence[float], *, what: str, low: float = -math.inf, high: float = math.inf) -> Self:
+        """Return the promise about the median of ratios by round, with their quartiles."""
+        first, middle, third = quartiles(rounds)
+        return cls(what=what, measured=middle, low=low, high=high, spread=(first, third) if len(rounds) > 1 else None)
 
     @property
     def met(self) -> bool:
-        return self.low <= self.measured <= self.high
+        return all(map(self._allows, (self.measured, *(self.spread or ()))))
+
+    @property
+    def verdict(self) -> str:
+        if self.met:
+            return "met"
+        return "**not resolved**" if self._allows(self.measured) else "**missed**"
+
+    def _allows(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def _text(self, value: float) -> str:
+        """Return `value` in three digits, or in as many as it takes to be on the same side of the limits."""
+        texts = (f"{value:.{digits}g}" for digits in range(3, 17))
+        return next((text for text in texts if self._allows(float(text)) == self._allows(value)), str(value))
 
     def row(self) -> tuple[str, ...]:
         """Return what, the limits, the measurement and the verdict as text."""
         bounds = {(False, False): "", (False, True): f"at most {self.high:g}", (True, False): f"at least {self.low:g}",
                   (True, True): f"{self.low:g} to {self.high:g}"}
         limits = bounds[self.low != float("-inf"), self.high != float("inf")]
-        spread = f" ({self.spread[0]:.3g} to {self.spread[1]:.3g})" if self.spread else ""
-        return (self.what, f"{limits}{self.unit}", f"{self.measured:.3g}{self.unit}{spread}",
-                "met" if self.met else "**missed**")
+        spread = f" ({self._text(self.spread[0])} to {self._text(self.spread[1])})" if self.spread else ""
+        return self.what, f"{limits}{self.unit}", f"{self._text(self.measured)}{self.unit}{spread}", self.verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

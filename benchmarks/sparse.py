@@ -24,8 +24,8 @@ import torch.distributed as dist
 from hosts import Hosts, HostsUnavailable
 from interleave import Plan
 from progress import progress
-from results import Outcome, Sheet, Target, quartiles, spread_ratio
-from sweep import Found, sweep
+from results import Outcome, Sheet, Target, spread_ratio
+from sweep import Cell, Found, sweep
 from workloads import parameters
 
 from shoal.sparse.row_exchange import RowExchange, changed_rows
@@ -87,6 +87,12 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _times(mine: Cell, theirs: Cell) -> list[float]:
+    """Return how many times as fast a system is as another, by round."""
+    return [statistics.median(other) / statistics.median(own)
+            for own, other in zip(mine.seconds, theirs.seconds, strict=True)]
+
+
 def _outcome(found: dict[tuple[int, str], Found], plan: Plan, options: argparse.Namespace) -> Outcome:
     rows: list[tuple[str, ...]] = []
     beside: list[tuple[str, ...]] = []
@@ -100,23 +106,21 @@ def _outcome(found: dict[tuple[int, str], Found], plan: Plan, options: argparse.
         bytes = [statistics.median(cell.sent) for cell in (dense, ours)]
         samples = plan.ranks * plan.microbatch
         speeds = [statistics.median(samples / statistics.median(turn) for turn in cell.seconds) for cell in (dense, ours)]
-        times = statistics.median(statistics.median(theirs) / statistics.median(mine)
-                                  for mine, theirs in zip(ours.seconds, dense.seconds, strict=True))
+        times = _times(ours, dense)
         losses = [each.losses[f"{way}-{stage}-{optimizer}"] for way in ("dense", "rows")]
         rows.append((name, *(f"{sent / 1e6:.2f}" for sent in bytes), f"{bytes[0] / bytes[1]:.1f}",
-                     *(f"{speed:.1f}" for speed in speeds), f"{times:.2f}", f"{abs(losses[0] - losses[1]):.1e}"))
+                     *(f"{speed:.1f}" for speed in speeds), f"{statistics.median(times):.2f}",
+                     f"{abs(losses[0] - losses[1]):.1e}"))
         if (ddp := each.cell(f"ddp-rows-{optimizer}", options.rate)) is not None:
-            ratios = [statistics.median(theirs) / statistics.median(mine)
-                      for mine, theirs in zip(ours.seconds, ddp.seconds, strict=True)]
+            ratios = _times(ours, ddp)
             sent, apart = statistics.median(ddp.sent), abs(each.losses[f"ddp-rows-{optimizer}"] - losses[1])
             beside.append((optimizer, f"{bytes[1] / 1e6:.2f}", f"{sent / 1e6:.2f}", f"{speeds[1]:.1f}",
                            f"{statistics.median(samples / statistics.median(turn) for turn in ddp.seconds):.1f}",
                            spread_ratio(ratios), f"{apart:.1e}"))
-            targets.append(Target(what=f"{name}: samples a second over DDP's with sparse gradients", low=1.0,
-                                  high=float("inf"), measured=statistics.median(ratios), spread=quartiles(ratios)[::2]))
+            targets.append(Target.over(ratios, what=f"{name}: samples a second over DDP's with sparse gradients", low=1.0))
         targets += [Target(what=f"{name}: bytes of dense over bytes of rows", low=FEWER, high=float("inf"),
                            measured=bytes[0] / bytes[1]),
-                    Target(what=f"{name}: samples a second over dense", low=FASTER, high=float("inf"), measured=times),
+                    Target.over(times, what=f"{name}: samples a second over dense", low=FASTER),
                     Target(what=f"{name}: losses differ by", high=1e-6, measured=abs(losses[0] - losses[1]))]
     sheet = Sheet(title=f"At {options.rate}", columns=("", "dense, MB a step", "rows, MB a step", "times fewer",
                                                        "dense, samples/s", "rows, samples/s", "times as fast",

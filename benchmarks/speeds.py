@@ -6,7 +6,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from catalogue import BASELINE, SYSTEMS
+from catalogue import BASELINE, BY_SYSTEM, SYSTEMS
 from ddp_hooks import power_sgd_elements
 from interleave import PARAMETER, PROCESS, Plan
 from machine import available
@@ -24,14 +24,14 @@ def sent(name: str, plan: Plan) -> float:
 
     Data parallel: `ratio` x 2 Psi (N-1)/N in fp32. One that compresses, in place of it: 2 (N-1) p(Psi / N), p(n) being the
     signs and scales of n elements (docs/compression.md), here of the model as one unit. PowerSGD: the elements of its
-    factors in place of Psi. A pipeline: what lies between two
+    factors in place of Psi. Averaged weights: Psi in one step of a period. A pipeline: what lies between two
     blocks, for all sequences, once forward and its gradient once backward; the first and the last host send one of the two.
     """
     system, ranks = SYSTEMS[name], plan.ranks
     if system.whole:
         task = workload(plan.workload, microbatch=plan.microbatch, length=plan.length)
         return float(min(2, ranks - 1) * ranks * task.link_bytes)
-    if system.warm_up and not system.rank:
+    if name in BY_SYSTEM:
         span = -(-parameters(plan.workload) // (ranks * GRAIN)) * GRAIN
         return system.ratio * 2 * (ranks - 1) * packed_bytes(span)
     elements = parameters(plan.workload)
@@ -48,11 +48,6 @@ def curve(found: Found, name: str, plan: Plan, rates: Sequence[str]) -> list[Poi
             speeds = [plan.ranks * plan.microbatch / statistics.median(seconds) for seconds in cell.seconds]
             points.append(Point(rate=rate, middle=statistics.median(speeds), low=min(speeds), high=max(speeds)))
     return points
-
-
-def times(found: Found, name: str, rate: str, *, warm_up: float = 0.0) -> float:
-    """Return the speed of a system at a rate relative to DDP: the median of `round_times`."""
-    return statistics.median(round_times(found, name, rate, warm_up=warm_up))
 
 
 def round_times(found: Found, name: str, rate: str, *, warm_up: float = 0.0, over: str = BASELINE) -> list[float]:

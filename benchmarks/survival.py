@@ -200,7 +200,7 @@ def report(options: argparse.Namespace, ranks: list[dict[str, Any]]) -> int:
             f"{1e3 * statistics.mean(rank['copy'] for rank in ranks):.0f} ms of a rank's processor. Writes to the page take "
             f"{1e6 * page:.0f} us of a step, and a look of the agent {1e6 * look:.0f} us a rank, {1 / LOOK:g} times a "
             f"second. Load {BEFORE:.1f} before, {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors")
-    Outcome(benchmark="survival", command=" ".join(sys.argv), note=note, sheets=(sheet,), targets=targets,
+    Outcome(benchmark="survival", command=" ".join(["python", *sys.argv]), note=note, sheets=(sheet,), targets=targets,
             raw={"options": {name: str(value) for name, value in vars(options).items()}, "ranks": ranks}).publish(None)
     return 0
 

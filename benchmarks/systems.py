@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_hooks import adamw
 from torch import Tensor, nn
 from workloads import Workload
 
@@ -65,16 +66,17 @@ def plain(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
 
 
-def ddp(bucket: float | None = None, *, static: bool = True, hook: Hook | None = None) -> Build:
+def ddp(bucket: float | None = None, *, static: bool = True, hook: Hook | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = adamw) -> Build:
     """Return the builder of DDP: gradients are views of its buckets, of `bucket` MB (its default: 25, the first of 1).
 
-    `static` is its static_graph. `hook` registers a communication hook on it.
+    `static` is its static_graph. `hook` registers a communication hook on it; `optimizer` makes its optimizer.
     """
     def build(model: nn.Module, workload: Workload) -> Step:
         wrapped = _ddp(model, bucket, static=static)
         if hook is not None:
             hook(wrapped)
-        return _plain_step(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW), workload)
+        return _plain_step(wrapped, optimizer(wrapped.parameters(), **ADAMW), workload)
 
     return build
 
@@ -219,6 +221,35 @@ def pipeline(schedule: str, *, all_in_flight: bool = False) -> Build:
         def step(inputs: Tensor, targets: Tensor) -> Tensor:
             microbatches = zip(inputs.chunk(workload.pieces), targets.chunk(workload.pieces), strict=True)
             return engine.train_batch(iter(microbatches)).detach()
+
+        return step
+
+    return build
+
+
+def torch_pipeline(schedule: str) -> Build:
+    """Return the builder of torch's pipeline: its `schedule`, a stage a rank, divided and trained as this library's."""
+    def build(model: nn.Module, workload: Workload) -> Step:
+        from torch.distributed import pipelining
+
+        import shoal
+
+        rank, ranks, parts = dist.get_rank(), dist.get_world_size(), workload.chain(model)
+        bounds = shoal.PipelineModule(layers=[shoal.LayerSpec(nn.Sequential, part) for part in parts], num_stages=ranks,
+                                      loss_fn=workload.loss, partition_method="parameters").partitions()
+        mine = nn.Sequential(*parts[bounds[rank]:bounds[rank + 1]])
+        stage: Any = pipelining.PipelineStage(mine, rank, ranks, torch.device("cpu"))
+        kind = getattr(pipelining, schedule)
+        run = kind(stage if schedule == "Schedule1F1B" else [stage], workload.pieces, loss_fn=workload.loss)
+        optimizer = torch.optim.AdamW(mine.parameters(), fused=True, **ADAMW)
+
+        def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            losses: list[Tensor] = []
+            first, last = rank == 0, rank == ranks - 1
+            run.step(*([inputs] if first else []), **({"target": targets, "losses": losses} if last else {}))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return ranks * torch.stack(losses).mean().detach() if losses else torch.zeros(())  # its mean over ranks counts
 
         return step
 

@@ -4,15 +4,17 @@
 
 Four engines and two replays of one process take turns: no tier, offload to the host, everything on disk, and the bytes of
 an iteration on disk without its arithmetic; and DeepSpeed's stage 3 offloading to the host and to disk, in processes of
-their own (tiers_peer.py, after `make peers`). A disk's step is taken after backward and clipped (the default), or in
-backward and unclipped (`step_in_backward` true). Each batch size is a row: small ones are bound by the disk, large ones by
-arithmetic. Before that processes by themselves train for a while, and their memory is held against the estimate.
+their own (tiers_peer.py, after `make peers`), the latter with the fastest of the settings `AIO`. A disk's step is taken
+after backward and clipped (the default), or in backward and unclipped (`step_in_backward` true). Each batch size is a row:
+small ones are bound by the disk, large ones by arithmetic. Before that processes by themselves train for a while, and their
+memory is held against the estimate.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -21,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +49,9 @@ MEMORY = Path(__file__).with_name("tiers_memory.py")
 PEER = Path(__file__).with_name("tiers_peer.py")
 PEER_DEVICES = {"host": "cpu", "after backward": "nvme"}
 """The device of DeepSpeed that does what a way of ours does."""
+AIO = [{"block_size": block << 20, "queue_depth": depth, "intra_op_parallelism": threads}
+       for threads, depth, block in product((1, 2), (8, 32), (1, 8))]
+"""Settings of DeepSpeed's disk I/O, each tried at the fewest tokens, where the disk is the bound."""
 
 
 def main() -> None:
@@ -56,8 +63,10 @@ def main() -> None:
         held = {way: _memory(folder, way, 60, options.dim, options.layers, tell) for way in DISKS}
         growth = _memory(folder, "after backward", options.steps, 256, 8, tell)
         rows, beside, raw = list[tuple[str, ...]](), list[tuple[str, ...]](), dict[str, Any]()
+        tried = _tuned(options, folder, tell)
         with ExitStack() as stack:
-            peers = {way: stack.enter_context(Peer(device, folder, options)) for way, device in PEER_DEVICES.items()}
+            peers = {way: stack.enter_context(Peer(device, folder, options, min(tried, key=lambda each: each.seconds).aio))
+                     for way, device in PEER_DEVICES.items()}
             for tokens in options.tokens:
                 found = _turns(options, folder, tokens, peers, tell)
                 raw[str(tokens)] = found
@@ -68,7 +77,9 @@ def main() -> None:
                "MiB read", "MiB written")
     sheets = [Sheet(title="An iteration", columns=columns, rows=tuple(rows)),
               Sheet(title="Beside DeepSpeed's offload at stage 3", rows=tuple(beside), columns=(
-                  "tokens, state", "Shoal ms", "DeepSpeed ms", "DeepSpeed's over Shoal's"))]
+                  "tokens, state", "Shoal ms", "DeepSpeed ms", "DeepSpeed's over Shoal's")),
+              Sheet(title=f"DeepSpeed on disk at several settings, {min(options.tokens)} tokens", columns=(
+                  "aio", "ms an iteration"), rows=tuple(each.row for each in tried))]
     _publish(options, sheets, held, growth, raw, missing)
 
 
@@ -100,12 +111,39 @@ def on_disk(folder: str, way: str) -> dict[str, Any]:
                    "offload_optimizer": {**disk, "buffer_count": CHUNKS, "step_in_backward": in_backward}}, clipping)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A setting of DeepSpeed's disk I/O, and the seconds of an iteration; infinite where it failed."""
+
+    aio: dict[str, int]
+    seconds: float
+
+    @property
+    def row(self) -> tuple[str, str]:
+        return ", ".join(f"{key} {value}" for key, value in self.aio.items()), f"{1e3 * self.seconds:.0f}"
+
+
+def _tuned(options: argparse.Namespace, folder: str, tell: Callable[[str], None]) -> list[Tried]:
+    """Let DeepSpeed train from disk with each setting, in a process of its own; only the first where it is not installed."""
+    tried: list[Tried] = []
+    for aio in AIO if PEERS.exists() else AIO[:1]:
+        tell(f"DeepSpeed on disk: {aio}")
+        with Peer("nvme", folder, options, aio) as peer:
+            peer.iterations(min(options.tokens), LEAST)  # makes the moments, and finds cold pages
+            seconds = peer.iterations(min(options.tokens), LEAST)
+            tried.append(Tried(aio=aio, seconds=math.inf if peer.failure else seconds))
+        if len(tried) == 1 and peer.failure:  # it is not the setting that fails
+            break
+    return tried
+
+
 class Peer:
     """DeepSpeed in a process of its own, asleep between its turns."""
 
-    def __init__(self, device: str, folder: str, options: argparse.Namespace) -> None:
+    def __init__(self, device: str, folder: str, options: argparse.Namespace, aio: dict[str, int]) -> None:
         self.failure = "" if PEERS.exists() else "skipped: no .venv-peers (make peers)"
-        job = {"device": device, "path": folder, "layers": options.layers, "dim": options.dim, "threads": options.threads}
+        job = {"device": device, "path": folder, "layers": options.layers, "dim": options.dim, "threads": options.threads,
+               "aio": aio}
         self._command = [str(PEERS), str(PEER), json.dumps(job)]
         self._threads = options.threads
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  for as long as the child lives
@@ -126,7 +164,9 @@ class Peer:
             self._child.wait()
 
     def iterations(self, tokens: int, count: int) -> float:
-        """Run so many, and return the seconds of one."""
+        """Run so many, and return the seconds of one; not-a-number once it has failed."""
+        if self.failure:
+            return math.nan
         assert self._child is not None and self._child.stdin is not None
         self._child.stdin.write(json.dumps({"tokens": tokens, "count": count}) + "\n")
         self._child.stdin.flush()
@@ -152,11 +192,20 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, peers: dict[st
     ways = {name: replays[name].iteration if name in replays else _iteration(engines[name], tokens) for name in order}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"{way} {what}": [] for way in DISKS for what in ("read", "written")}
-    found |= {f"deepspeed {way}": [] for way, peer in peers.items() if not peer.failure}
+    others = {f"deepspeed {way}": peer for way, peer in peers.items() if not peer.failure}
+    found |= {name: [] for name in others}
+    everyone = [*order, *others]
     count, longest = LEAST, 0.0
     for number in range(options.rounds + 1):
-        for name in order if number % 2 == 0 else order[::-1]:
+        shift = number % len(everyone)
+        for name in (*everyone[shift:], *everyone[:shift]):
             tell(f"{tokens} tokens, round {number} of {options.rounds}: {name}")
+            if name in others:
+                others[name].iterations(tokens, 1)  # not counted, as of the others
+                taken = others[name].iterations(tokens, count)
+                if number and not others[name].failure:
+                    found[name].append(taken)
+                continue
             ways[name]()
             before, start = (swap.read_bytes, swap.written_bytes), time.perf_counter()
             for _ in range(count):
@@ -170,13 +219,6 @@ def _turns(options: argparse.Namespace, folder: str, tokens: int, peers: dict[st
                 if name in DISKS:
                     found[f"{name} read"].append((after[0] - before[0]) / count)
                     found[f"{name} written"].append((after[1] - before[1]) / count)
-        for way, peer in peers.items():
-            if not peer.failure:
-                tell(f"{tokens} tokens, round {number} of {options.rounds}: DeepSpeed, {way}")
-                peer.iterations(tokens, 1)  # not counted, as of the others
-                taken = peer.iterations(tokens, count)
-                if number and not peer.failure:
-                    found[f"deepspeed {way}"].append(taken)
         if not number:
             count = max(LEAST, round(options.seconds / longest))
     for each in (*replays.values(), *engines.values()):
@@ -222,8 +264,10 @@ def _iteration(engine: shoal.Engine, tokens: int) -> Callable[[], object]:
 def _row(tokens: int, found: dict[str, list[float]], way: str) -> tuple[str, ...]:
     middle = {name: statistics.median(values) for name, values in found.items()}
     return (f"{tokens}, {way}", *(f"{1e3 * middle[name]:.0f}" for name in ("none", "host")),
-            f"{_ratio(found, 'host', 'none'):.2f}", *(f"{1e3 * middle[name]:.0f}" for name in (way, f"{way} apart")),
-            f"{_overlap(found, way):.2f}", *(f"{middle[f'{way} {what}'] / MEBI:.0f}" for what in ("read", "written")))
+            f"{statistics.median(_ratios(found, 'host', 'none')):.2f}",
+            *(f"{1e3 * middle[name]:.0f}" for name in (way, f"{way} apart")),
+            f"{statistics.median(_overlaps(found, way)):.2f}",
+            *(f"{middle[f'{way} {what}'] / MEBI:.0f}" for what in ("read", "written")))
 
 
 def _beside(tokens: int, found: dict[str, list[float]]) -> list[tuple[str, ...]]:
@@ -234,18 +278,18 @@ def _beside(tokens: int, found: dict[str, list[float]]) -> list[tuple[str, ...]]
         if len(peer) == len(found[ours]):
             where = "on the host" if ours == "host" else f"on disk, ours stepped {ours}"
             rows.append((f"{tokens}, {where}", *(f"{1e3 * statistics.median(each):.0f}" for each in (found[ours], peer)),
-                         spread_ratio([a / b for a, b in zip(peer, found[ours], strict=True)])))
+                         spread_ratio(_ratios(found, f"deepspeed {theirs}", ours))))
     return rows
 
 
-def _ratio(found: dict[str, list[float]], one: str, other: str) -> float:
-    return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+def _ratios(found: dict[str, list[float]], one: str, other: str) -> list[float]:
+    return [a / b for a, b in zip(found[one], found[other], strict=True)]
 
 
-def _overlap(found: dict[str, list[float]], way: str) -> float:
-    """Return the median over rounds of the iteration of `way` over the longer of computing and its I/O, each by itself."""
-    return statistics.median(disk / max(none, apart)
-                             for disk, none, apart in zip(found[way], found["none"], found[f"{way} apart"], strict=True))
+def _overlaps(found: dict[str, list[float]], way: str) -> list[float]:
+    """Return the iteration of `way` over the longer of computing and its I/O, each by itself, by round."""
+    return [disk / max(none, apart)
+            for disk, none, apart in zip(found[way], found["none"], found[f"{way} apart"], strict=True)]
 
 
 def _memory(folder: str, way: str, steps: int, dim: int, layers: int, tell: Callable[[str], None]) -> dict[str, float]:
@@ -264,12 +308,15 @@ def _publish(options: argparse.Namespace, iterations: Sequence[Sheet], held: dic
     memory = Sheet(title="Resident memory over 60 steps, everything on disk", rows=rows,
                    columns=("MiB", *(f"stepped {way}" for way in DISKS), f"8 blocks of width 256, {options.steps} steps"))
     targets = [
-        *(Target(what=f"{tokens} tokens: iteration on disk, stepped {way}, over max(computing, I/O) apart", high=1.15,
-                 measured=_overlap(found, way)) for tokens, found in raw.items() for way in DISKS),
-        *(Target(what=f"{tokens} tokens: iteration with offload to the host over one without", high=1.10,
-                 measured=_ratio(found, "host", "none")) for tokens, found in raw.items()),
-        *(Target(what=f"{tokens} tokens: DeepSpeed's iteration over ours, {way}", low=1.0, high=float("inf"),
-                 measured=_ratio(found, f"deepspeed {way}", way)) for tokens, found in raw.items() for way in PEER_DEVICES
+        *(Target.over(_overlaps(found, way), high=1.15,
+                      what=f"{tokens} tokens: iteration on disk, stepped {way}, over max(computing, I/O) apart")
+          for tokens, found in raw.items() for way in DISKS),
+        *(Target.over(_ratios(found, "host", "none"), high=1.10,
+                      what=f"{tokens} tokens: iteration with offload to the host over one without")
+          for tokens, found in raw.items()),
+        *(Target.over(_ratios(found, f"deepspeed {way}", way), low=1.0,
+                      what=f"{tokens} tokens: DeepSpeed's iteration over ours, {way}")
+          for tokens, found in raw.items() for way in PEER_DEVICES
           if len(found.get(f"deepspeed {way}", [])) == len(found[way])),
         *(Target(what=f"peak resident memory over the estimate, stepped {way}", low=0.9, high=1.1,
                  measured=found["peak"] / found["estimate"]) for way, found in held.items()),

@@ -1,10 +1,10 @@
 """DeepSpeed's stage 3 with its state on the host or on disk, in a process of .venv-peers. Started by tiers.py.
 
-    python benchmarks/tiers_peer.py '{"device": "nvme", "path": FOLDER, "layers": 12, "dim": 640, "threads": 1}'
+    python benchmarks/tiers_peer.py '{"device": "nvme", "path": FOLDER, "layers": 12, "dim": 640, "threads": 1, "aio": {}}'
 
 It says `ready`, then runs iterations when told to: a line of JSON `{"tokens": 64, "count": 3}` is answered with the seconds
-of one. Its optimizer is DeepSpeedCPUAdam, which steps after backward; its disk reads and writes are pipelined, in blocks of
-1 MiB.
+of one. Its optimizer is DeepSpeedCPUAdam, which steps after backward; its disk reads and writes are pipelined, with the
+settings `aio`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from workloads import _example  # noqa: E402
 
-REQUESTS = 8
 LARGEST = 20_000_000
 """Elements of a buffer of parameters: each must hold the largest parameter."""
 
@@ -40,7 +39,7 @@ def main() -> None:
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         torch.manual_seed(0)
         model = _example("gpt/model.py").Shape(layers=job["layers"], dim=job["dim"], heads=job["dim"] // 64).build()
-        engine = deepspeed.initialize(model=model, config=config(job["device"], job["path"]))[0]
+        engine = deepspeed.initialize(model=model, config=config(job["device"], job["path"], job["aio"]))[0]
         _say(answers, "ready")
         for line in sys.stdin:
             order = json.loads(line)
@@ -54,12 +53,12 @@ def main() -> None:
     os._exit(0)
 
 
-def config(device: str, path: str) -> dict[str, Any]:
+def config(device: str, path: str, aio: dict[str, int]) -> dict[str, Any]:
     """Return DeepSpeed's configuration with parameters and the optimizer on `device`."""
     place = {"device": device, **({"nvme_path": path} if device == "nvme" else {})}
     return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 1_000_000_000,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-            "aio": {"block_size": 1 << 20, "queue_depth": REQUESTS, "single_submit": False, "overlap_events": True},
+            "aio": {**aio, "single_submit": False, "overlap_events": True},
             "zero_optimization": {"stage": 3, "sub_group_size": LARGEST, "offload_param": {
                 **place, "buffer_count": 5, "buffer_size": LARGEST}, "offload_optimizer": {
                 **place, "buffer_count": 4, "pipeline_read": device == "nvme", "pipeline_write": device == "nvme"}}}

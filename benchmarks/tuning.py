@@ -1,6 +1,6 @@
 """Peers at their best: a step of DDP, FSDP2 and DeepSpeed at several of their settings; the fastest of each is compared.
 
-    python benchmarks/tuning.py [--ranks 2] [--rounds 4] [--families ddp fsdp2 ...]
+    python benchmarks/tuning.py [--ranks 2] [--rounds 6] [--families ddp fsdp2 ...]
 
 Settings of a peer are rows of catalogue.py with its `family`. They take turns as in zero.py, which reads the file that this
 writes, and takes for every peer the settings with the smallest median ratio to DDP at its defaults.
@@ -109,7 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="PEER",
                         help=f"which peers ({' '.join(FAMILIES)})")
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system (2)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each system (4)")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each system (6)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn, the first of which is not counted (5)")
     parser.add_argument("--warm", type=int, default=4, help="steps before the first turn (4)")
     parser.add_argument("--model", default="30m", help="preset of examples/gpt/model.py (30m)")

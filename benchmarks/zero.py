@@ -11,27 +11,31 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from catalogue import BASELINE, SYSTEMS
 from interleave import PARAMETER, PROCESS, Plan, Result, measure
+from machine import available
 from progress import progress
 from results import Outcome, Sheet, Target, quartiles
-from tuning import Best, fitting_groups, tuning_file
+from tuning import Best, tuning_file
 from workloads import parameters
 
 ALONE = "plain"  # no communication: the floor of every stage 0; each rank trains a model of its own
-CHOICES = ("shoal-1", "shoal-1-sockets", "deepspeed-1", "shoal-2", "shoal-2-sockets", "deepspeed-2",
-           "shoal-3", "shoal-3-sockets", "fsdp2", "fsdp2-kept", "deepspeed-3", "deepspeed-3-released",
-           "shoal-0", "deepspeed-0", "zero-redundancy")
-"""In this order: systems that are compared with each other are alive at the same time. Peers are those of their families."""
+COMPARED = (("shoal-1", "shoal-1-sockets", "deepspeed-1", "zero-redundancy"),
+            ("shoal-2", "shoal-2-sockets", "deepspeed-2"),
+            ("shoal-3", "shoal-3-sockets", "fsdp2", "fsdp2-kept", "deepspeed-3", "deepspeed-3-released"),
+            ("shoal-0", "deepspeed-0"))
+"""Systems that are compared with each other, beside DDP: they are alive at once. Peers are those of their families."""
+CHOICES = tuple(name for together in COMPARED for name in together)
 MEBI = 1 << 20
 WAYS = {"by peer memory": "", "by sockets": "-sockets"}
 BESIDE_DDP = {"by peer memory": {1: 0.92, 2: 0.92, 3: 1.00}, "by sockets": {1: 1.00, 2: 1.00, 3: 1.10}}
 BESIDE_FSDP2 = {"by peer memory": 1.5, "by sockets": 1.4}
 BESIDE_DEEPSPEED = 1.5
+BESIDE_REDUNDANCY = {"by peer memory": 0.92, "by sockets": 1.00}  # stage 1: both keep a share of the optimizer's state
 
 
 def main() -> None:
@@ -43,10 +47,27 @@ def main() -> None:
     peers = [name for name in names if SYSTEMS[name].peer]
     groups: list[dict[str, Result]] = []
     with progress() as tell:
-        each = options.ranks * (PROCESS + PARAMETER * parameters(options.model))
-        for group in fitting_groups(names, best.of(BASELINE), each):
+        most = available() // (options.ranks * (PROCESS + PARAMETER * parameters(options.model)))
+        for group in grouped(names, best, most):
             groups.append({result.name: result for result in measure(group, plan, peers=peers, tell=tell)})
     _outcome(Measured(groups=groups, best=best), options, plan).publish(options.out)
+
+
+def grouped(names: Sequence[str], best: Best, most: int) -> list[list[str]]:
+    """Cut the systems into groups of at most `most`, each led by DDP, that keep together what is compared.
+
+    Where memory does not hold one row of `COMPARED`, that is cut too, and what is apart is not compared.
+    """
+    lead = [best.of(BASELINE)]
+    rows = [[best.of(name) for name in row if best.of(name) in names] for row in COMPARED]
+    rows += [[name] for name in names if name not in lead and not any(name in row for row in rows)]
+    room, found = max(1, most - len(lead)), list[list[str]]()
+    for row in rows:
+        for part in (row[start:start + room] for start in range(0, len(row), room)):
+            if not found or len(found[-1]) + len(part) > room:
+                found.append([])
+            found[-1] += part
+    return [[*lead, *group] for group in found or [[]]]
 
 
 def _options() -> argparse.Namespace:
@@ -86,18 +107,10 @@ class Measured:
         return next((group[name] for group in self.groups if name in group and not group[name].failure), None)
 
     def ratios(self, system: str, other: str) -> list[float]:
-        """Return the seconds of a system over those of another, by round; where they ran in different groups, only the
-        median, by way of the baseline of each."""
+        """Return the seconds of a system over those of another, by round; none where they ran in different groups."""
         system, other = self.best.of(system), self.best.of(other)
         together = next((group for group in self.groups if system in group and other in group), None)
-        if together:
-            return together[system].ratios(together[other])
-        return [self._to_baseline(system) / self._to_baseline(other)]
-
-    def _to_baseline(self, name: str) -> float:
-        group = self.group(name)
-        assert group
-        return statistics.median(group[name].ratios(group[self.baseline]))
+        return together[system].ratios(together[other]) if together else []
 
 
 def _outcome(measured: Measured, options: argparse.Namespace, plan: Plan) -> Outcome:
@@ -145,6 +158,8 @@ def _targets(measured: Measured, ranks: int) -> Iterator[Target]:
         for stage in (1, 2, 3):
             yield from _faster(f"stage {stage} {way}: times faster than DeepSpeed's", measured, f"deepspeed-{stage}",
                                f"shoal-{stage}{suffix}", low=BESIDE_DEEPSPEED)
+        yield from _faster(f"stage 1 {way}: step time, x ZeroRedundancyOptimizer", measured, f"shoal-1{suffix}",
+                           "zero-redundancy", high=BESIDE_REDUNDANCY[way])
     for stage, bound in ((0, 1.0), (1, 1.0), (2, 1.0), (3, 1.5)):
         for way, suffix in WAYS.items():
             result = measured.find(f"shoal-{stage}{suffix}")
@@ -159,12 +174,9 @@ def _targets(measured: Measured, ranks: int) -> Iterator[Target]:
 
 def _faster(what: str, measured: Measured, system: str, other: str, *, low: float = float("-inf"),
             high: float = float("inf")) -> Iterator[Target]:
-    """Compare the seconds of a system with those of another, where both ran."""
-    if not measured.find(system) or not measured.find(other):
-        return
-    ratios = measured.ratios(system, other)
-    first, middle, third = quartiles(ratios)
-    yield Target(what=what, measured=middle, low=low, high=high, spread=(first, third) if len(ratios) > 1 else None)
+    """Compare the seconds of a system with those of another, where both ran in one group."""
+    if ratios := measured.ratios(system, other):
+        yield Target.over(ratios, what=what, low=low, high=high)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from hosts import Hosts, Traffic, unavailable
 from interleave import Count, Plan, Team, Turn
 from packing import Packing
 from rate_curves import Point, ratios
-from speeds import curve, groups, interface, sent, times
+from speeds import curve, groups, interface, round_times, sent
 from sweep import WORDS, Cell, Found, sweep, take_turn
 from whole_training import Through, through
 from workloads import parameters
@@ -64,6 +64,7 @@ def test_speed_and_quality_have_the_schedule_of_one_configuration() -> None:
     assert exact_share("onebit-adam-1", 300) == exact_share("onebit-lamb-1", 1000) == 0.15
     assert 0.02 < exact_share("zeroone-adam-1", 300) < 0.05, "gradients of some steps, weights of fewer"
     assert exact_share("ddp-powersgd-1", 300) == 2 / 300 and exact_share("ddp-bf16") == 0.0
+    assert exact_share("ddp-local", 300) == 0.15 and exact_share("torch-pipeline-1f1b") == 0.0
 
 
 # Bytes and speeds
@@ -73,6 +74,7 @@ def test_power_sgd_sends_two_factors_of_each_matrix_that_they_shrink() -> None:
     shapes = [torch.Size(shape) for shape in ((64, 32), (3, 4), (7,), (8, 4, 4))]
     assert power_sgd_elements(shapes, 4) == (64 + 32) * 4 + 12 + 7 + 128, "twice the factors must be fewer elements"
     assert power_sgd_elements(shapes, 1) == 64 + 32 + 12 + 7 + 8 + 16
+    assert sent("ddp-local", PLAN) == sent("ddp", PLAN) / 4
     assert sent("ddp-powersgd-1", PLAN) < sent("onebit-adam-0", PLAN) < sent("ddp-bf16", PLAN)
 
 
@@ -81,10 +83,11 @@ def test_one_that_compresses_sends_signs_of_as_many_elements() -> None:
     assert sent("ddp", PLAN) / sent("onebit-adam-0", PLAN) == pytest.approx(31.5, abs=0.02)
 
 
-def test_times_is_the_median_ratio_and_a_warm_up_counts_by_its_share() -> None:
-    assert times(found(), "onebit-adam-1", "200mbit") == pytest.approx(6.0)
-    assert times(found(), "onebit-adam-1", "1gbit") == pytest.approx(2.0)
-    assert times(found(), "onebit-adam-1", "200mbit", warm_up=0.15) == pytest.approx(6 / (0.15 * 6 + 0.85 * 1))
+def test_times_is_a_ratio_within_a_round_and_a_warm_up_has_its_share() -> None:
+    assert round_times(found(), "onebit-adam-1", "200mbit") == pytest.approx([6.0, 6.0])
+    assert round_times(found(), "onebit-adam-1", "1gbit") == pytest.approx([2.0, 2.0])
+    expected = 6 / (0.15 * 6 + 0.85 * 1)
+    assert round_times(found(), "onebit-adam-1", "200mbit", warm_up=0.15) == pytest.approx([expected, expected])
 
 
 def test_samples_a_second_and_their_ratios_are_by_rate() -> None:
@@ -112,7 +115,7 @@ def test_a_ratio_is_taken_within_the_group_of_a_system() -> None:
                          for rate in RATES], failures={"shoal-1": "died"}, losses={"ddp": 5.0, "shoal-0": 5.0})
     both = collected([other, found()], PLAN, ("ddp", "shoal-0", *SECONDS), RATES, TRAINED)
     assert both.found["shoal-0"] is other and both.found["onebit-adam-1"].cell("shoal-1", "1gbit")
-    assert times(both.found["shoal-0"], "shoal-0", "1gbit") == 1.0 and both.ends("onebit-adam-1")
+    assert round_times(both.found["shoal-0"], "shoal-0", "1gbit") == [1.0] and both.ends("onebit-adam-1")
     assert both.found["ddp"] is other  # of those in several, the first
 
 

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from convergence import COUNTERPARTS, Case, above, noise, outcome, ratios, train
+from convergence import COUNTERPARTS, DDP, Case, baseline, counterpart, outcome, percent, text, train, verdict
+from ddp_hooks import BY_NAME
 from runs import Run, RunFailed
 from training_quality import Learned, band, picture
 
@@ -58,8 +59,8 @@ def test_a_run_is_done_when_it_has_measured_after_its_last_step(config: Path) ->
     run = run_of(config)
     assert not run.done
     run.out.mkdir(parents=True)
-    for text, done in (("", False), ('{"step": 3, "bits_per_byte": 2}', False), ('{"step": 7, "bits_per_byte": 2}', True)):
-        (run.out / "quality.json").write_text(text)
+    for said, done in (("", False), ('{"step": 3, "bits_per_byte": 2}', False), ('{"step": 7, "bits_per_byte": 2}', True)):
+        (run.out / "quality.json").write_text(said)
         assert run.done is done
 
 
@@ -123,27 +124,39 @@ def test_a_curve_averages_equal_intervals_and_a_band_spans_the_seeds() -> None:
     assert points[0].high == pytest.approx(4.75)
 
 
-def test_a_ratio_is_within_a_seed_and_the_promise_is_beside_adamw() -> None:
-    adam, lamb, ours = (Case(path=Path(f"{name.lower()}.json"), optimizer=name, steps=10)
-                        for name in ("AdamW", "Lamb", "OneBitLamb"))
+def cases(*optimizers: str, hooks: tuple[str, ...] = ()) -> list[Case]:
+    ours = [Case(path=Path(f"{name.lower()}.json"), optimizer=name, steps=10) for name in optimizers]
+    return ours + [Case(path=Path("adamw.json"), optimizer=DDP, steps=10, hook=hook) for hook in hooks]
+
+
+def test_a_difference_is_within_a_seed_and_the_promise_beside_adamw() -> None:
+    adam, lamb, ours = cases("AdamW", "Lamb", "OneBitLamb")
     found = {adam: learned(2.0, 4.0), lamb: learned(2.5, 5.0), ours: learned(2.5, 5.1)}
-    assert ratios(found, ours, "AdamW") == [1.25, 1.275] and ratios(found, adam, "AdamW") == []
-    assert ratios(found, ours, "Lion") == []
+    assert percent(found, ours, baseline(found, ours)) == pytest.approx([25, 27.5]) and counterpart(found, ours) is lamb
+    assert baseline(found, adam) is adam and percent(found, adam, adam) == []
     laid = outcome(found, ["some run failed"], OPTIONS)
     (target,) = laid.targets
     assert target.what == "OneBitLamb (onebitlamb): bits per byte above AdamW's, the mean over seeds"
-    assert target.measured == pytest.approx(26.25) and not target.met
-    assert laid.sheets[0].rows[2] == (
-        "OneBitLamb (onebitlamb)", "3.8000", "2.5000", "5.1000", "+26.25 % (+25.00 to +27.50), within noise",
-        "+1.00 % (+0.00 to +2.00), within noise")
+    assert target.measured == pytest.approx(26.25) and target.verdict == "**missed**"
+    assert laid.sheets[0].rows[2] == ("OneBitLamb (onebitlamb)", "3.8000", "2.5000", "5.1000",
+                                      "+26.25 % (+10.37 to +42.13), worse", "+1.00 % (-11.71 to +13.71), not resolved")
     assert laid.note.endswith("some run failed") and json.dumps(laid.raw)
 
 
-def test_a_difference_below_the_spread_of_seeds_is_noise() -> None:
-    adam = Case(path=Path("adam.json"), optimizer="AdamW", steps=10)
-    assert noise({adam: learned(2.0, 2.02)}) == pytest.approx(100 * 0.02 / 2.01) and noise({adam: learned(2.0)}) == 0.0
-    assert above([1.02, 1.04], 2.0) == "+3.00 % (+2.00 to +4.00)"
-    assert above([0.99], 2.0).endswith(", within noise") and above([], 2.0) == ""
+def test_a_way_of_ddp_is_held_against_its_own_adamw() -> None:
+    names = ("none", "bf16", "none-nadam", "powersgd-4-nadam")
+    adam, plain, bf16, ahead, both = all_of_them = cases("AdamW", hooks=names)
+    found = {case: learned(2.0, 2.1) for case in all_of_them}
+    assert [baseline(found, case) for case in all_of_them] == [adam, plain, plain, plain, plain]
+    assert [counterpart(found, case) for case in all_of_them] == [adam, adam, plain, plain, ahead]
+    assert {*names} <= {*BY_NAME} and both.name == "DDP, AdamW, hook powersgd-4-nadam" and bf16.hook == "bf16"
+
+
+def test_a_verdict_says_what_the_interval_of_seeds_tells() -> None:
+    assert verdict([0.1, 0.2, 0.3]) == "equal within 0.5 %" and verdict([-0.3, -0.2, -0.25]) == "better"
+    assert verdict([0.4, 0.5, 0.6]) == "worse", "positive beyond doubt, and perhaps beyond the limit"
+    assert verdict([0.0, 1.0, 0.5]) == verdict([0.1]) == "not resolved"
+    assert text([0.1]) == "+0.10 %, one seed" and text([]) == ""
 
 
 def test_a_run_under_ddp_has_a_folder_and_a_command_of_its_own(config: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import choice
 import pytest
 from catalogue import SYSTEMS
-from results import Target, quartiles, spread_ratio
+from results import Target, interval, quartiles, spread_ratio
 from sections import SECTIONS
 from tuning import Best
 
 import report
+import zero
 
 ROOT = Path(__file__).parents[2]
 PAGE = "a\n<!-- disk -->\n`disk.py` on 2026-01-01, commit 0123456.\n\nold\n\n<!-- /disk -->\nb\n"
@@ -54,6 +55,20 @@ def test_a_ratio_shows_its_quartiles() -> None:
     assert Target(what="x", measured=0.9, high=1.0, spread=(0.85, 0.95)).row()[2] == "0.9 (0.85 to 0.95)"
 
 
+def test_a_target_is_met_where_its_whole_spread_is() -> None:
+    beside = {spread: Target(what="x", measured=0.9, high=1.0, spread=spread) for spread in ((0.8, 0.95), (0.8, 1.1))}
+    assert [target.verdict for target in beside.values()] == ["met", "**not resolved**"]
+    assert [target.met for target in beside.values()] == [True, False]
+    missed = Target(what="x", measured=1.4987, low=1.5, high=float("inf"), spread=(1.4, 1.6))
+    assert missed.row()[2:] == ("1.499 (1.4 to 1.6)", "**missed**"), "1.5 would be met"
+
+
+def test_an_interval_of_a_mean_is_students() -> None:
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (low, high) == (pytest.approx(3 - 1.963, abs=1e-3), pytest.approx(3 + 1.963, abs=1e-3))
+    assert interval([1.0]) == (float("-inf"), float("inf"))
+
+
 def test_the_best_settings_stand_for_a_peer(tmp_path: Path) -> None:
     file = tmp_path / "tuning-2.json"
     assert Best.load(file).of("ddp") == "ddp"
@@ -63,18 +78,31 @@ def test_the_best_settings_stand_for_a_peer(tmp_path: Path) -> None:
     assert best.of("ddp") == "ddp-bucket-5" and best.of("shoal-1") == "shoal-1" and "2026-01-01" in best.words
 
 
+def test_systems_that_are_compared_are_alive_at_once() -> None:
+    names, best = zero.CHOICES, Best(names={"ddp": "ddp-bucket-5"})
+    for most, sizes in ((16, [16]), (9, [8, 9]), (7, [5, 4, 7, 3])):
+        groups = zero.grouped(names, best, most)
+        assert [len(group) for group in groups] == sizes and {group[0] for group in groups} == {"ddp-bucket-5"}
+        assert all(any({*row} <= {*group} for group in groups) for row in zero.COMPARED)
+    cut = zero.grouped(names, best, 4)
+    assert max(map(len, cut)) == 4 and {name for group in cut for name in group} == {"ddp-bucket-5", *names}
+
+
 def test_the_choice_compares_only_what_learns_as_well() -> None:
     found = {"ddp-bf16": [2.0, 2.0], "ddp-powersgd-1": [9.0, 9.0], "ddp-powersgd-1-late": [2.5, 2.5],
              "onebit-adam-1": [3.0, 3.2]}
     speed = {"benchmark": "communication", "machine": {"date": "d", "commit": "c"},
              "raw": {"training times": {name: {"200mbit": times} for name, times in found.items()}}}
-    above = {"AdamW (zero1)": [], "DDP, AdamW, hook bf16": [0.0, 0.1], "DDP, AdamW, hook powersgd-1": [2.0, 3.0],
-             "DDP, AdamW, hook powersgd-1-late": [0.6, 0.5],
-             "OneBitAdam (onebit)": [0.1, 0.2]}
+    above = {"DDP, AdamW, hook none": [], "DDP, AdamW, hook bf16": [0.0, 0.1, 0.0], "OneBitAdam (onebit)": [0.1, 0.2, 0.1],
+             "DDP, AdamW, hook powersgd-1": [2.0, 3.0, 2.0], "DDP, AdamW, hook powersgd-1-late": [0.4, 0.5, 0.4],
+             "DDP, AdamW, hook powersgd-1-nadam": [0.0, 0.1, 0.0], "AdamW (zero1)": []}
     quality = {"benchmark": "convergence", "machine": {"date": "d", "commit": "c"},
-               "raw": {name: {"above": each, "steps": choice.TRAINING_STEPS} for name, each in above.items()}}
+               "raw": {name: {"above": each, "steps": choice.TRAINING_STEPS, "model": "3m"} for name, each in above.items()}}
     choices = choice.collected(speed["raw"], quality["raw"], "200mbit")  # type: ignore[arg-type]
     laid = choice.outcome(choices, speed, quality, "200mbit")
     (target,) = laid.targets
-    assert SYSTEMS["ddp-bf16"].title in target.what and target.measured == pytest.approx(1.55) and target.met
-    assert [row[3] for row in laid.sheets[0].rows] == ["no", "yes", "no", "yes", "yes"]
+    assert SYSTEMS["ddp-powersgd-1"].title + ", NAdam over" not in target.what and "OneBitAdam" in target.what
+    assert "over DDP, PowerSGD of rank 1, NAdam" in target.what and target.measured == pytest.approx(3.1 / 9)
+    verdicts = {row[0]: row[3] for row in laid.sheets[0].rows}
+    assert [title for title, learns in verdicts.items() if learns == "yes"] == [
+        "DDP, PowerSGD of rank 1, NAdam", SYSTEMS["onebit-adam-1"].title, SYSTEMS["ddp-bf16"].title, "DDP"]
