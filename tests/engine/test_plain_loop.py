@@ -282,3 +282,34 @@ def handed_over_again() -> None:
 
 def test_an_optimizer_may_be_handed_to_the_next_engine() -> None:
     run_ranks(1, handed_over_again)
+
+
+class Wrapped:
+    """A client's wrapper, as LightningOptimizer: of the optimizer's class, and it forwards attributes that it lacks."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._wrapped = optimizer
+        self.__class__ = type("Wrapped", (Wrapped, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def copied(stage: int) -> None:
+    whole = model()
+    optimizer = sgd(whole)
+    engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))[0]
+    wrapped: Any = Wrapped(optimizer)
+    for number, other in enumerate((copy.copy(optimizer), wrapped)):
+        whole(batch(number, 0)).square().mean().backward()
+        other.step()
+        other.zero_grad()
+        assert engine.global_steps == number + 1
+        assert other.param_groups is optimizer.param_groups
+    with pytest.raises(UsageError, match=r"can be neither pickled nor deeply copied; take optimizer\.state_dict\(\)"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_copies_and_wrappers_of_the_handed_optimizer_reach_the_engine(stage: int) -> None:
+    run_ranks(1, copied, stage)

@@ -7,14 +7,16 @@
     state_dict        the sharded optimizer's, as load_state_dict and add_param_group
 
 The engine steps slices by a copy of it. Its own `step` would step whole parameters past the engine, or nothing at all. So
-its class is changed to a subclass of the same name, as that of a released parameter is (zero/guard.py).
+its class is changed to a subclass of the same name, as that of a released parameter is (zero/guard.py). The reference to the
+sharded optimizer is an attribute: wrappers of clients, such as LightningOptimizer, derive from the class and have attributes
+alone in common with the optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import Any, NoReturn
+from weakref import ref
 
 from torch.optim import Optimizer
 
@@ -24,7 +26,6 @@ from shoal.optim.sharded import ShardedOptimizer
 
 __all__ = ["hand_back", "hand_over"]
 
-_sharded: WeakKeyDictionary[Optimizer, ref[ShardedOptimizer]] = WeakKeyDictionary()
 _classes: dict[type[Optimizer], type[Optimizer]] = {}
 
 
@@ -36,7 +37,7 @@ def hand_over(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
         _classes[plain] = type(plain.__name__, (plain,), {**_METHODS, **kept})
     vars(optimizer).pop("step", None)  # of a schedule, or of the script; the copy that steps has the script's
     optimizer.__class__ = _classes[plain]
-    _sharded[optimizer] = ref(sharded)
+    vars(optimizer)["_shoal_sharded"] = ref(sharded)
 
 
 def hand_back(optimizer: Optimizer) -> type[Optimizer]:
@@ -45,12 +46,17 @@ def hand_back(optimizer: Optimizer) -> type[Optimizer]:
     if plain in _classes.values():
         plain = plain.__mro__[1]
         optimizer.__class__ = plain
-        del _sharded[optimizer]
+        del vars(optimizer)["_shoal_sharded"]
     return plain
 
 
+def _sharded(optimizer: Any) -> ShardedOptimizer | None:
+    """Return the optimizer that steps for `optimizer`, a script's or a wrapper of it; None once its engine is gone."""
+    return optimizer._shoal_sharded()
+
+
 def _target(optimizer: Optimizer, call: str) -> ShardedOptimizer:
-    sharded = _sharded[optimizer]()
+    sharded = _sharded(optimizer)
     if sharded is None:
         raise UsageError(f"optimizer.{call}: the engine that took this {type(optimizer).__name__} over is gone; hand it to "
                          f"shoal.initialize again, or build another optimizer")
@@ -78,7 +84,7 @@ def _add_param_group(self: Optimizer, param_group: Mapping[str, Any]) -> None:
 
 
 def _get_state(self: Optimizer) -> Any:
-    sharded = _sharded[self]()
+    sharded = _sharded(self)
     if sharded is None or not ReplicatedState.exists(sharded):
         return vars(self)["state"]
     return ReplicatedState(sharded)
@@ -86,6 +92,18 @@ def _get_state(self: Optimizer) -> Any:
 
 def _set_state(self: Optimizer, value: object) -> None:
     vars(self)["state"] = value
+
+
+def _copy(self: Optimizer) -> Optimizer:
+    """Return an optimizer with the same groups and state, as torch's `copy.copy` does: its calls reach the same engine."""
+    other = object.__new__(type(self))
+    vars(other).update(vars(self))
+    return other
+
+
+def _refuse_to_serialize(self: Optimizer, protocol: object) -> NoReturn:
+    raise UsageError(f"optimizer: this {type(self).__name__} belongs to an engine, which can be neither pickled nor deeply "
+                     f"copied; take optimizer.state_dict(), or engine.save_checkpoint")
 
 
 def _no_scaling(self: Optimizer) -> bool:
@@ -100,4 +118,5 @@ vars(_step)["_wrapped_by_lr_sched"] = True  # torch's schedules wrap `step` to w
 _METHODS: dict[str, Any] = {
     "step": _step, "zero_grad": _zero_grad, "state": property(_get_state, _set_state), "state_dict": _state_dict,
     "load_state_dict": _load_state_dict, "add_param_group": _add_param_group, "_opt_called": True,
+    "__copy__": _copy, "__reduce_ex__": _refuse_to_serialize,
     "_step_supports_amp_scaling": property(_no_scaling, _ignore)}
