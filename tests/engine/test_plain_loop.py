@@ -313,3 +313,58 @@ def copied(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_copies_and_wrappers_of_the_handed_optimizer_reach_the_engine(stage: int) -> None:
     run_ranks(1, copied, stage)
+
+
+def hooked(optimizer: Optimizer, whole: nn.Module, calls: list[str], *, clips: bool) -> None:
+    """Register a hook of each kind; the one before a step clips by the norm of all gradients, where they can be read."""
+    def before(given: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("pre")
+        if clips:
+            nn.utils.clip_grad_norm_((p for group in given.param_groups for p in group["params"]), 0.05)
+
+    def named(given: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("saved")
+        return {**state, "note": len(state["param_groups"])}
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda given, args, kwargs: calls.append(f"post of {type(given).__name__}"))
+    optimizer.register_state_dict_pre_hook(lambda given: calls.append("saving"))
+    optimizer.register_state_dict_post_hook(named)
+    optimizer.register_load_state_dict_pre_hook(lambda given, state: calls.append(f"loading {state.pop('note')}"))
+    optimizer.register_load_state_dict_post_hook(lambda given: calls.append("loaded"))
+
+
+def hooks_of_a_loop(stage: int | None, *, late: bool = False) -> tuple[list[str], list[Tensor]]:
+    """Train with hooks registered before `initialize`, or after it; `stage` None: in plain PyTorch."""
+    whole, calls = model(), list[str]()
+    optimizer = sgd(whole)
+    steps = optimizer.step
+    if not late:
+        hooked(optimizer, whole, calls, clips=stage != 3)
+    if stage is not None:
+        engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))[0]
+        steps = engine.step
+    if late:
+        hooked(optimizer, whole, calls, clips=stage != 3)
+    for step in range(4):
+        whole(batch(step, 0)).square().mean().backward()
+        (steps if step % 2 else optimizer.step)()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with shoal.gathered(whole):
+        return calls, [p.detach().clone() for p in whole.parameters()]
+
+
+def hooks_of_all_loops() -> None:
+    calls, values = hooks_of_a_loop(None)
+    assert calls == [*["pre", "post of SGD"] * 4, "saving", "saved", "loading 2", "loaded"]
+    for stage in range(4):
+        for late in (False, True):
+            ours, trained = hooks_of_a_loop(stage, late=late)
+            assert ours == calls
+            assert stage == 3 or all(map(torch.equal, trained, values))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_of_the_handed_optimizer_are_called_as_in_plain_torch(ranks: int) -> None:
+    run_ranks(ranks, hooks_of_all_loops)

@@ -254,6 +254,7 @@ class BaseEngine(Accessors, nn.Module):
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
         for communicator in self.parameter_groups.communicators:
             communicator.note_step(self.global_steps)
+        self.optimizer.call_step_hooks("pre")
         if self.replicated_grads is not None and self.parameter_groups.tensor is not None:
             more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
             self.replicated_grads = self.replicated_grads if more else None
@@ -274,7 +275,9 @@ class BaseEngine(Accessors, nn.Module):
         if not applied:
             logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
                            self.global_steps, self.optimizer.loss_scale)
-        elif self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
+        else:
+            self.optimizer.call_step_hooks("post")
+        if applied and self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:

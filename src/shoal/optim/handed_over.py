@@ -5,6 +5,7 @@
     param_groups      the model's parameters, and the options of the next step: schedules and scripts change them here
     state             the sharded optimizer's by the model's parameters, where every rank holds all of it
     state_dict        the sharded optimizer's, as load_state_dict and add_param_group
+    hooks             those of both; the engine's steps call them too
 
 The engine steps slices by a copy of it. Its own `step` would step whole parameters past the engine, or nothing at all. So
 its class is changed to a subclass of the same name, as that of a released parameter is (zero/guard.py). The reference to the
@@ -38,6 +39,7 @@ def hand_over(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
     vars(optimizer).pop("step", None)  # of a schedule, or of the script; the copy that steps has the script's
     optimizer.__class__ = _classes[plain]
     vars(optimizer)["_shoal_sharded"] = ref(sharded)
+    sharded.share_hooks(optimizer)
 
 
 def hand_back(optimizer: Optimizer) -> type[Optimizer]:

@@ -6,6 +6,7 @@ The inner optimizer is an elementwise one (torch's own, or the user's), or LAMB.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["MasterWriteCheck", "ShardedOptimizer", "StepRules"]
+__all__ = ["MasterWriteCheck", "ShardedOptimizer", "StepRules", "hooks_of"]
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value of torch.nn.utils.clip_grad_norm_."""
@@ -127,7 +128,8 @@ class ShardedOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self.param_groups = optimizer.param_groups
         """The inner optimizer's groups, with the model's parameters."""
-        vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+        vars(self).update({name: OrderedDict() for name in hooks_of(optimizer)})
+        self._hooked: Optimizer = self
         self._owner: ReferenceType[StepOwner] | None = None
         self.views = views
         self.scaler: LossScale = loss_scale
@@ -164,6 +166,24 @@ class ShardedOptimizer(Optimizer):
                 view.unit.state.fetch(view.part, moments).wait()
                 move_moments_to_store(view, optimizer)
                 view.unit.state.commit(view.part, moments).wait()
+
+    def share_hooks(self, optimizer: Optimizer) -> None:
+        """Call the hooks of the script's `optimizer` from now on, with it: both have the parameters of the model."""
+        vars(self).update(hooks_of(optimizer))
+        self._hooked = optimizer
+
+    def call_step_hooks(self, when: str) -> None:
+        """Call the step hooks of scripts, the "pre" or the "post" ones: once a step, on every rank."""
+        for hook in [*vars(self)[f"_optimizer_step_{when}_hooks"].values()]:
+            if hook(self._hooked, (self._hooked,), {}) is not None:
+                raise UsageError("optimizer: a step hook returned other arguments for step(), which takes none; return None")
+
+    def _call_hooks(self, name: str, value: Any = None) -> Any:
+        """Call the hooks of a state dict, with `value` where there is one; return it, or what a hook gave in its place."""
+        for hook in [*vars(self)[f"_optimizer_{name}_hooks"].values()]:
+            result = hook(self._hooked) if value is None else hook(self._hooked, value)
+            value = value if value is None or result is None else result
+        return value
 
     def set_owner(self, owner: StepOwner) -> None:
         """Have `step` and `zero_grad` be those of the engine `owner`."""
@@ -405,6 +425,10 @@ class ShardedOptimizer(Optimizer):
         Every rank calls it. A torch optimizer over the same groups loads it too (engine/full_optimizer_state.py).
         """
         self._finish_before_read()
+        self._call_hooks("state_dict_pre")
+        return self._call_hooks("state_dict_post", self._build_state_dict())
+
+    def _build_state_dict(self) -> dict[str, Any]:
         return self._engine("state_dict").optimizer_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -413,7 +437,9 @@ class ShardedOptimizer(Optimizer):
         Every rank calls it, with the state on one of them or on all. Raises `UsageError` for a dict that does not fit.
         """
         self._finish_before_read()
+        state_dict = self._call_hooks("load_state_dict_pre", {**state_dict})
         self._engine("load_state_dict").load_optimizer_state_dict(state_dict)
+        self._call_hooks("load_state_dict_post")
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Raise `UsageError`: the parameters are laid out over the ranks once."""
@@ -434,6 +460,11 @@ class ShardedOptimizer(Optimizer):
         """Whether no step reads the factor on the host: torch steps all masters, on an accelerator."""
         on_host = self._layerwise is not None or isinstance(self.optimizer, CompressedOptimizer)
         return not on_host and all(on_accelerator(view.parameter) for view in self.views.views)
+
+
+def hooks_of(optimizer: Optimizer) -> dict[str, OrderedDict[int, Any]]:
+    """Return the hooks that are registered on `optimizer`, by the attributes in which torch keeps them."""
+    return {name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")}
 
 
 def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:

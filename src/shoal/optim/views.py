@@ -219,7 +219,7 @@ class OptimizerGroups:
                              f"parameters; pass it before its first step, or resume from a checkpoint")
 
     def copy_over(self, optimizer: Optimizer, views: Views) -> Optimizer:
-        """Return a copy of the user's optimizer that steps the views; both have the same groups, options and hooks."""
+        """Return a copy of the user's optimizer that steps the views; both have the same groups and options."""
         self.check_new(optimizer)
         inner = copy(optimizer)
         vars(inner)["state"] = defaultdict(dict)
